@@ -1,7 +1,7 @@
-"""Fast kernels: arrays and static integers in, arrays out.
+"""Fast kernels, which are functions of arrays and static integers.
 
 `mosaic` kernels are Pallas Mosaic GPU (Hopper), `triton` kernels official Triton. This package
-knows nothing of those above it: they ask `why_not`, then build a `Kernel` and call it.
+does not import the packages above it. They call `why_not`, then build a `Kernel` and call it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ KERNELS["triton", "decode"] = triton.decode_why_not
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Why no such kernel can run `problem` (framework, branch, shapes), or None."""
+    """The reason why no such kernel can run `problem` (framework, branch, shapes), or None."""
     supports = KERNELS.get((implementation, problem.step))
     if supports is None:
         return f"kernels_pallas has no {implementation} kernel for the {problem.step} step"

@@ -25,7 +25,7 @@ LENGTHS = tuple(2**i for i in range(9, 20))
 
 
 class Array(NamedTuple):
-    """Shape and dtype of an argument; `dtype` is a name, e.g. `bfloat16`."""
+    """Shape and dtype of an argument. `dtype` is a name such as `bfloat16`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -70,7 +70,7 @@ class Spec:
         return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
 
     def for_any_length(self) -> Self:
-        """The same with nominal lengths."""
+        """The same spec with nominal lengths."""
         return dataclasses.replace(self, any_length=True, **self.nominal)
 
 
@@ -92,7 +92,7 @@ class Kernel:
       in_place: Number of first outputs that may share memory with as many last inputs, in their
         order. Each part of such an input is read before the same part of the output is written.
       names: Names of the inputs, then of the outputs (`Kernel.named`).
-      sizes: Numbers of the body that follow from lengths, by name.
+      sizes: Numbers that the body needs and that lengths determine, by name.
       grid: CTAs, at most two axes.
       cluster: Number of CTAs, neighbours on the grid's last axis, that run together and access
         each other's shared memory.
@@ -166,18 +166,18 @@ class Kernel:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that `body` names, applied to this kernel."""
+        """Apply the function that `body` names to this kernel."""
         if callable(self.body):
             return self.body
         module, function = self.body.split(":")
         return getattr(importlib.import_module(module), function)(self)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """The outputs for JAX arrays, as `shaped`."""
+        """Run the kernel on JAX arrays, which are first passed to `shaped`."""
         return tuple(self.call(*self.shaped(arrays)))
 
     def shaped(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays of any framework, each reshaped to its input's shape.
+        """Reshape arrays of any framework to the shapes of the inputs.
 
         Raises:
           ValueError: another number of arrays, or an array of another dtype or size.

@@ -1,8 +1,9 @@
 """The array operations that the steps on kernels need from a framework.
 
 The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is an
-`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels. The one of
-`nsa_core.plan` records the operations. This module imports neither framework.
+`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels.
+`nsa_core.plan` has an `ArrayOps` that records the operations. This module imports neither
+framework.
 
 A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
 `reshape` of an array. Work between kernels is a derived step (`derived`).
@@ -38,12 +39,14 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
 
 
 def int32(*shape: int) -> Array:
-    """An array of integers, in `shapes` of a derived step."""
+    """The shape and dtype of an int32 array, for `shapes` of a derived step."""
     return Array(shape, "int32")
 
 
 def like(x: Any, *shape: int) -> Array:
-    """An array with the dtype of `x`, by default also with its shape."""
+    """The shape and dtype of an array like `x`, for `shapes` of a derived step. The shape may
+    differ.
+    """
     return Array(shape or tuple(x.shape), x.dtype)
 
 
@@ -60,7 +63,9 @@ class QueryLayout(Protocol):
 
     @property
     def position(self) -> Any:
-        """Position in its own sequence, from 0. A negative one marks padding, which sees no key."""
+        """The position in its own sequence, from 0. A negative position marks padding, which
+        sees no key.
+        """
 
     @property
     def padded(self) -> bool:
@@ -68,11 +73,11 @@ class QueryLayout(Protocol):
 
     @property
     def key_start(self) -> Any:
-        """Key index of its sequence's first token."""
+        """The key index of the first token of its sequence."""
 
     @property
     def compressed_start(self) -> Any:
-        """Index of its sequence's first compressed token."""
+        """The index of the first compressed token of its sequence."""
 
     @property
     def packed(self) -> bool:
@@ -86,13 +91,14 @@ class QueryLayout(Protocol):
 
 
 class ArrayOps(Protocol):
-    """Operations that JAX and torch name or do differently.
+    """Operations that differ between JAX and torch.
 
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
-      parts_stay: whether a kernel that is `in_place` leaves what it does not write of a `part`.
-      has_streams: whether there is `run_beside`.
+      parts_stay: whether elements of a `part` that an `in_place` kernel does not write keep
+        their values.
+      has_streams: whether `run_beside` is supported.
     """
 
     xp: Any
@@ -101,54 +107,60 @@ class ArrayOps(Protocol):
     has_streams: bool = False
 
     def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
-        """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.
+        """Run `kernel` and return its outputs. An input may have any shape of the right size.
 
         A kernel that is `in_place` may write its first outputs over its last inputs.
         """
         ...
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
-        """`run` a kernel with outputs of one shape. If they are adjacent, `bound` copies once."""
+        """Run a kernel whose outputs have one shape. If they are adjacent, `bound` needs one
+        copy.
+        """
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
-        """The same as `run`, concurrently with all work until `join` of the second result. Until
-        then nothing reads or writes the kernel's outputs.
+        """Run a kernel concurrently with all work until `join` of the second result. Until then
+        nothing may read or write its outputs.
         """
         raise NotImplementedError
 
     def join(self, running: Any) -> None:
-        """Make later work wait until `running` has ended."""
+        """Make later work wait for the end of `running`."""
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Whether `run` returns the memory of the last inputs as the first outputs, or copies them,
-        so that elements that `kernel` does not write have the inputs' values.
+        """Whether elements of the first outputs that `kernel` does not write have the values of
+        the last inputs.
         """
         ...
 
     def after(self, x: Any, done: Any) -> Any:
-        """`x` (int32), made to depend on `done` (16-bit): no kernel that reads the result starts
+        """Make `x` (int32) depend on `done` (16-bit). No kernel that reads the result starts
         before `done` is computed.
         """
         ...
 
     def capability(self, x: Any) -> tuple[int, int]:
-        """The compute capability of the GPU that kernels on `x` run on, from which tiles follow."""
+        """The compute capability of the GPU of `x`, which determines tiles."""
         ...
 
     def derive(
         self, function: Callable[..., Sequence[Any]], *arrays: Any, **static: Hashable
     ) -> Sequence[Any]:
-        """The arrays that the derived step `function` returns."""
+        """Run the derived step `function` and return its arrays."""
         return function(self, *arrays, **static)
 
     def per_batch(self, x: Any) -> Any:
-        """`x`, an argument that many calls share. Arrays derived only from it may be cached."""
+        """Mark `x` as an argument that many calls share. Arrays derived only from it may be
+        cached.
+        """
         return x
 
     def release(self, arrays: Iterable[Any]) -> None:
-        """Says that these arrays, which share memory with nothing else, are read no more."""
+        """Declare that these arrays are not read any more. They must not share memory with
+        other arrays.
+        """
         ...
 
     def arange(self, like: Any, count: int) -> Any:
@@ -184,7 +196,7 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def top(self, x: Any, count: int) -> Any:
-        """The largest `count` values of the last axis, in falling order."""
+        """The largest `count` values of the last axis, in descending order."""
         raise NotImplementedError
 
     def take_along(self, x: Any, index: Any) -> Any:
@@ -196,21 +208,21 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
-        """`made()` on a CPU if any `condition` holds. The host must not wait for a GPU to know it.
-        There, and if none holds, the result is `otherwise`.
+        """On a CPU, return `made()` if any `condition` holds. Otherwise, and always on a GPU,
+        for which the host must not wait, return `otherwise`.
         """
         raise NotImplementedError
 
     def take(self, pages: Any, at: tuple) -> Any:
-        """`pages[at]`, of arrays of indices."""
+        """Return `pages[at]` for arrays of indices."""
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """`pages` with `new` at the valid `paged_layout.Places`; in torch in place."""
+        """Write `new` to the valid `paged_layout.Places` of `pages`; in torch in place."""
         raise NotImplementedError
 
     def write(self, x: Any, index: Slices, part: Any) -> Any:
-        """`x` with `part` at `index`, perhaps in the memory of `x`."""
+        """Write `part` to `index` of `x`, possibly in place."""
         ...
 
     def zeros(self, like: Any, shape: tuple[int, ...]) -> Any:
@@ -218,15 +230,15 @@ class ArrayOps(Protocol):
         ...
 
     def copied(self, x: Any, dtype: Any) -> Any:
-        """A new array with the numbers of `x` in a dtype of `xp`."""
+        """A copy of `x` in a dtype of `xp`."""
         return self.cast(x, dtype)
 
     def part(self, x: Any, index: Slices) -> Any:
-        """`x[index]`, perhaps in the memory of `x`."""
+        """Return `x[index]`, possibly as a view."""
         return x[index]
 
     def side_by_side(self, arrays: Sequence[Any]) -> Any:
-        """Arrays one after the other along the first axis."""
+        """Concatenate arrays along the first axis."""
         return arrays[0] if len(arrays) == 1 else self.xp.concatenate(arrays)
 
     def to_int32(self, x: Any) -> Any:
@@ -248,17 +260,19 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def unbound_float32(self, x: Any) -> Sequence[Any]:
-        """float32 copies of the parts along the last axis."""
+        """Split the last axis into float32 copies."""
         return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
 
     def bound(self, arrays: Sequence[Any], dtype: Any) -> Any:
-        """A new array of arrays of one shape along a last axis, in a dtype of `xp`: what
-        `unbound_float32` parts.
+        """Stack arrays of one shape along a new last axis, in a dtype of `xp`. This is the
+        inverse of `unbound_float32`.
         """
         return self.copied(self.xp.stack([*arrays], -1), dtype)
 
     def extend(self, x: Any, axis: int, length: int, fill: float | None = None) -> Any:
-        """`x` continued along `axis` to `length` by `fill`, or by its last entry for None."""
+        """Extend `x` along `axis` to `length` with `fill`, or with its last entry if `fill` is
+        None.
+        """
         missing = length - x.shape[axis]
         if missing <= 0:
             return x
@@ -270,15 +284,14 @@ class ArrayOps(Protocol):
 
 
 def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
-    """Each of `arrays` `[B, T, ...]` with zeros in the rows of padding.
-
-    Zero times NaN is NaN, and kernels that mask by block or by key tile read such rows whole.
+    """Fill the padding rows of each of `arrays` `[B, T, ...]` with zeros. Kernels that mask by
+    block or key tile multiply these rows too, and zero times NaN is NaN.
     """
     return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
 
 
 def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
-    """`zero_padding` in a step."""
+    """The derived step of `zero_padding`."""
     return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
 
 

@@ -1,4 +1,4 @@
-"""Lists of key blocks that a caller made, in the form that the selected branch reads.
+"""Converts lists of key blocks from a caller to the form that the selected branch reads.
 
 The arrays are either framework's; `xp` is `jax.numpy` or `torch`.
 """
@@ -19,7 +19,7 @@ WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
-    """Sizes of the selected branch; the other branches' do not matter."""
+    """The sizes of the selected branch. Those of the other branches have no effect."""
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
 
 
@@ -31,8 +31,7 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """The tokens of a block that are worth counting: the first block of a size beyond all keys is
-    all of them, and has no end.
+    """The block size, limited to the number of keys. A larger block contains the same keys.
     """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
@@ -41,7 +40,7 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
     """Check the shapes and dtypes of `block_attention`'s arguments.
 
     Raises:
-      ValueError: an argument that no implementation takes.
+      ValueError: an argument that no implementation supports.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
@@ -50,7 +49,7 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
 
 
 def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
-    """int32 `[*tokens, G, n]`, of a scope `G` that fits the heads."""
+    """Check lists and return them as int32 `[*tokens, G, n]`, where `G` fits the heads."""
     validate.array(name, x, len(tokens) + 2, ("int32",))
     scopes, entries = x.shape[-2:]
     if tuple(x.shape[:-2]) != tuple(tokens) or entries < 1:
@@ -69,7 +68,7 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
 def with_tail(xp: Any, indices, position, block_size: int):
     """`indices` `[B, T, G, n]` with the query's own block added if it is incomplete.
 
-    position: `[B, T]`, of the query in its sequence; negative for padding.
+    position: `[B, T]`, the position of the query in its sequence; negative for padding.
     """
     own = position // block_size
     tail = xp.where((position + 1) % block_size == 0, -1, own)
@@ -132,7 +131,7 @@ def check_paged(
     Returns the block size to use.
 
     Raises:
-      ValueError: an argument that nothing takes.
+      ValueError: an argument that no implementation supports.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
@@ -154,8 +153,8 @@ def check_paged(
 
 
 class PagedKeys(NamedTuple):
-    """Keys `[N, lists, n * block_size]` of lists: their `row` in pages side by side, within
-    bounds, and whether the query has `seen` them.
+    """The keys of lists, `[N, lists, n * block_size]`: their `row` in the concatenated pages,
+    within bounds, and whether the query sees them (`seen`).
     """
 
     row: Any
@@ -192,10 +191,10 @@ def attention_to_pages(
     include: str,
     scale: float | None,
 ):
-    """`(out, lse)` of the listed keys, a chunk of queries at a time.
+    """Compute `(out, lse)` over the listed keys, one chunk of queries at a time.
 
     Args:
-      over_queries: the framework's, of its `chunks`.
+      over_queries: the function of the framework's module `chunks`.
       attend: returns out and lse. Its arguments are queries `[N, L, G, D]`, keys and values
         `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
     """

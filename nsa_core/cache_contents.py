@@ -20,7 +20,7 @@ class Contents:
     said: Facts = ()
 
     def with_facts(self, facts: Facts, kind: str = "") -> Self:
-        """The contents with the `facts` of another writer.
+        """Add the `facts` of another writer to the contents.
 
         Args:
           kind: Name of the owner of the cache, for the message.
@@ -45,7 +45,7 @@ def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = (
     """The facts that a writer states: `made_with`, and the kinds of `params` for keys and values.
 
     Raises:
-      ValueError: `made_with` has no such pairs.
+      ValueError: `made_with` does not consist of pairs of a name and a hashable value.
     """
     if not isinstance(made_with, tuple | list) or not _are_facts(made_with):
         raise ValueError(
@@ -66,7 +66,7 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
-    """`repr` of a cache in one line. Its arrays may be anything while a transform holds it."""
+    """Represent a cache in one line. Its arrays may be any object during a transform."""
     arrays = {name: getattr(cache, name) for name in (key, value)}
     words = {name: getattr(x, "shape", x) for name, x in arrays.items()}
     words = {name: tuple(x) if isinstance(x, tuple) else x for name, x in words.items()} | facts

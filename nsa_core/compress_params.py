@@ -25,7 +25,9 @@ class MLPParams(NamedTuple):
     b2: Any  # [D]
 
     def turned(self, rates: Any, factor: float = 1.0) -> "RopeMLPParams":
-        """The same MLP for unrotated keys. Rotation multiplies their length by `factor`."""
+        """Return the same MLP for unrotated keys. Rotation multiplies their length by
+        `factor`.
+        """
         if factor == 1:
             return RopeMLPParams(*self, rates)
         longer = self._replace(w2=self.w2 * factor, b2=self.b2 * factor)

@@ -1,4 +1,4 @@
-"""The files of `configs/` and their loader: YAML in, checked dataclasses out.
+"""Loads the YAML files of `configs/` into checked dataclasses.
 
 `load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key or a value of another type is an error. `devices/<device>.yaml` is
@@ -50,7 +50,7 @@ def parsed(text: str | bytes, kind: str = "YAML") -> Any:
     """Parse a text in YAML or JSON.
 
     Raises:
-      ValueError: it is not of this kind, or has a key twice.
+      ValueError: the text is not valid, or a key occurs twice.
     """
     try:
         if kind == "JSON":
@@ -61,12 +61,12 @@ def parsed(text: str | bytes, kind: str = "YAML") -> Any:
 
 
 def load(name: str | Path, kind: type = dict) -> Any:
-    """The mapping, or what else `kind` is, in `configs/<name>.yaml`, or in the YAML or JSON file
-    at `name` when that is a path.
+    """Load a mapping, or a value of type `kind`, from `configs/<name>.yaml`, or from the YAML
+    or JSON file at the path `name`.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds something else, no YAML or JSON, or a key twice.
+      ValueError: the file is not valid, has another type, or has a key twice.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -84,7 +84,7 @@ def load(name: str | Path, kind: type = dict) -> Any:
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top` laid over it, section by section."""
+    """Override the values of `base` with those of `top`, section by section."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
@@ -94,12 +94,12 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
-    """`cls(**mapping)` for a dataclass, nested dataclasses included; no value is converted but an
-    integer to a float and a list to a tuple.
+    """Build `cls(**mapping)` for a dataclass, including nested dataclasses. Integers are
+    converted to floats and lists to tuples; other values are not converted.
 
     Raises:
-      ValueError: unknown keys, or values that are not of the field's type; the message names
-        each key with its section.
+      ValueError: unknown keys, or values of another type than the field. The message names each
+        key with its section.
     """
     # A part of a second, which goes before the first file: of settings, of training, or, at the
     # first automatic choice on a GPU that has one, of a device.

@@ -3,8 +3,7 @@
 The sequence is split into chunks of equal length. With `zigzag` rank `r` of `R` has the chunks `r`
 and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous` it has
 chunk `r`.
-A rank's shard is its chunks in the order of their tokens, so that neither layout turns time
-around within a rank.
+A shard consists of the chunks of a rank in the order of their tokens.
 
 A length that is no multiple of the number of chunks is padded at the end. No token before the
 padding sees it, and its output is meaningless.
@@ -28,7 +27,7 @@ def check(layout: str) -> None:
 
 
 def padded_length(length: int, size: int, layout: str) -> int:
-    """The shortest length of at least `length` that `size` ranks share in equal chunks."""
+    """The smallest length from `length` on that `size` ranks can split into equal chunks."""
     check(layout)
     chunks = size * len(_chunks_of(0, size, layout))
     return -(-length // chunks) * chunks
@@ -50,7 +49,7 @@ class Shards:
 
     @property
     def own(self) -> tuple[Any, ...]:
-        """The numbers of this rank's chunks."""
+        """The indices of this rank's chunks."""
         return _chunks_of(self.rank, self.size, self.layout)
 
     @property
@@ -63,7 +62,7 @@ class Shards:
 
     @property
     def order(self) -> list[int]:
-        """The numbers of the chunks in the order in which shards, side by side, have them."""
+        """The indices of the chunks in the order of the concatenated shards."""
         sizes = self.size, self.layout
         return [chunk for rank in range(self.size) for chunk in _chunks_of(rank, *sizes)]
 
@@ -75,12 +74,12 @@ class Shards:
 
 
 def _chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
-    """The numbers of a rank's chunks, ascending."""
+    """The indices of the chunks of a rank, ascending."""
     return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
 
 
 def chunk_length(name: str, local_length: int, layout: str) -> int:
-    """Tokens of a chunk on ranks that have `local_length` of them."""
+    """Number of tokens per chunk on ranks with `local_length` tokens."""
     check(layout)
     count = len(_chunks_of(0, 1, layout))
     if local_length % count:
@@ -121,7 +120,7 @@ def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:
     """Key/value heads that are gathered and attended to together, in equal groups.
 
     Args:
-      head_bytes: keys and values of a head, of the whole sequence.
+      head_bytes: bytes of the keys and values of one head for the whole sequence.
     """
     sizes = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     count = max(n for n in sizes if n == 1 or n * head_bytes <= UNIT_BYTES)

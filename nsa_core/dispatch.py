@@ -5,8 +5,8 @@ An implementation named by the caller never falls back, unless the caller sets
 the first implementation in order that does not refuse and that the thresholds and the policy of the
 device allow (`policy.py`). The choice records the refusals.
 
-The step `attention` is all steps at once. An implementation of it runs if it was chosen for every
-single step.
+The step `attention` stands for all steps at once. Its implementation runs only if it was chosen
+for every single step.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class Implementation:
 
     Attributes:
       target: `module:function`, imported at its first call.
-      why_not: why it cannot run a problem, or None.
+      why_not: function that returns the reason why it cannot run a problem, or None.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Implementation:
     why_not: Callable[[Problem], str | None] = lambda problem: None
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why it does not run a problem, or None."""
+        """The reason why the implementation cannot run a problem, or None."""
         dtype = problem.config.compute_dtype
         if dtype is not None and problem.step in ROUNDED and self.name != "mosaic":
             return f"computes in the dtype of the query, got compute_dtype={dtype!r}"
@@ -108,8 +108,8 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation of one step, and why each one before it was refused. `note` lists missing
-    measurements of the automatic choice (`policy.note`).
+    """The implementation of one step, with the reasons against earlier candidates. `note` lists
+    missing measurements of the automatic choice (`policy.note`).
     """
 
     step: str
@@ -131,7 +131,7 @@ class Choices:
 
     Attributes:
       attention: The implementation that runs all steps at once. None means step by step.
-      whole_refused: Why each implementation of all steps does not run.
+      whole_refused: The reason against each implementation of all steps.
       beside_dense: The length from which `attention` is faster than dense attention on this device,
         or None if it is not known.
     """
@@ -159,8 +159,8 @@ class Choices:
 
 
 class Registry:
-    """Implementations of each step in the order in which automatic choice tries them; of
-    `attention` there may be none.
+    """The implementations of each step, in the order of the automatic choice. The step
+    `attention` may have none.
     """
 
     def __init__(self, framework: str, table: Mapping[str, tuple[Implementation, ...]]):
@@ -168,12 +168,12 @@ class Registry:
         self.table = dict(table)
 
     def names(self, step: str | None = None) -> tuple[str, ...]:
-        """Known implementations of `step` (of any), in order."""
+        """The names of the implementations of `step`, or of all steps, in order."""
         rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys([entry.name for row in rows for entry in row]))
 
     def entry(self, step: str, name: str | None) -> Implementation | None:
-        """The implementation of `step` called `name`, if there is one.
+        """The implementation of `step` with this `name`, or None.
 
         Raises:
           ValueError: no implementation has this name.
@@ -189,11 +189,13 @@ class Registry:
         name: str | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Choice:
-        """The implementation called `name`, or for None the first that can run `problem`.
+        """The implementation called `name`, or the first that can run `problem` if `name` is
+        None.
 
         Raises:
           ValueError: no implementation has this name.
-          NotImplementedError: the named one refuses, and `on_unsupported` is "error"; or all do.
+          NotImplementedError: the named implementation refuses and `on_unsupported` is "error",
+            or all refuse.
         """
         step, dtype, note = problem.step, problem.config.compute_dtype, None
         if dtype is not None and step in ROUNDED:
@@ -231,7 +233,7 @@ class Registry:
         on_unsupported: OnUnsupported = "error",
         step: str | None = None,
     ) -> Choices:
-        """The choice of every step; `step`: the one that is named, the others are not.
+        """The choice for every step. If `step` is given, only this step is named.
 
         Scores belong to no branch that can be named. They run on the implementation of the
         selected branch if it supports them, otherwise on the first that does. One name for all
@@ -273,5 +275,7 @@ def _log_once(line: str) -> None:
 
 
 def kernel(name: str, target: str) -> Implementation:
-    """The entry of a step on kernels of `kernels_pallas`, which say what they cannot do."""
+    """The entry of a step on kernels of `kernels_pallas`, which report what they do not
+    support.
+    """
     return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))

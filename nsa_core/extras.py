@@ -1,4 +1,4 @@
-"""Optional packages: their versions; a missing one is an error that names its extra."""
+"""Optional packages and their versions. The error for a missing package names its extra."""
 
 import importlib.metadata
 import importlib.util
@@ -15,7 +15,7 @@ def version(package: str) -> str | None:
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error to raise from `error`, the failed import of a package of `extra`."""
+    """The error to raise from `error`, which is the failed import of a package of `extra`."""
     return ModuleNotFoundError(_text(extra, str(error.name)), name=error.name)
 
 
@@ -23,7 +23,7 @@ def require(extra: str, *packages: str, minimum: str | None = None) -> None:
     """Raises `ModuleNotFoundError` unless all `packages` of `extra` are installed.
 
     Args:
-      minimum: the oldest version of them that will do; an older one is an `ImportError`.
+      minimum: the lowest supported version; a lower one raises `ImportError`.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -63,7 +63,7 @@ _THRESHOLDS = {
 
 
 def named() -> Branches[str | None]:
-    """The names given on the command line; None for the value `auto`."""
+    """The names from the command line, or None for `auto`."""
     each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
     return Branches(*(None if name == "auto" else name for name in each))
 
@@ -84,7 +84,8 @@ def implementation(registry: Registry, problem: Problem) -> Branches[str]:
 
     Raises:
       ValueError: the framework has no implementation of a given name.
-      NotImplementedError: a named one cannot run `problem`, and `--on_unsupported=error`.
+      NotImplementedError: a named implementation cannot run `problem`, and the flag is
+        `--on_unsupported=error`.
     """
     with policy.overridden(thresholds(), "a flag"):
         chosen = registry.choices(problem, named(), on_unsupported())

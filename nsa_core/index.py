@@ -25,7 +25,7 @@ class Index(NamedTuple):
 
     @property
     def config(self) -> NSAConfig:
-        """The config of the top-n, which counts in tokens."""
+        """The config of the top-n, whose sizes are in tokens."""
         block = self.pool * self.entry
         forced = self.num_initial, self.num_local
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
@@ -40,7 +40,7 @@ class Index(NamedTuple):
 
 
 def _checked(index: Index, keys: int) -> Index:
-    """The index as it counts in 32 bits: a pool beyond all `keys` is all of them."""
+    """The index with its pool limited to `keys`, so that sizes fit in 32 bits."""
     validate.sizes(pool=index.pool, entry=index.entry)
     # What kernels take for a pool does not follow the number of keys.
     pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
@@ -74,7 +74,7 @@ def check(query, key, index: Index, packed: bool) -> Index:
     """Check the shapes and dtypes of `index_blocks`' arguments. Returns the index to use.
 
     Raises:
-      ValueError: an argument that no implementation takes.
+      ValueError: an argument that no implementation supports.
     """
     validate.queries(query, "index_query")
     batch, length, _, width = query.shape
@@ -137,7 +137,8 @@ def blocks_at(
     """The lists of queries, int32 `[B, T, lists, n]`.
 
     Args:
-      over_queries: the framework's, of its `chunks`; the keys may be cut to those that are seen.
+      over_queries: the function of the framework's module `chunks`. Keys that no query sees may
+        be omitted.
       position: `[B, T]`; a negative position means padding.
       key_start: `[B, T]` of packed rows; otherwise None.
     """
@@ -171,7 +172,7 @@ def blocks_at(
 def blocks_of_pages(
     ops: ArrayOps, over_queries: Callable[..., Any], query, pages, paged, index: Index
 ):
-    """`paged_index_blocks` of the keys of all rows side by side."""
+    """Compute `paged_index_blocks` on the gathered keys of all rows."""
     (page_table, lengths, starts), count = paged, query.shape[0]
     batch, columns = page_table.shape
     lengths = lengths.clip(None, columns * pages.shape[1] * index.entry)
@@ -188,8 +189,8 @@ def blocks_of_pages(
 class Teacher(NamedTuple):
     """The attention heads from which an index head learns, over all keys or listed blocks.
 
-    A pair is a key/value head read by an index head, `pairs = max(Hi, Hkv)`: pair `p` has the
-    `heads` query heads `p * heads ..`, of key/value head `p * Hkv // pairs`.
+    A pair consists of a key/value head and an index head, `pairs = max(Hi, Hkv)`. Pair `p` has
+    the `heads` query heads from `p * heads`, and the key/value head `p * Hkv // pairs`.
     """
 
     index_heads: int
@@ -227,7 +228,9 @@ def loss_of(
     index_query,
     index_key,
 ) -> Loss:
-    """The loss `[B, Q, Hi]`. `where` is the `QueryLayout` of `indexer_kl`, which has the others."""
+    """The loss `[B, Q, Hi]`. `where` is a `QueryLayout`, and the other arguments are those of
+    `indexer_kl`.
+    """
     xp, pairs, listed = ops.xp, teacher.pairs, block_indices is not None
     (batch, _, heads, width), keys = query.shape, key.shape[1]
 

@@ -15,7 +15,7 @@ KINDS = "key", "value"
 
 
 def read(ops: ArrayOps, cache: PagedArrays, name: str, at: tuple) -> Any:
-    """The entries of one array `at` `(page, offset)` or `(page,)`, in the cache's dtype."""
+    """The entries of an array at `(page, offset)` or `(page,)`, in the dtype of the cache."""
     found, scale = ops.take(getattr(cache, name), at), getattr(cache, f"{name}_scale", None)
     if scale is None:
         return found
@@ -36,14 +36,15 @@ def append(
     wrong=None,
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
-    """The arrays of a cache with new tokens and the compressed tokens that they complete, by name.
-    In torch they are the cache's own. The arrays determine the number of tokens per page.
+    """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache,
+    which are returned by name. In torch this is in place. The arrays determine the number of
+    tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.
       key .. slots: as in `nsa_torch.append`, checked.
       wrong: bool `[B]`, the rows whose compressed tokens become NaN; None means none.
-      raw_is_there: whether the new tokens are in their pages.
+      raw_is_there: whether the new tokens are already in their pages.
     """
     config, arrays, count = cache.config, cache.tensors(), key.selected.shape[0]
     batch, raw = lengths.shape[0], "raw" if cache.separate else "selected"

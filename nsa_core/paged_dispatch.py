@@ -1,4 +1,4 @@
-"""The choice for a paged call: kernels on pages, or `attention` on gathered rows.
+"""Chooses between kernels on pages and `attention` on gathered rows for a paged call.
 
 `gathered` runs on any implementation of `attention`. The names of these are accepted here too.
 """
@@ -37,11 +37,13 @@ class Inputs:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row's table has room for."""
+        """The number of tokens for which the table of a row has pages."""
         return self.page_table.shape[1] * self.cache.config.select_block
 
     def posed(self, problem: Problem) -> Problem:
-        """`problem` with `B` rows of `T` queries (0 if rows differ) and up to `S` tokens."""
+        """A copy of `problem` for `B` rows of `T` queries (0 if rows differ) and up to `S`
+        tokens.
+        """
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
         sizes = {"B": rows, "T": length, "S": self.capacity}
@@ -50,8 +52,8 @@ class Inputs:
 
 
 def joined_gates(ops: ArrayOps, gates, query):
-    """`[N, H, 3]` of gates that may be `Branches` of `[N, H]`, in a dtype that kernels read; of
-    queries in float64, which no kernel reads, in their own.
+    """Join gates, which may be `Branches` of `[N, H]`, to `[N, H, 3]` in a dtype that kernels
+    read. For queries in float64, which no kernel supports, the gates keep their dtype.
     """
     if isinstance(gates, Branches):
         if len({x.dtype for x in gates}) > 1:
@@ -73,7 +75,7 @@ def checked(
     cu_seqlens_q,
     scale,
 ) -> Inputs:
-    """The checked arguments of `paged_attention`, from a cache of `pool` pages; `read`: as in
+    """Check the arguments of `paged_attention` for a cache of `pool` pages. `read` is as in
     `paged_layout.check_tables`.
     """
     paged_layout.check_queries(cache, query, gates, scale)
@@ -87,11 +89,11 @@ def registry(
     module: str,
     why_not: Callable[[str, Problem], str | None],
 ) -> Registry:
-    """The table of a framework.
+    """The registry of a framework.
 
     Args:
-      module: which has a function for each implementation.
-      why_not: Reasons of the framework's arrays against kernels, by name.
+      module: name of the module with a function for each implementation.
+      why_not: Functions that return the framework's reasons against kernels, by name.
     """
     kernels = (
         Implementation(name, f"{module}:with_indices", functools.partial(why_not, name))
@@ -102,7 +104,7 @@ def registry(
 
 
 def why_not(name: str, problem: Problem) -> str | None:
-    """Why kernels on pages cannot run a paged call, or None."""
+    """The reason why kernels on pages cannot run a paged call, or None."""
     if name == "mosaic":
         return mosaic_decode.why_not(problem)
     return kernels_pallas.why_not(name, problem)
@@ -140,7 +142,7 @@ def decide(
 
     Raises:
       ValueError: no implementation has this name.
-      NotImplementedError: the named one cannot run the problem.
+      NotImplementedError: the named implementation cannot run the problem.
     """
     of_tokens, starts = None, inputs.cu_seqlens_q
     if starts is not None and max_seqlen_q is not None and max_seqlen_q <= QUERIES:

@@ -15,8 +15,9 @@ from tokens before rounding. Therefore the newest tokens of a row are also store
 
     raw token p         recent[slot of the row, p % (2 l)]
 
-A ring may contain anything, including tokens of another row. A token of the ring is used if the
-page's token may be its rounded value (`rounding.is_of`). Otherwise the page's token is used.
+A ring may contain arbitrary values, including tokens of another row. A token of the ring is
+used if the page's token may be its rounded value (`rounding.is_of`). Otherwise the page's token
+is used.
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ class PagedArrays:
 
     @classmethod
     def of(cls, config: NSAConfig, *arrays: Any, **fields: Any) -> Self:
-        """A cache of these arrays."""
+        """Make a cache from these arrays."""
         cache = cls.__new__(cls)
         PagedArrays.__init__(cache, config, *arrays, **fields)
         return cache
@@ -95,7 +96,7 @@ class PagedArrays:
 
     @property
     def separate(self) -> bool:
-        """Whether each branch has keys and values of its own."""
+        """Whether each branch has separate keys and values."""
         return self.sliding_key is not None
 
     @property
@@ -107,7 +108,7 @@ class PagedArrays:
 
     @property
     def raw(self) -> tuple[Any, Any]:
-        """Keys and values that compressed tokens are computed from."""
+        """The keys and values from which compressed tokens are computed."""
         if self.raw_key is not None:
             return self.raw_key, self.raw_value
         return self.selected_key, self.selected_value
@@ -127,7 +128,7 @@ class PagedArrays:
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def sources(self, kind: str) -> Branches:
-        """The name of the array that each branch reads of `kind`, `key` or `value`."""
+        """For each branch the name of the array that it reads. `kind` is `key` or `value`."""
         sliding = "sliding" if self.separate else "selected"
         return Branches(f"compressed_{kind}", f"selected_{kind}", f"{sliding}_{kind}")
 
@@ -137,7 +138,7 @@ PAGES = tuple(name for name in ARRAYS if not name.startswith("recent"))
 
 
 def slots_of(config: NSAConfig) -> int:
-    """Compressed tokens of a page."""
+    """The number of compressed tokens per page."""
     return config.select_block // config.compress_stride
 
 
@@ -184,7 +185,7 @@ def shapes(
     number of rows of a cache in fp8.
 
     Raises:
-      ValueError: a size that is not a positive int, no configuration, no bool.
+      ValueError: a size that is not a positive int, or an argument of another type.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -209,14 +210,18 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """The dtype of one of `ARRAYS`: that of compressed keys, of scales, or of other pages."""
+    """The dtype of one of `ARRAYS`, which differs for compressed keys, scales and other
+    pages.
+    """
     if name.endswith("_scale"):
         return scale
     return compressed if name == "compressed_key" or name.startswith("recent") else dtype
 
 
 def page_elements(*sizes: Any) -> int:
-    """Elements of a page in all `ARRAYS` together; `sizes`: those of `shapes` of one page."""
+    """The number of elements per page in all `ARRAYS`. `sizes` are those of `shapes` for one
+    page.
+    """
     return sum(math.prod(x) for x in shapes(1, *sizes).values() if x is not None)
 
 
@@ -229,11 +234,11 @@ def new_arrays(
     max_rows: int,
     *sizes: Any,
 ) -> dict[str, Any]:
-    """Each of `ARRAYS` of a new cache, or None.
+    """The `ARRAYS` of a new cache. An absent array is None.
 
     Args:
-      name_of: The name of a dtype.
-      zeros: Makes an array from its name, shape and dtype.
+      name_of: Function that returns the name of a dtype.
+      zeros: Function that makes an array from its name, shape and dtype.
       dtype, compressed_dtype, max_rows: as in `nsa_torch.PagedCache`.
       sizes: as in `shapes`.
     """
@@ -259,7 +264,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
-    """`count` tokens, each row's the last of the `lengths` `[B]` that it has.
+    """The `count` tokens of a call. The tokens of a row are the last of its `lengths` `[B]`.
 
     Args:
       cu_seqlens_q: int32 `[B + 1]`, the first token of each row. By default all rows have the same
@@ -280,7 +285,9 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
 
 
 class Places(NamedTuple):
-    """Entries of pages: `page`, `offset`, both within bounds, and whether they are `there`."""
+    """Entries of pages: `page` and `offset` within bounds, and `there`, which is False for
+    invalid entries.
+    """
 
     page: Any
     offset: Any
@@ -300,7 +307,9 @@ def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
 
 
 class Finished(NamedTuple):
-    """Tokens that finish a compressed token: `token` `[K]` of the call, those that are `there`."""
+    """Tokens that complete a compressed token: their index `token` `[K]` in the call, and
+    `there`, which is False for unused entries.
+    """
 
     token: Any
     there: Any
@@ -319,10 +328,9 @@ def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Fi
 
 
 class PaddedQueries(NamedTuple):
-    """Rows of queries side by side, each row's own at the end.
-
-    `token` `[B, T]`: which token of the call, within bounds; `there`: whether it is the row's;
-    `flat` `[N]`: the index of each token of the call in `[B * T]`.
+    """Rows of queries that are padded at their start. `token` `[B, T]` is the index of the
+    token in the call, within bounds. `there` is False for padding. `flat` `[N]` is the index of
+    each token in `[B * T]`.
     """
 
     token: Any
@@ -331,7 +339,7 @@ class PaddedQueries(NamedTuple):
 
 
 def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
-    """The tokens in rows of `T`."""
+    """Arrange the tokens in rows of `T` queries."""
     batch, (count,) = lengths.shape[0], tokens.row.shape
     from_end = ops.arange(lengths, T) - T  # [1, T], negative
     if cu_seqlens_q is None:
@@ -375,7 +383,9 @@ def check_copied(source, target) -> None:
 
 
 def check_pages(cache: PagedArrays) -> None:
-    """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
+    """Check that all arrays have the same number of pages and key/value heads, and one
+    dtype.
+    """
     array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
     array("selected_value", cache.selected_value, 4, PAGE_DTYPES)
     number, _, kv_heads, key_width = cache.selected_key.shape
@@ -574,7 +584,7 @@ def check_tokens(
 
 
 def check_queries(cache: PagedArrays, query, gates, scale) -> None:
-    """`query` `[N, H, D]`; gates `[N, H, 3]`, or `Branches` of `[N, H]`."""
+    """Check `query` `[N, H, D]`, and gates `[N, H, 3]` or `Branches` of `[N, H]`."""
     array("query", query, (None, None, cache.selected_key.shape[3]), **{"the cache": cache})
     count, heads, _ = query.shape
     validate.sizes(tokens=count, heads=heads)

@@ -1,4 +1,4 @@
-"""The plan on the host of which rows of a paged call run together.
+"""Plans on the host which rows of a paged call run together.
 
 A call of prompts and decode rows is split into runs of adjacent rows. Rows of few tokens (decode,
 draft tokens) use the kernels that read pages, in one launch. The rows of a prompt are gathered from
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Queries that are missing to `queries` in each row."""
+        """The number of padding queries in each row."""
         rows = self.rows.stop - self.rows.start
         return rows * self.queries - (self.tokens.stop - self.tokens.start)
 
@@ -119,7 +119,7 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Both as one run, if the same kernels support them and copies stay within bounds."""
+    """Join two runs if the same kernels support both and copies stay within bounds."""
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None
     if not run.few and run.whole != row.whole:  # whole rows are attended to without their pages

@@ -7,9 +7,9 @@ file excludes only kernels that must have been measured (`MEASURED_ONLY`). On GP
 kernel these are chosen with a `note`. An implementation
 that is named is not affected.
 
-The thresholds of FA-2 answer one question: from which length does it beat one SDPA under the
-whole mask? This library has its portable path in FA-2's place, so automatic
-choice uses the length from which FA-2 beats that path (`Device.limit`), which the file also has.
+The thresholds of FA-2 are lengths from which it is faster than one SDPA with the whole mask.
+The alternative in this library is its portable path, so the automatic choice uses the length
+from which FA-2 is faster than that path (`Device.limit`). The file has both.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -75,7 +75,8 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Whether a kernel may be chosen for these steps, by whose decision and since when.
+    """Whether a kernel may be chosen for these steps, with the reason and the date of the
+    decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster.
     `nsa_bench.tune_thresholds` then removes it.
@@ -120,12 +121,14 @@ class Device:
 
     @functools.cached_property
     def source(self) -> str:
-        """The file's name, for a reason."""
+        """The name of the file, for reasons."""
         inside = self.path.is_relative_to(config_files.FOLDER.parent)
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
-        """The kernels that a threshold is about: the measured one and those tried after it."""
+        """The kernels to which a threshold applies: the measured one and those after it in the
+        order of choice.
+        """
         kernels = DECIDES[threshold][1]
         measured = self.evidence.get(threshold, {}).get("kernel")
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
@@ -168,7 +171,7 @@ in_force = _overridden.get  # those of `overridden`, and who gave them
 
 
 def barred(device: Device, kernel: str, step: str) -> Rule | None:
-    """The rule of the device that forbids the kernel for this step."""
+    """The rule of the device that excludes the kernel for this step, or None."""
     for rule in device.policy:
         if rule.kernel == kernel and step in rule.steps and not rule.allowed:
             return rule
@@ -176,7 +179,9 @@ def barred(device: Device, kernel: str, step: str) -> Rule | None:
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Why the automatic choice should skip an implementation that supports `problem`, or None."""
+    """The reason why the automatic choice should skip an implementation that supports
+    `problem`, or None.
+    """
     device, step = of(problem.device), problem.step
     if device and (rule := barred(device, implementation, step)):
         return (
@@ -204,7 +209,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
 
 
 def note(implementation: str, problem: Any) -> str | None:
-    """The note on an automatic choice that could not be measured, or None."""
+    """The note for an automatic choice without measurements, or None."""
     if not _default(implementation, problem) or _known(implementation, problem):
         return None
     version = ".".join(map(str, problem.capability))
@@ -214,7 +219,7 @@ def note(implementation: str, problem: Any) -> str | None:
 def heads_of(
     framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
 ) -> str:
-    """Text of the properties that the break-even length with dense attention depends on."""
+    """The properties on which the break-even length with dense attention depends, as text."""
     width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
     return f"{framework} {heads}/{kv_heads} heads of {width}"
 
@@ -234,12 +239,12 @@ def dense_note(problem: Any) -> str | None:
 
 
 def _default(implementation: str, problem: Any) -> bool:
-    """Whether it is chosen without measurements, with a note."""
+    """Whether the kernel is chosen without measurements, with a note."""
     return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
 def _known(implementation: str, problem: Any) -> bool:
-    """Whether the step has a threshold for this kernel: a given one, or one from its records."""
+    """Whether the step has a threshold for this kernel, from the caller or from records."""
     device, given = of(problem.device), in_force().thresholds.given()
     for name, (step, kernels) in DECIDES.items():
         about = device.evidence.get(name, {}) if device and step == problem.step else {}
@@ -269,15 +274,13 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 @functools.cache
 def of(device: str | None) -> Device | None:
-    """The contents of the file for the driver's name of the device; None without a file."""
+    """The contents of the device file for a driver's device name, or None without a file."""
     path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None
 
 
 def read(path: Path) -> Device:
-    """The file of a device.
-
-    Raises:
+    """The file of a device. Raises:
       ValueError: The file is damaged, or describes another device than its name. The message names
         the file and the key.
     """

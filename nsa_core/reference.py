@@ -1,4 +1,5 @@
-"""The oracle: every branch dense, with explicit boolean masks built from token indices.
+"""The oracle. It computes every branch densely, with boolean masks that are built from token
+indices.
 
 It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
 the same code in the low precision is the baseline of the tolerance rule. If `compute_dtype` of a
@@ -16,7 +17,7 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Rows(NamedTuple):
-    """The tokens of a call, and the operations on their arrays."""
+    """The tokens of a call, with operations on their arrays."""
 
     ops: ArrayOps
     sequence: Any  # of each key, [B, S]; -1: none
@@ -28,7 +29,9 @@ class Rows(NamedTuple):
         return x[self.ops.arange(x, x.shape[0]).reshape(-1, 1), index]
 
     def own(self, x, nothing: int):
-        """The entry of `x` at each query's token, `[B, T, 1]`, or `nothing` if it has none."""
+        """The entry of `x` at the token of each query, `[B, T, 1]`, or `nothing` if there is
+        none.
+        """
         index = self.query.clip(0, None)
         there = (self.query >= 0) & (self.at(self.sequence, index) >= 0)
         return self.ops.xp.where(there, self.at(x, index), nothing)[..., None]
@@ -40,7 +43,9 @@ class Rows(NamedTuple):
         return (self.sequence[:, None] == own) & (own >= 0) & past
 
     def windows(self, config, count: int):
-        """Key index of the first token of each compressed token, `[B, count]`; -1: unused slot."""
+        """The key index of the first token of each compressed token, `[B, count]`, or -1 for an
+        unused slot.
+        """
         xp, (batch, keys) = self.ops.xp, self.sequence.shape
         first = self.ops.arange(self.query, max(keys - config.compress_block + 1, 0))[0]
         last = first + config.compress_block - 1
@@ -70,8 +75,8 @@ def _e4m3(xp, x):
 
 
 def _rounded(xp, query, key, value, read):
-    """`query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as products in e4m3 see them, of
-    which the keys that are `read` [B, S, Hkv or 1, 1] are less by their mean, and that.
+    """Round `query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as the e4m3 kernels do.
+    The mean of the keys that are `read` [B, S, Hkv or 1, 1] is subtracted, and returned too.
     """
 
     def by_column(x):
@@ -89,8 +94,8 @@ def _rounded(xp, query, key, value, read):
 
 
 def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=False):
-    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities, their
-    logarithms.
+    """Softmax attention with `mask` [B, Hkv or 1, T, S]. Returns out, lse, probabilities and
+    their logarithms.
     """
     xp, cast, nn = rows.ops.xp, rows.ops.cast, rows.ops.nn
     out_dtype = dtype or query.dtype
@@ -132,8 +137,8 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
 
 
 def _compressed(rows: Rows, query, key, value, config, scale, dtype=None):
-    """`_attend` over the compressed tokens, and how many there are before those of the query's
-    sequence, `[B, T, 1]`.
+    """Attention over the compressed tokens. Returns also the number of compressed tokens before
+    the query's sequence, `[B, T, 1]`.
     """
     starts = rows.windows(config, key.shape[1])
     owner = rows.at(rows.sequence, starts.clip(0, None))[:, None]

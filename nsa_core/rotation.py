@@ -1,9 +1,10 @@
-"""Scalings of rotary positions by which models read texts longer than those they learned from.
+"""Scalings of rotary positions, with which models read longer texts than in their training.
 
-Pair `i` of a head of width D turns by `rate = base**(-2i / D)` a position. A scaling divides the
-rates of slow pairs by `factor`, keeps those of fast pairs, and goes from one to the other between.
-Names and numbers are those of transformers' `rope_parameters`. Scalings that follow the length of
-a text ("dynamic", "longrope") are none: keys would have to be rotated again as it grows.
+Pair `i` of a head of width D is rotated by `rate = base**(-2i / D)` per position. A scaling
+divides the rates of slow pairs by `factor`, does not change those of fast pairs, and
+interpolates in between. Names and numbers are those of transformers' `rope_parameters`.
+Scalings that depend on the length of a text ("dynamic", "longrope") are not supported, since
+cached keys would have to be rotated again.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """The pair that turns so often in the original length, a fraction."""
+        """The (fractional) pair that makes this number of turns in the original length."""
         positions = self.original_max_position_embeddings / (2 * math.pi * turns)
         return count * math.log(positions) / math.log(base)
 
@@ -124,8 +125,8 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
 
 
 def _mixed(rate: Any, kept: Any, factor: float) -> Any:
-    """`rate` where `kept` >= 1, a `factor`-th of it where `kept` <= 0; rounded in the order in
-    which transformers rounds, since dense models learned with these rates.
+    """Interpolate between `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0. Roundings
+    follow transformers, since dense models were trained with these rates.
     """
     kept = kept.clip(0, 1)
     return rate / factor * (1 - kept) + rate * kept

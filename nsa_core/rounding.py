@@ -1,4 +1,5 @@
-"""Tokens in fp8, for both frameworks: float8_e4m3fn and a float32 scale per token and head.
+"""Rounds tokens to fp8 for both frameworks: float8_e4m3fn with a float32 scale per token and
+head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
@@ -24,7 +25,7 @@ NEAR, LEAST_NEAR = 2**-4 + 2**-7, 2**-9
 
 
 def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
-    """Codes, shaped as `x`, and scales of its last axis."""
+    """Return codes in the shape of `x`, and scales for its last axis."""
     x = ops.to_float32(x)
     largest = ops.xp.clip(ops.xp.amax(ops.xp.abs(x), -1), min=LEAST)
     # One division: torch makes a product with the reciprocal of a number over a tensor.
@@ -44,5 +45,5 @@ def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
 
 
 def restored(ops: ArrayOps, codes: Any, scale: Any, dtype: Any) -> Any:
-    """The values of codes and scales, in a dtype of `ops.xp`."""
+    """Compute values from codes and scales, in a dtype of `ops.xp`."""
     return ops.cast(ops.to_float32(codes) * scale[..., None], dtype)

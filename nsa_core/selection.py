@@ -1,4 +1,4 @@
-"""The blocks that a query reads, of scores: top-n, for either framework (Eqs. 9 and 11)."""
+"""Selects blocks from scores by top-n, for both frameworks (Eqs. 9 and 11)."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def map_to_blocks(
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
     the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
-    `log`: logarithms are given and returned.
+    If `log`, arguments and results are logarithms.
     """
     ratio = config.select_block // config.compress_stride
     size, last = num_blocks * ratio, probs.ndim - 1

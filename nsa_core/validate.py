@@ -27,7 +27,7 @@ type Axes = Sequence[int | None]
 
 
 def dtype_name(x) -> str:
-    """`float32` for a JAX, NumPy or torch dtype alike."""
+    """The name of a JAX, NumPy or torch dtype, such as `float32`."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -68,7 +68,7 @@ def shape(name: str, x, axes: Axes) -> None:
 
 
 def queries(query, name: str = "query", rank: int = 4) -> None:
-    """`[B, T, H, D]`, float, at least one."""
+    """Check that queries are `[B, T, H, D]`, floating point, and not empty."""
     array(name, query, rank)
     if 0 in query.shape:
         raise ValueError(f"{name} must not be empty, got shape {tuple(query.shape)}")
@@ -94,7 +94,7 @@ def scaling(scale, name: str = "scale") -> None:
 
 
 def positive(name: str, value, otherwise: str = "") -> None:
-    """A finite number above zero."""
+    """Check that a number is finite and positive."""
     number = isinstance(value, kinds.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number{otherwise}, got {value!r}")
@@ -109,7 +109,9 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Names of keys and values with the arrays, per branch, or once if all branches share them."""
+    """The arrays of keys and values with their names, per branch, or once if all branches share
+    them.
+    """
 
     def names(kind, each):
         one = each.compressed is each.selected is each.sliding
@@ -135,7 +137,9 @@ def same_in_branches(key: Branches, value: Branches) -> None:
 def attention(
     query, key, value, config, segment_ids, scale, key_name="key", value_name="value"
 ) -> None:
-    """`query` [B, T, H, D], `key` [B, S, Hkv, D], `value` [B, S, Hkv, Dv], T <= S."""
+    """Check `query` [B, T, H, D], `key` [B, S, Hkv, D] and `value` [B, S, Hkv, Dv] with T <=
+    S.
+    """
     configuration(config)
     queries(query)
     batch, tokens, _, width = query.shape
@@ -167,7 +171,7 @@ def gates(
     query,
     apart: Callable[[Any], Sequence[Any]] = lambda x: [x[..., i] for i in range(3)],
 ) -> Branches:
-    """`Branches` of `[B, T, H]` from themselves, or from one `[B, T, H, 3]` by `apart`."""
+    """Return gates as `Branches` of `[B, T, H]`. `apart` splits one array `[B, T, H, 3]`."""
     queries(query)
     expected = tuple(query.shape[:3])
     if isinstance(gates, Branches):
@@ -239,7 +243,9 @@ def most_tokens(config: NSAConfig, compressed: int) -> int:
 
 
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
-    """Checks of the functions that get compressed keys only; returns `kv_len`, T for None."""
+    """Check the arguments of functions with only compressed keys. Returns `kv_len`, or T if it
+    is None.
+    """
     configuration(config)
     queries(query)
     batch, tokens, _, width = query.shape
@@ -260,7 +266,7 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
 def pair(
     given, name: str = "compressed", what: str = "arrays, compressed keys and values"
 ) -> tuple[Any, Any]:
-    """`given`, which must be two, for keys and for values."""
+    """Check that `given` is a pair, for keys and for values."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         got = f"{len(given)} of them" if isinstance(given, tuple | list) else None
         raise ValueError(f"{name} must be a pair of {what}, got {got or type(given).__name__}")
@@ -268,15 +274,16 @@ def pair(
 
 
 def phi_pair(params, key, value, config, name: str) -> None:
-    """Parameters of `compress`, for keys and for values, as `phi`."""
+    """Check a pair of parameters of `compress`, as in `phi`."""
     for one, x in zip(pair(params, name, "parameters of compress"), (key, value), strict=True):
         phi(one, x, config)
 
 
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
-    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens.
+    """Check compressed keys `[B, C, Hkv, D]` and values `[B, C, Hkv, Dv]`, which must suffice
+    for `kv_len` tokens.
 
-    value: `[B, S, Hkv, Dv]` of the other branches, if these are given.
+    value: `[B, S, Hkv, Dv]`, the values of the other branches, or None.
     """
     array("compressed_key", compressed_key, 4, query=query)
     array("compressed_value", compressed_value, 4, query=query)
@@ -299,13 +306,13 @@ def _count(compressed_key, config, kv_len) -> None:
 
 
 def indices(block_indices, query, key, config) -> None:
-    """int32 `[B, T, Hkv, n]`."""
+    """Check block indices, int32 `[B, T, Hkv, n]`."""
     expected = (*query.shape[:2], key.shape[2], config.num_selected)
     array("block_indices", block_indices, expected, ("int32",))
 
 
 def phi(params, x, config) -> None:
-    """Parameters of `compress` that fit windows of `l` tokens of `x` [B, S, Hkv, D]."""
+    """Check that parameters of `compress` fit windows of `l` tokens of `x` [B, S, Hkv, D]."""
     configuration(config)
     block, width = config.compress_block, x.shape[3]
     if isinstance(params, PoolParams):
@@ -332,7 +339,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def even(name: str, value: int) -> None:
-    """A width whose columns are rotated in pairs."""
+    """Check that a width is even, since columns are rotated in pairs."""
     if value % 2:
         raise ValueError(f"{name} must be even for the rotary embedding, got {value}")
 
@@ -343,14 +350,16 @@ def one_of(name: str, value: Any, known: Sequence[Any]) -> None:
 
 
 def sizes(least: int = 1, /, **values: int) -> None:
-    """Each is an int >= `least`."""
+    """Check that each size is an int of at least `least`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, kinds.Integral) or value < least:
             raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
 
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """`config`, by default the cache's. The contents of the cache must fit it."""
+    """Return `config`, by default that of the cache, and check that the contents of the cache
+    fit it.
+    """
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be a result of init_cache, got {type(cache).__name__}")
     if config is None:
@@ -364,7 +373,7 @@ def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
 
 
 def cached(query, key, value, cache, config, compress_params, scale) -> None:
-    """New tokens `[B, T, Hkv, .]` of each branch that fit a cache of either framework."""
+    """Check that new tokens `[B, T, Hkv, .]` of each branch fit a cache of either framework."""
     kept = cache.selected_key
     for *names, k, v in named(key, value):
         attention(query, k, v, config, None, scale, *names)

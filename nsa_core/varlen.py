@@ -1,4 +1,5 @@
-"""Positions of the sequences in packed rows: tables that kernels read, made once per batch.
+"""Tables with the positions of the sequences in packed rows. They are made once per batch, and
+kernels read them.
 
 The keys of each sequence have slots ("places") in which blocks and tiles begin with the sequence.
 A sequence begins at a multiple of `unit`, of which 64 and `select_block` are divisors, so that
@@ -20,7 +21,7 @@ compressed tokens and gradients of keys.
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
 All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
-them. What follows the last sequence, padding, is a sequence of its own that has no queries.
+them. Padding after the last sequence counts as a separate sequence without queries.
 """
 
 import dataclasses
@@ -75,8 +76,8 @@ class Capacity:
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
-      gap: keys between the first half of the queries and the second, which are the two chunks of a
-        rank of context parallelism; 0: none.
+      gap: number of keys between both halves of the queries, which are the chunks of a rank in
+        context parallelism. 0 means none.
       max_sequences: The maximum of sequences per row, without padding.
       max_seqlen: The maximum of keys per sequence.
     """
@@ -91,24 +92,26 @@ class Capacity:
 
     @property
     def first_query(self) -> int:
-        """The key that it is."""
+        """The key index of the first query."""
         return self.S - self.T - self.gap
 
     @property
     def half(self) -> int:
-        """Queries before the gap."""
+        """The number of queries before the gap."""
         return self.T // 2 if self.gap else self.T
 
     def key_end(self, query: Any) -> Any:
-        """The key after that of the query before `query`, also of an array."""
+        """The end of the keys up to the query before `query`, which may be an array."""
         return query + self.first_query + self.gap * (query > self.half)
 
     def span(self, first: Any, end: Any) -> Any:
-        """Keys from that of query `first` to that of query `end - 1`, also of arrays."""
+        """The number of keys from query `first` to query `end - 1`. The arguments may be
+        arrays.
+        """
         return end - first + self.gap * ((first < self.half) & (self.half < end))
 
     def key_of(self, ops, query):
-        """The key that each query is."""
+        """The key index of each query."""
         key = query + self.first_query
         return key + ops.to_int32(query >= self.half) * self.gap if self.gap else key
 
@@ -126,7 +129,7 @@ class Capacity:
 
     @property
     def unit(self) -> int:
-        """Places of which each sequence has a multiple."""
+        """The number of slots in a unit. Each sequence has a multiple of it."""
         return math.lcm(ROWS, self.config.select_block)
 
     @property
@@ -145,12 +148,12 @@ class Capacity:
         return self.places // self.config.compress_stride
 
     def query_tiles(self, tokens: int) -> int:
-        """Tiles of `tokens` queries or fewer."""
+        """The maximum number of tiles with at most `tokens` queries."""
         return self._multiples(self.T, tokens)
 
     def _multiples(self, length: int, unit: int) -> int:
-        """Into how many parts of `unit` tokens `length` tokens go at most, in which no part has
-        tokens of two sequences.
+        """The maximum number of parts of `unit` tokens in `length` tokens, if no part contains
+        two sequences.
         """
         return (length + (unit - 1) * min(self.sequences, length)) // unit
 
@@ -170,8 +173,8 @@ class Varlen:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """`borders` is int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then the end of
-        each sequence. An end beyond S counts as S.
+        """Make the table. `borders` is int32 or int64 `[B, n + 1]` with n at most
+        `max_sequences`: 0, then the end of each sequence. An end beyond S counts as S.
         """
         return Sequences(*self._made(_sequences, self.borders))
 
@@ -193,7 +196,9 @@ class Varlen:
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
-        """`[B, S, ...]`: the entry of each key in `x` `[B, places, ...]`."""
+        """Take the entry of each key from `x` `[B, places, ...]`. The result is `[B, S,
+        ...]`.
+        """
         start, _, _, place, _ = self.sequences
         return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
@@ -208,7 +213,9 @@ class Varlen:
         return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
-        """`[B, count, ...]`: the entry of each compressed token of `in_slots` in `x`."""
+        """Take the entry of each compressed token of `in_slots` from `x`. The result is `[B,
+        count, ...]`.
+        """
         if x.shape[1] == 0:
             return x
         *_, place, window = self.sequences
@@ -288,7 +295,7 @@ def _key_tiles(ops, start, end, place, *, capacity):
 
 @derived(lambda x, at: [like(x, *at.shape, *x.shape[2:])])
 def taken(ops, x, at):
-    """`x[b, at[b]]`, and zeros where `at` is negative."""
+    """Return `x[b, at[b]]`, with zeros if `at` is negative."""
     found = ops.take_rows(x, at.clip(0, None))
     return [ops.xp.where((at >= 0).reshape(*at.shape, *[1] * (x.ndim - 2)), found, 0)]
 
@@ -338,7 +345,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """For each number of `at` the last entry of `starts` that is not larger. Sequences without keys
-    are never found.
+    """For each entry of `at`, find the last entry of `starts` that is not larger. Sequences
+    without keys are never found.
     """
     return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

@@ -1,12 +1,13 @@
 """The public functions: validation once, then the chosen implementation of every step.
 
 Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Functions that accept `key`/`value`
-also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
-(automatic), a name for all branches, or a `Branches` of names; a named one never falls back.
+also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None (automatic),
+a name for all branches, or a `Branches` of names. An implementation that is named never falls
+back.
 
-Every function raises `ValueError` for input that no implementation supports (the message
-names the argument, the rule and the value) and `NotImplementedError` when a named
-implementation cannot run the problem.
+Every function raises `ValueError` for input that no implementation supports. The message names
+the argument, the rule and the value. A named implementation that cannot run the problem raises
+`NotImplementedError`.
 """
 
 import functools
@@ -359,7 +360,9 @@ def sliding_attention(
 def _step(
     step, arrays, config, kv_len, segment_ids, varlen, scale, implementation, block_indices=None
 ):
-    """Checks, chooses and runs one step; `arrays`: the query, its keys, and the values."""
+    """Check the arguments of one step, choose its implementation and run it. `arrays` are the
+    query, its keys, and the values.
+    """
     query, key, *values = arrays
     value = values[0] if values else query
     if step in ("selected", "sliding"):
@@ -404,7 +407,7 @@ def explain(
       choice.
 
     Returns:
-      One choice per step, with the reason of each refusal. It prints as one line per step.
+      One choice per step, with the reason for each refusal. It prints as one line per step.
 
     Raises: the same errors as `attention`.
     """
@@ -423,11 +426,11 @@ def explain(
 def choices_of(
     query, key, value_width, config, segment_ids, implementation, step=None
 ) -> Choices:
-    """The choice of every step of a call, as `Registry.choices`.
+    """The choice for every step of a call, in the form of `Registry.choices`.
 
     Args:
       query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
-      step: the one that is named `implementation`; None means of all steps.
+      step: the step to which `implementation` applies; None means all steps.
     """
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
@@ -460,14 +463,15 @@ def varlen_metadata(
     Args:
       segment_ids: `[B, S]`, as in `attention`.
       config: The config of the calls.
-      max_segments: Bound of the runs of equal ids per row, including runs of padding. Defaults to
-        `S`. With a bound Mosaic kernels use tiles per sequence, as in rows of one sequence.
-      max_seqlen: Bound of the tokens of a run. Defaults to `S`. Blocks of a longer run beyond the
-        bound may not be selected. With `max_segments`, Mosaic kernels treat a row that breaks a
-        bound as padding.
+      max_segments: Upper bound for the number of runs of equal ids per row, including runs of
+        padding. Defaults to `S`. With a bound Mosaic kernels use tiles per sequence, as in rows
+        of one sequence.
+      max_seqlen: Upper bound for the number of tokens of a run. Defaults to `S`. Blocks of a
+        longer run beyond the bound may not be selected. With `max_segments`, Mosaic kernels
+        treat a row that breaks a bound as padding.
 
     Raises:
-      ValueError: an argument contradicts another, or numbers that the host reads.
+      ValueError: an argument contradicts another argument or the values that the host reads.
     """
     validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
     validate.configuration(config)

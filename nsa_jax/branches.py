@@ -1,4 +1,5 @@
-"""The three branches in plain XLA (implementation `xla`): any device, memory bounded.
+"""The three branches in plain XLA (implementation `xla`), for any device and with bounded
+memory.
 
 Queries are processed in chunks. The selected branch gathers only the blocks of one chunk, and
 the sliding branch slices the band that its chunk can see. Each returns the output
@@ -25,7 +26,7 @@ from nsa_jax.numerics import grouped, logits_of, product, scale_of, softmax, wei
 
 
 def _rows(out, lse, query):
-    """The heads of all groups side by side: the public shapes."""
+    """Merge the axes of groups and heads, which gives the public shapes."""
     out = rearrange(out, "b q k g d -> b q (k g) d").astype(query.dtype)
     return out, rearrange(lse, "b k g q -> b q (k g)")
 
@@ -129,7 +130,7 @@ def selected_attention(
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
-    """The last `window` keys of the sequence, the query's own included."""
+    """Attention to the last `window` keys of the sequence, including the query's own."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
@@ -163,7 +164,7 @@ def combine(outputs, gates):
 
 
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
-    """The most selection blocks that a sequence of these arrays can have."""
+    """The maximum number of selection blocks of a sequence in these arrays."""
     if segment_ids is not None:
         limit = getattr(segment_ids, "max_seqlen", None)
         kv_len = min(segment_ids.shape[1], limit or segment_ids.shape[1])
@@ -177,7 +178,9 @@ def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
 def select_blocks(
     query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
 ) -> Int[Array, "B T Hkv n"]:
-    """The selected blocks of each query and key/value head; scores never exist for all T."""
+    """The selected blocks of each query and key/value head. Scores of all T queries never exist
+    at once.
+    """
     query, compressed_key = lax.stop_gradient((query, compressed_key))
     (batch, length, heads, _), count = query.shape, compressed_key.shape[1]
     blocks = num_blocks(query, compressed_key, kv_len, segment_ids, config)

@@ -61,8 +61,8 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """The cache without tokens and without facts about them. It contains zeros, since kernels
-        multiply whole tiles, and memory after the last token must not be NaN.
+        """An empty cache, without facts about tokens. It contains zeros, since kernels multiply
+        whole tiles, and memory after the last token must not be NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -78,7 +78,8 @@ def init_cache(
     dtype=jnp.float32,
     separate: bool = False,
 ) -> NSACache:
-    """An empty cache for `capacity` tokens; a call returns another with tokens (`NSACache`).
+    """Make an empty cache for `capacity` tokens. Each call returns a new `NSACache` with more
+    tokens.
 
     Args:
       batch, capacity: rows, and the maximum of tokens per row.
@@ -133,7 +134,7 @@ def cached_attention(
     scale: float | None = None,
     implementation: api.Names = None,
 ):
-    """Attends from `T >= 1` tokens after those of a cache: `(out, cache with them)`.
+    """Append `T >= 1` tokens to a cache and attend from them. Returns `(out, new cache)`.
 
     The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
     token by token. The given cache is unchanged. Donate it
@@ -193,8 +194,8 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """`out` with NaN in the rows that are `wrong`; within a program, so that `jax_debug_nans` only
-    checks the result.
+    """Put NaN into the rows of `out` that are `wrong`. A program does so, so that
+    `jax_debug_nans` checks only the result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
@@ -219,7 +220,7 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
 
 
 def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> NSACache:
-    """The cache with the new tokens in it, `[B, T, Hkv, .]` in each branch."""
+    """The cache with the new tokens, which are `[B, T, Hkv, .]` in each branch."""
     lengths = cache.length + key.selected.shape[1]
     given = ((name, getattr(cache, name, None)) for name in PAGES)
 

@@ -11,7 +11,9 @@ from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
-    """Whether the host reads the numbers of an argument: without a wait, or if `debug` is on."""
+    """Whether the host reads the values of an argument. It does so if it need not wait, or if
+    `debug` is on.
+    """
     if isinstance(x, jax.core.Tracer):
         return False
     here = not isinstance(x, jax.Array) or {each.platform for each in x.devices()} == {"cpu"}

@@ -30,8 +30,8 @@ _first_order = functools.partial(
 
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
-    """The output of `forward(arrays, integers)`, with gradients of the arrays, which only the
-    dtype of the query has.
+    """The output of `forward(arrays, integers)`, with gradients of the arrays whose dtype is
+    that of the query.
 
     `forward_with_residuals` also returns the residuals of `backward(arrays, integers, residuals,
     cotangents)`.
@@ -62,7 +62,8 @@ class _Lengths:
     """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
 
     Args:
-      ops: Those of kernels that read tables of packed rows (`nsa_core.varlen`), otherwise None.
+      ops: Array operations for kernels that read tables of packed rows (`nsa_core.varlen`),
+        otherwise None.
       padded: whether queries before the first key are padding; otherwise there are none.
     """
 
@@ -121,10 +122,10 @@ def _target(name: str) -> Callable:
 
 
 class KernelPath:
-    """The functions of an implementation that runs on kernels.
+    """The functions of an implementation that consists of kernels.
 
     Args:
-      steps: on its kernels.
+      steps: the steps on its kernels.
     """
 
     def __init__(self, steps: Steps):
@@ -135,8 +136,9 @@ class KernelPath:
         return _Lengths(query, num_keys, kv_len, segment_ids, config, ops, padded)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
-        """`(out, lse)` of the branch `name`, a function of `steps.forward`. The function of the
-        same name in `steps.backward` computes the gradients of query, key and value.
+        """Compute `(out, lse)` of the branch `name` with the function of this name in
+        `steps.forward`. The function of the same name in `steps.backward` computes the
+        gradients of query, key and value.
         """
         step, integers = (self.steps, self.ops, name), lengths.integers
         if block_indices is not None:
@@ -166,7 +168,9 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """`branches.select_blocks`; the normalisation is a pass of its own here."""
+        """The same as `branches.select_blocks`, except that the normalisation is a separate
+        pass.
+        """
         ops = self.ops
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
         lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
@@ -195,11 +199,11 @@ class KernelPath:
         recompute=False,
         assume_finite=False,
     ):
-        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, the sum
-        comes after the branches.
+        """Run all steps. The kernel of each branch adds to the gated sum. If residuals are
+        stored, the sum is computed after the branches.
 
-        Kept for the backward pass are the inputs, the selection, its lists, and each branch's
-        output and log-sum-exp, or only inputs and selection with `recompute`.
+        The backward pass gets the inputs, the selection, its lists, and each branch's output
+        and log-sum-exp. With `recompute` it gets only inputs and selection.
 
         Args:
           key, value: the compressed field is not read.

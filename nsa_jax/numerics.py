@@ -1,4 +1,4 @@
-"""The numerics that every XLA branch shares: grouped logits and a softmax that may be empty."""
+"""Numerics of all XLA branches: grouped logits, and a softmax over possibly no keys."""
 
 import functools
 
@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float
 
 
 def precision_of(dtype):
-    """Float32 products stay float32 (no TF32); low precision is exact in the accumulator."""
+    """The precision of products: float32 operands are not rounded to TF32, and 16-bit operands
+    accumulate in float32.
+    """
     low = jnp.dtype(dtype).itemsize < 4
     return lax.Precision.DEFAULT if low else lax.Precision.HIGHEST
 
@@ -31,8 +33,8 @@ def product(subscripts: str, x, y):
 def weighted(subscripts: str, probs, values):
     """The `product` of probabilities, rounded to the dtype of the values, with the values.
 
-    The gradient of the probabilities is not rounded: times a loss scale, it may be larger than any
-    number of float16. The gradient of the result must be one of that dtype.
+    The gradient of the probabilities is not rounded, since a loss scale may make it larger than
+    float16 can represent. The gradient of the result must have that dtype.
     """
     return product(subscripts, probs.astype(values.dtype), values)
 
@@ -87,7 +89,8 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf.
+    """Probabilities, and lse `[*A]`, over the last axis. If a query sees no key, they are 0 and
+    -inf.
 
     The logit and the probability's gradient of a masked key are ignored, even if they are NaN.
     """

@@ -1,4 +1,4 @@
-"""Decode and serving in JAX: a paged cache, and appending to it.
+"""A paged cache for decode and serving in JAX, and the function that appends to it.
 
 The counterpart in torch is `nsa_torch.paged`, which explains the terms. `append` returns the cache
 and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
@@ -84,7 +84,7 @@ class PagedCache(PagedArrays):
         return self.holding(UNSAID)
 
     def holding(self, contents: Contents) -> Self:
-        """The cache with these facts about its tokens."""
+        """A copy of the cache with these facts about its tokens."""
         return self.of(self.config, **self.tensors(), contents=contents)
 
     def replace(self, **arrays: jax.Array) -> Self:
@@ -135,7 +135,7 @@ def append(
     made_with: Facts = (),
     slots=None,
 ) -> PagedCache:
-    """The cache with new tokens in their pages, and the compressed tokens which they finish.
+    """Write new tokens to their pages, and the compressed tokens that they complete.
 
     A token without a page (after the end of the row's table, or with an entry below 0) is not
     written, and rows of length 0 write nothing. An entry beyond the pool is an error on a CPU
@@ -206,8 +206,9 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as in `append`.
       config: must be the cache's if it is given.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Bound of the tokens of a row of `cu_seqlens_q`. The tokens of a table bound it
-        too. Defaults to `N`. Up to 8, rows are padded to it and run on kernels that read pages.
+      max_seqlen_q: Upper bound for the queries per row of `cu_seqlens_q`. The capacity of a
+        table bounds it too. Defaults to `N`. Up to 8, rows are padded to it and run on kernels
+        that read pages.
       implementation: A name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
         queries), or one of `attention`, which then runs on gathered pages. By default automatic.
 
@@ -244,7 +245,7 @@ def explain(
 
 
 def _decide(given, max_seqlen_q, implementation) -> Decided:
-    """Checks a call, and chooses its implementation."""
+    """Check the arguments of a call and choose its implementation."""
     found = paged_dispatch.checked(OPS, checks.read, given[2].num_pages, *given)
     # NumPy's arrays, which the checks could read, take no traced index.
     of_jax = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -266,7 +267,9 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def with_indices(name: str, inputs: Inputs):
-    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
+    """The output from these kernels, and the selected blocks of each query, int32 `[N, Hkv,
+    n]`.
+    """
     from nsa_core.steps import mosaic_decode, triton_decode
 
     @sequential_vmap
@@ -279,7 +282,7 @@ def with_indices(name: str, inputs: Inputs):
 
 
 def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None):
-    """Each row's pages side by side, then the steps of `attention`."""
+    """Gather the pages of each row, then run the steps of `attention`."""
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
     capacity = inputs.capacity
@@ -322,7 +325,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
-    """The pages of each row, `[B, S, Hkv, .]`: whole pages, with zeros for unfinished entries.
+    """The pages of each row as contiguous tokens, `[B, S, Hkv, .]`, with zeros for unfinished
+    entries.
 
     A probability of zero times a value that is NaN is NaN.
     """

@@ -31,20 +31,20 @@ def prepare(
     Args:
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
-      dtype, config, scale: Those of the calls, see `attention`.
-      gradients: those of the backward pass too.
-      packed: for rows with several sequences (`segment_ids`).
+      dtype, config, scale: as in the calls of `attention`.
+      gradients: whether to prepare the kernels of the backward pass too.
+      packed: whether rows contain several sequences (`segment_ids`).
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
         long sequences.
       device: the number of the GPU, as JAX's `local_hardware_id`.
-      jobs: processes that build what is not on disk; by default one a core.
+      jobs: number of processes that build missing kernels; by default one per core.
 
     Returns:
       The number of kernels that are ready.
 
     Raises:
       NotImplementedError: JAX's first device is not a Hopper GPU.
-      RuntimeError: A kernel could not be built. The message is its compiler's.
+      RuntimeError: A kernel could not be built. The message is that of the compiler.
     """
     capability = jax_problem.capability()
     if capability != HOPPER:

@@ -1,11 +1,11 @@
-"""The call frame that XLA hands to a foreign function, read by ctypes.
+"""Reads with ctypes the call frame that XLA passes to a foreign function.
 
 Numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
 the interface. Every structure begins with its size and a pointer, and nearly every field is a word
 of 8 bytes, so a constant has the number of its word. Later versions add fields at the end.
 
-A program calls it for each kernel that it runs, so it reads little: a number identifies a kernel
-(`Call.key`).
+A program reads a frame for each kernel that it runs, so little is read. A number identifies a
+kernel (`Call.key`).
 """
 
 import ctypes
@@ -40,7 +40,7 @@ class Call(NamedTuple):
     """A request of XLA.
     Attributes:
       key: the attribute `key`, an int64.
-      addresses: Those of inputs, then of outputs.
+      addresses: The addresses of inputs, then of outputs.
       stream: the CUstream to queue on; None on a CPU.
       device: The index of the GPU.
       text: Function that returns the attribute `kernel`, a string, during the call.
@@ -64,13 +64,13 @@ def _function(api: int, which: int) -> Callable[[int], int | None]:
 
 
 def _structure(*given: int) -> ctypes.Array[c_size_t]:
-    """A structure of these fields, behind its size and a pointer."""
+    """A structure that consists of its size, a pointer, and these fields."""
     count = GIVEN + len(given)
     return (c_size_t * count)(count * WORD, 0, *given)
 
 
 class _Question(threading.local):
-    """What XLA's functions are asked with, made once in each thread."""
+    """The arguments of queries to XLA's functions, made once per thread."""
 
     def __init__(self):
         self.words = _structure(0, 0)
@@ -81,7 +81,7 @@ _QUESTION = _Question()
 
 
 def _asked(frame: Sequence[int], which: int) -> int | None:
-    """The answer of a function of XLA about the context, or None if it has none."""
+    """The answer of a function of XLA about the context, or None."""
     question = _QUESTION
     question.words[GIVEN] = frame[CONTEXT]
     error = _function(frame[API], which)(question.address)
@@ -114,8 +114,9 @@ def _call(frame: Sequence[int]) -> Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """A C function that XLA can register and that calls `run`, from any thread; what `run` raises
-    is what the program's caller sees. It must be kept for as long as XLA knows it.
+    """A C function that XLA can register. It calls `run` from any thread, and an exception of
+    `run` reaches the caller of the program. The caller must retain it while it is
+    registered.
     """
 
     def handle(pointer: int) -> int | None:

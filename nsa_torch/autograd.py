@@ -1,5 +1,5 @@
-"""The functions of `nsa_jax` on torch tensors (implementation `jax`), and their gradients: one
-jitted call forward, one backward, which computes the forward pass again.
+"""Runs the functions of `nsa_jax` on torch tensors (implementation `jax`). The forward pass is
+one jitted call, and so is the backward pass, which computes the forward pass again.
 """
 
 import functools
@@ -17,7 +17,9 @@ from nsa_torch.operators import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, kv_len, **static):
-    """`nsa_jax.<name>` of arrays, whose names are `words`, segment ids and a `kv_len` or None."""
+    """Call `nsa_jax.<name>` with arrays named by `words`, segment ids, and a `kv_len` or
+    None.
+    """
     *arrays, segment_ids, lengths = arrays
     given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}
     given["kv_len"] = kv_len if lengths is None else lengths
@@ -25,7 +27,9 @@ def _branch(*arrays, name, words, kv_len, **static):
 
 
 def _whole(*arrays, mode, kv_len, **static):
-    """`nsa_jax.attention` of the arrays of an input mode, `block_indices`, and as `_branch`."""
+    """Call `nsa_jax.attention` with the arrays of an input mode, `block_indices`, and the other
+    arguments of `_branch`.
+    """
     *given, block_indices, segment_ids, _ = arrays
     query, key, value, gates = mode.inputs(given)
     compressed = None
@@ -39,7 +43,7 @@ def _whole(*arrays, mode, kv_len, **static):
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
-    """Gradients of the floating-point `arrays`, from those of the first outputs."""
+    """Gradients for the floating-point `arrays`, given the gradients of the first outputs."""
 
     def outputs(*arrays):
         out = function(*arrays)
@@ -82,7 +86,9 @@ def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
 
 
 def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -> None:
-    """Makes a kind of call known, of `count` tensors; `facts`: static arguments of `function`."""
+    """Register a kind of call with `count` tensors. `facts` are static arguments of
+    `function`.
+    """
 
     def run(*arguments, grads=()):
         static = operators.lengths(*arguments[count + 1 :]) | facts
@@ -101,7 +107,9 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
 
 
 def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
-    """The function that `dispatch.py` names; `words`: the names of its tensors in `nsa_jax`."""
+    """The function that `dispatch.py` names. `words` are the names of its tensors in
+    `nsa_jax`.
+    """
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"
     facts = {"floats": 3, "returned": 2, "name": name, "words": words}
     _define(kind, _branch, len(words), operators.branch_shapes, **facts)

@@ -36,8 +36,8 @@ type Make = Callable[[Tensor], Sequence[Tensor]]  # takes boundaries; hashable
 
 
 class Tables:
-    """Arrays by the function that makes them. Arrays that a CUDA graph has read keep their memory
-    as long as this object exists.
+    """Arrays, stored by the function that computes them. Arrays that a CUDA graph has read keep
+    their memory as long as this object exists.
 
     Args:
       max_seqlen: upper bound of tokens per sequence.
@@ -51,7 +51,7 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """Copies begin without arrays."""
+        """A copy has no arrays yet."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
@@ -59,7 +59,7 @@ class Tables:
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
-        """Makes everything again, in the same memory, on the current stream."""
+        """Compute all arrays again, in the same memory, on the current stream."""
         self._shared.refill(borders.device, lambda make: make(borders.detach()))
         for x in self.gaps.values():
             getattr(x, ATTRIBUTE).refill(x)
@@ -76,13 +76,13 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """The result of `make` for boundaries, from their tables if they carry any."""
+    """The result of `make` for boundaries. It is cached in their tables if they have any."""
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """The result of `function` for `borders` and numbers."""
+    """The cached result of `function` for `borders` and numbers."""
     if torch.compiler.is_compiling():
         return function(borders, **static)
     return of(borders, _Derived(function, tuple(static.items())))
@@ -100,7 +100,7 @@ def tables_of(borders: Tensor | None) -> Tables | None:
 
 
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
-    """`max_seqlen`, `padded` and `gap`, as far as is known."""
+    """The known values of `max_seqlen`, `padded` and `gap`."""
     tables = tables_of(borders)
     return UNKNOWN if tables is None else tables.sizes
 
@@ -116,15 +116,15 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
 
 
 def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """The boundaries of one sequence, for calls whose queries have a gap."""
+    """Boundaries that describe a single sequence, for calls whose queries have a gap."""
     make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
     (found,) = SHARED.get((of_one, length, gap, device), device, make)
     return attach(tables_of(found) or Tables(length, False, gap), found)
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """The maker of the tables that the steps of a plan read, and the number of each buffer in it.
-    Plans with equal tables have the same `PlanTables`.
+    """The object that computes the tables of a plan, and the index of each buffer in it. Plans
+    with equal tables have the same `PlanTables`.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -203,7 +203,7 @@ class PlanTables:
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """The index of the result that is this table for torch."""
+        """The index of the result that contains this table as a tensor."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:
@@ -211,19 +211,19 @@ class PlanTables:
         return out[begin : begin + math.prod(shape)].view(shape)
 
     def _room(self, count: int) -> int:
-        """The offset of `count` new numbers."""
+        """Reserve space for `count` numbers and return its offset."""
         begin, self.size = self.size, self.size + _pitch(count)
         return begin
 
     def _describe(self) -> None:
-        """Finds the sections of all steps that kernels can make."""
+        """Find the sections of all steps that kernels can compute."""
         runs, first, *_ = self.phases
         runs_at: dict[int, int] = {}  # by the tokens of a tile
         columns = 0  # the first number of `Tokens`
         tiles_of: dict[int, int] = {}  # by number of `QueryTiles`, their tokens
 
         def runs_of(tokens):
-            """The offset of the data about sequences for tiles of `tokens` tokens."""
+            """The offset of the sequence data for tiles of `tokens` tokens."""
             if tokens not in runs_at:
                 room = _pitch(self.capacity.sequences) * sections.RUN_ROWS
                 runs_at[tokens] = self._room(room)
@@ -374,7 +374,7 @@ class PlanTables:
 
 
 def _options(room: int) -> dict[str, Any]:
-    """`room`: numbers that a program adds up."""
+    """Options of a launch. `room` is the number of values that a program adds up."""
     # Newer versions of Triton warn where it is not said.
     return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
 

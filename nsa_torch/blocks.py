@@ -1,4 +1,4 @@
-"""Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
+"""Attention to key blocks that the caller lists, for whole sequences and for pages."""
 
 import functools
 from typing import Any, Literal
@@ -34,7 +34,7 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of each query to the key blocks that it names, in one softmax.
+    """Causal attention of each query to its listed key blocks, in one softmax.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. The query sees those at or before its own position. The queries are the last `T`
@@ -108,8 +108,8 @@ def block_attention(
 def _of_long_lists(
     query, key, value, block_indices, block_size, include, scale, kv_len, implementation
 ) -> tuple[Tensor, Tensor] | None:
-    """`(out, lse)` from the kernels that gather single keys, which have no gradient. None if they
-    do not support the call or another implementation is named.
+    """Compute `(out, lse)` with the kernels that gather single keys, which have no gradient.
+    Return None if they do not support the call or another implementation is named.
     """
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):

@@ -38,10 +38,11 @@ _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(repr=False, eq=False)
 class NSACache:
-    """Keys and values, to which each call appends, whether gradients are recorded or not.
+    """Keys and values of earlier tokens. Each call appends to them, with or without gradients.
 
-    Each array of a `PagedCache` is an attribute here too, row by row: `selected_key`
-    `[B, M, Hkv, D]`, `M` the capacity in whole pages; None means there is none.
+    Each array of a `PagedCache` is also an attribute here, with an axis for rows:
+    `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in whole pages. An absent
+    array is None.
     """
 
     pages: PagedCache  # row `b` has the `n` pages from `b n` on
@@ -68,12 +69,12 @@ class NSACache:
 
     @property
     def config(self) -> NSAConfig:
-        """The facts by which compressed tokens are computed."""
+        """The sizes from which compressed tokens are computed."""
         return self.pages.config
 
     @property
     def contents(self) -> Contents:
-        """The facts about its tokens."""
+        """Facts about how the tokens were made."""
         return self.pages.contents
 
     def __repr__(self) -> str:
@@ -81,7 +82,7 @@ class NSACache:
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The cache with `function` applied to each tensor; axis 0 is that of the rows."""
+        """A cache with `function` applied to each tensor, whose axis 0 is the row."""
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
         )
@@ -113,7 +114,7 @@ def init_cache(
     device: torch.device | str | None = None,
     separate: bool = False,
 ) -> NSACache:
-    """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
+    """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
 
     Args:
       batch, capacity: rows, and the maximum of tokens per row.
@@ -302,12 +303,14 @@ def _check_runs_once(cache: NSACache) -> None:
 
 
 def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
-    """Whether a graph of autograd's has tensors `kept` in a cache, or will by a call with `new`."""
+    """Whether an autograd graph holds the tensors `kept` of a cache, or will hold them after a
+    call with `new`.
+    """
     return any(x.requires_grad for x in kept) or requires_grad(*new)
 
 
 def grow(cache: NSACache, capacity: int) -> NSACache:
-    """A cache of the same tokens with room for `capacity` of them."""
+    """A cache with the same tokens and a capacity of `capacity` tokens."""
     used, wanted = cache.page_table.shape[1], cache.config.num_blocks(capacity)
     rows = lambda x: x.unflatten(0, cache.page_table.shape)
     pages = cache.pages.map(lambda x: extend(rows(x), used, wanted).flatten(0, 1))
@@ -338,8 +341,8 @@ def crop(cache: NSACache, count: int) -> None:
 
 
 def zeroed(x: Tensor) -> Tensor:
-    """Zeros in `x`: attention multiplies whole tiles, and after the last token zero times NaN is
-    NaN. In place, unless a graph of autograd holds `x`.
+    """Fill `x` with zeros, in place unless an autograd graph holds `x`. Attention multiplies
+    whole tiles, so that NaN after the last token would spread.
     """
     if x.requires_grad:
         return torch.zeros_like(x)
@@ -348,8 +351,8 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """The same as `zeroed` for `count` entries of `x` [B, M, ...] after the first `used` [B] ones.
-    Entries beyond the last one are clamped to it.
+    """The same as `zeroed`, for the `count` entries after the first `used` [B] entries of `x`
+    [B, M, ...]. Entries beyond the last one are clamped to it.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

@@ -1,6 +1,6 @@
-"""The decisions of a call of attention, made once for equal calls: checks, choice, plans.
-    Call       the record of all properties that these depend on. It is the key
-    Program    runs calls with one record: a bound plan forward, and one of the gradient
+"""Checks, choice and plans of an attention call are computed once for equal calls. Call the
+record of all properties that these depend on. It is the key Program runs calls with one record:
+a bound plan forward, and one of the gradient
 
 `plans.PROGRAMS` has programs by record, the only cache between a public call and its launches. A
 call under a mode, a tracer or a transform has no record: torch's dispatcher passes it to an
@@ -35,11 +35,11 @@ class Call(NamedTuple):
     """The properties that determine a call's checks, choice and plans: no tensor value, no address.
 
     Attributes:
-      numbers: Those of the `NSAConfig`.
-      policy, interpreted: The current state that choices depend on.
+      numbers: the numbers of the `NSAConfig`.
+      policy, interpreted: global state that choices depend on.
       sizes: `max_seqlen`, `padded`, `gap` of a packed row.
-      checked: by the caller.
-      gradient: whether one is wanted, of whichever tensor.
+      checked: whether the caller has checked the arguments.
+      gradient: whether any tensor requires a gradient.
       hooked: Hooks see saved tensors. Each is then saved separately, and none is freed early.
       form: The number of tensors per argument: 0, 1, 3 for `Branches` or `ONE`, -n for a tuple.
       tensors: For each, shape, dtype, device, whether it is contiguous, and the bytes by which its
@@ -68,12 +68,12 @@ def describe(
     recompute: Any,
     checked: bool = False,
 ) -> tuple[Call | None, list[Tensor]]:
-    """The record of a call, or None if it has none, and its tensors as a list.
+    """Return the record of a call, or None if it has none, and the list of its tensors.
 
     Args:
-      given: Its tensors, with None or a tuple allowed for each. The boundaries of a packed row are
-        last.
-      checked: as in `functional.decided`, which refuses fewer of these.
+      given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
+        packed row are last.
+      checked: as in `functional.decided`.
     """
     names = implementation if type(implementation) is Branches else (implementation,)
     if (
@@ -135,11 +135,11 @@ class Program(operators.Program):
 
     Args:
       path: a `kernel_path.KernelPath`.
-      config: of the record's numbers.
-      tensors: of the first such call; none is kept.
+      config: the configuration of the record.
+      tensors: the tensors of the first such call. They are not stored.
 
     Attributes:
-      order: of the operator's tensors among the call's.
+      order: the positions of the operator's tensors among the tensors of the call.
       run: The forward plan. It returns the output, followed by the residuals of a gradient.
     """
 

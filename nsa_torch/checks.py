@@ -1,4 +1,6 @@
-"""Checks of public arguments: those of `nsa_core.validate`, and torch's devices and packing."""
+"""Checks of public arguments: `nsa_core.validate`, and in addition devices and packed rows of
+torch.
+"""
 
 import numbers
 from typing import Any
@@ -16,8 +18,8 @@ FEWEST = 8  # sequences that tables have room for
 
 
 def tensors(at=None, name_of_at="query", /, **given):
-    """Check that each is a tensor with its own memory, also in fields of `Branches` or of
-    parameters, on the device of `at`, by default that of the first.
+    """Check that each argument, or each field of `Branches` or parameters, is a plain tensor on
+    the device of `at`, by default that of the first one.
     """
     for name, each in _each(given):
         if not isinstance(each, Tensor):
@@ -39,7 +41,7 @@ def present(**given):
 
 
 def _each(given):
-    """Names and values, by field where several are together."""
+    """Names and values, with one entry per field of containers."""
     found = []
     for name, x in given.items():
         if isinstance(x, tuple) and hasattr(x, "_asdict"):
@@ -74,14 +76,16 @@ def tokens(
     value_name="value",
     length=None,
 ):
-    """`length`: tokens of the whole sequence, where these are a rank's."""
+    """Check the number of tokens. `length` is that of the whole sequence if these are the
+    tokens of one rank.
+    """
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
     packed_keys(cu_seqlens, query, key, length)
 
 
 def packed_keys(cu_seqlens, query, key, length=None):
-    """`cu_seqlens` of queries and keys; `length`: as in `tokens`."""
+    """Check `cu_seqlens` against queries and keys. `length` is as in `tokens`."""
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
             "query must be as long as key if cu_seqlens are given, "
@@ -101,8 +105,8 @@ def attention(
     scale,
     length=None,
 ):
-    """The tensors of `functional.attention` but its gates, keys and values by branch; `length`: as
-    of `tokens`.
+    """Check the tensors of `functional.attention` except its gates. Keys and values are given
+    by branch, and `length` is as in `tokens`.
     """
     for *names, k, v in validate.named(key, value):
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
@@ -121,9 +125,9 @@ def attention(
 
 
 def gates(gates, query) -> Branches:
-    """`validate.gates`. The gradient of `unbind` is one stack. A compiled call however keeps its
-    views as well as the gates, and Inductor's backward pass then overwrites gates that it still
-    reads.
+    """The same as `validate.gates`. The gradient of `unbind` is one stack. A compiled call
+    however keeps its views as well as the gates, and Inductor's backward pass then overwrites
+    gates that it still reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -142,7 +146,7 @@ def packed(cu_seqlens, x, name, length=None):
 
 
 def borders_array(cu_seqlens, name="cu_seqlens", *at):
-    """Check the shape and dtype of boundaries, not their values. `at` is that of `tensors`."""
+    """Check the shape and dtype of boundaries, not their values. `at` is as in `tensors`."""
     tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
@@ -152,19 +156,21 @@ def borders_array(cu_seqlens, name="cu_seqlens", *at):
 
 
 def borders(cu_seqlens, length, name="cu_seqlens"):
-    """Check the numbers if the host reads them. Those of metadata were checked before."""
+    """Check the values of boundaries if the host reads them. Boundaries of metadata were
+    checked before.
+    """
     if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
     validate.borders(name, cu_seqlens.tolist(), length)
 
 
 def read(x: Tensor) -> Any:
-    """The numbers of an argument, a numpy array; None means the host does not read them."""
+    """The values of an argument as a numpy array, or None if the host does not read them."""
     return x.detach().cpu().numpy() if is_read(x) else None
 
 
 def within(name: str, x: Tensor, least: int, most: int) -> None:
-    """Check numbers if the host reads them."""
+    """Check the range of values if the host reads them."""
     if isinstance(x, Tensor) and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 
@@ -232,7 +238,7 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
 
 
 def length(kv_len, query, cu_seqlens, capacity, most=None):
-    """`most`: tokens there may be, where `capacity` does not say it."""
+    """Check a length. `most` is the maximum number of tokens if `capacity` does not give it."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None if cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):

@@ -1,8 +1,8 @@
-"""Work on a chunk of queries at a time, so that memory stays bounded in both directions.
+"""Attention in chunks of queries, which bounds the memory forward and backward.
 
-A chunk is computed again in the backward pass instead of being kept, and the gradients of
-keys and values, to which every chunk adds, accumulate in float32 for every dtype. For that reason
-torch.utils.checkpoint is not used: it would add them up in the dtype of the keys.
+The backward pass computes each chunk again. The gradients of keys and values, to which every
+chunk adds, accumulate in float32 for every dtype. torch.utils.checkpoint is not used, since it
+would accumulate them in the dtype of the keys.
 """
 
 import functools
@@ -21,7 +21,9 @@ BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array whose first `axes` axes count as one; an index past them is no row."""
+    """Rows of an array whose first `axes` axes are merged. An index beyond the last row stands
+    for no row.
+    """
 
     index: Tensor
     axes: int
@@ -78,7 +80,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks(num_queries: int, row_bytes: int, most: int | None = None) -> Iterator[slice]:
-    """Slices of the query axis within the budget; `row_bytes` is what one index costs."""
+    """Slices of the query axis within the memory budget. `row_bytes` is the memory per
+    index.
+    """
     size = max(1, BUDGET_BYTES // max(row_bytes, 1))
     size = min(size, most or size)
     for begin in range(0, num_queries, size):
@@ -92,14 +96,14 @@ def over_queries(
     row_bytes: int,
     seen: Callable[[int], int] | None = None,
 ) -> Any:
-    """`body(*chunk, *shared)` of chunks of the queries of `arrays` `[B, T, ...]`, which returns one
-    tensor or several. It has no gradient.
+    """Apply `body(*chunk, *shared)` to chunks of the queries of `arrays` `[B, T, ...]`. `body`
+    returns one tensor or several. It has no gradient.
 
     Args:
       shared: `[B, S, ...]`, which every query may read.
       row_bytes: bytes per query of the largest intermediate.
-      seen: for a number of queries, the rows of `shared` that the first of them see. None means
-        that they may see all rows.
+      seen: function from a number of queries to the number of rows of `shared` that they see.
+        None means that they may see all rows.
     """
     found = []
     for part in chunks(arrays[0].shape[1], row_bytes):
@@ -116,7 +120,7 @@ class Work(NamedTuple):
     Attributes:
       plan: Function of the queries of a chunk that returns a `Chunk`.
       row_bytes: Bytes per query index in the largest intermediate.
-      most: the largest number of queries in a chunk.
+      most: the maximum number of queries per chunk.
     """
 
     plan: Callable[[slice], Chunk]
@@ -129,7 +133,7 @@ class Work(NamedTuple):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Out `[B, T, H, Dv]`, and lse `[B, T, H]` where chunks have it."""
+        """Return out `[B, T, H, Dv]`, and lse `[B, T, H]` if chunks return it."""
         out, lse = query.new_empty(*query.shape[:3], value.shape[-1]), None
         for part in self.parts(query):
             source, attend = self.plan(part)
@@ -143,7 +147,7 @@ class Work(NamedTuple):
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor
     ) -> list[Tensor]:
-        """The gradients of query, key and value, given those of out and lse."""
+        """Return the gradients of query, key and value, given those of out and lse."""
         pair = key, value
         grad_query = torch.empty_like(query)
         source, _ = self.plan(slice(0, 1))
@@ -167,7 +171,8 @@ class Work(NamedTuple):
 
 
 def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Callable]:
-    """Make a branch from a function that describes its work, as `nsa::branch_attention`.
+    """Make a branch, an operator `nsa::branch_attention`, from a function that describes its
+    work.
 
     Args:
       name: Name in the kind of the call.
@@ -219,7 +224,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of queries without keys: out 0, lse -inf, gradients 0."""
+    """The results for queries without keys: out is 0, lse is -inf, and gradients are 0."""
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
     lse = rows[..., 0].to(wide(query.dtype)) - float("inf")

@@ -20,7 +20,7 @@ from nsa_torch import plans
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises ValueError unless it is a mesh with one dimension."""
+    """Raise ValueError unless the argument is a mesh with one dimension."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -34,7 +34,8 @@ class Ranks:
     """The ranks of a mesh with one dimension.
 
     Raises:
-      ValueError: it has more, or its process group moves no tensors of `device`.
+      ValueError: the mesh has more dimensions, or its process group does not support tensors of
+        `device`.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device):
@@ -63,8 +64,8 @@ class Ranks:
         return self._started(start, found, f"the all-gather of {what}")
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Start a reduce-scatter of `x` `[R, ...]`. The returned function waits for this rank's
-        sum.
+        """Start a reduce-scatter of `x` `[R, ...]`. The returned function waits and returns
+        this rank's sum.
         """
         found, whole = x.new_empty(x.shape[1:]), x.contiguous().flatten(0, 1)
         start = lambda: dist.reduce_scatter_tensor(
@@ -99,17 +100,20 @@ class Shards(layouts.Shards):
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """The shards of `local_length` tokens per rank, the tokens of the argument `name`."""
+        """The shards for `local_length` tokens per rank. `name` is the argument that errors
+        name.
+        """
         chunk = layouts.chunk_length(name, local_length, layout)
         return cls(layout, ranks.size, ranks.rank, chunk, ranks)
 
     @property
     def gap(self) -> int:
-        """Tokens of other ranks between this rank's chunks."""
+        """The number of tokens of other ranks between this rank's chunks."""
         return (self.own[-1] - self.own[0] + 1 - len(self.own)) * self.chunk
 
     def chunks_of(self, shards: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """Views of the chunks of all ranks' shards `[R, T, ...]`, in the sequence's order.
+        """Views of the chunks in the shards `[R, T, ...]` of all ranks, in the order of the
+        sequence.
 
         Args:
           chunk: Number of entries per chunk, by default its tokens.
@@ -118,11 +122,13 @@ class Shards(layouts.Shards):
         return [pieces[at] for at in self.places]
 
     def in_order(self, shards: Tensor, chunk: int | None = None) -> Tensor:
-        """`shards` `[R, T, ...]` as the sequence has them, `[S, ...]`."""
+        """Put `shards` `[R, T, ...]` into the order of the sequence, `[S, ...]`."""
         return torch.cat(self.chunks_of(shards, chunk))
 
     def by_rank(self, whole: Tensor, chunk: int) -> Tensor:
-        """The inverse of `in_order`: `[S, ...]` as the shards of all ranks, `[R, T, ...]`."""
+        """The inverse of `in_order`: split `[S, ...]` into the shards of all ranks, `[R, T,
+        ...]`.
+        """
         pieces = whole.split(chunk)
         return torch.cat([pieces[i] for i in self.order]).unflatten(0, (self.size, -1))
 
@@ -130,15 +136,16 @@ class Shards(layouts.Shards):
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
-    """The result of `describe()`, which must be equal on all ranks, and the row that encodes it.
+    """Return the result of `describe()`, which must be equal on all ranks, and the row that
+    encodes it.
 
-    Every call gathers one row of numbers. On a GPU the host writes and reads them only if this
-    rank has not described the same before, since both wait for the device.
+    Every call gathers one row of numbers. On a GPU the host writes and reads rows only for a
+    new description, since both wait for the device.
 
     Raises:
       ValueError: On every rank, if the descriptions differ or one of them failed. A rank whose
-        `describe` failed raises that error. A rank on a GPU that has described the same call before
-        compares in `say`.
+        `describe` failed raises that error. On a GPU, a rank that has described the same call
+        before compares in `say`.
     """
     try:
         words = describe()
@@ -173,7 +180,7 @@ def agree(
 
 
 def refuse(ranks: Ranks, device: torch.device) -> None:
-    """Tells ranks that `agree` or `say` that this one has an error in place of a call."""
+    """Inform the ranks in `agree` or `say` that this rank has an error instead of a call."""
     ranks.gather(_row("", device), SIZES)()
 
 
@@ -183,10 +190,10 @@ def _row(text: str, device: torch.device) -> Tensor:
 
 
 def say(ranks: Ranks, row: Tensor) -> None:
-    """Gathers a row of `agree` once more, for ranks that see such a call for the first time.
+    """Gather the row of `agree` again, for ranks to which this call is new.
 
-    The host does not wait for a GPU. If another rank describes another call, the device stops
-    before all later work, and the process cannot use it any more.
+    The host does not wait for a GPU. If ranks describe different calls, a device-side assertion
+    stops the device, which the process cannot use afterwards.
     """
     torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
 

@@ -1,4 +1,4 @@
-"""The backend of `nsa_core.debug`, which reports events of both frameworks, for torch."""
+"""The torch backend of `nsa_core.debug`, which reports events of both frameworks."""
 
 import torch
 from torch.utils import _pytree

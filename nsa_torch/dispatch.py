@@ -1,8 +1,8 @@
 """The choice of an implementation for torch tensors; `nsa_core.dispatch` defines the registry.
 
 A target has the arguments of its public function, except that `kv_len` is never None. A branch also
-has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step `attention`,
-which is all steps at once, have the arguments of `kernel_path.KernelPath`.
+has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step
+`attention`, which runs all steps at once, have the arguments of `kernel_path.KernelPath`.
 """
 
 import functools
@@ -34,7 +34,9 @@ COMPILER = (
 
 
 def jax_why_not(problem: Problem) -> str | None:
-    """Why JAX does not support the tensors, or None. It does not start JAX's backends."""
+    """The reason why JAX does not support the tensors, or None. It does not start JAX's
+    backends.
+    """
     if problem.step == WHOLE and problem.cached:
         return "JAX runs all steps of whole sequences only, got a cache"
     if importlib.util.find_spec("jax") is None:
@@ -62,12 +64,14 @@ def jax_has_cuda() -> bool:
 
 @functools.lru_cache(4096)
 def on_disk(*layer) -> bool:
-    """Whether the kernels of a layer are; arguments of `layer_note`."""
+    """Whether the kernels of a layer are on disk. The arguments are those of `layer_note`."""
     return loaded.store().serves(layer_note(*layer))
 
 
 def mosaic_why_not(problem: Problem) -> str | None:
-    """Why the Mosaic kernels cannot run the problem, or cannot read the tensors in place."""
+    """The reason why the Mosaic kernels cannot run the problem or read the tensors in place, or
+    None.
+    """
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
@@ -79,7 +83,9 @@ def mosaic_why_not(problem: Problem) -> str | None:
 
 
 def triton_why_not(problem: Problem) -> str | None:
-    """Why the Triton kernels cannot run the problem, or cannot read the tensors in place."""
+    """The reason why the Triton kernels cannot run the problem or read the tensors in place, or
+    None.
+    """
     reason = kernels_pallas.why_not("triton", problem)
     return reason or (problem.strided and f"needs {problem.strided}")
 
@@ -109,7 +115,9 @@ REGISTRY = Registry("torch", {step: _table(step) for step in FUNCTIONS})
 
 
 class Chosen(NamedTuple):
-    """The implementation of every step of one call, plain enough for torch.compile."""
+    """The implementation of every step of one call, as plain values that torch.compile
+    supports.
+    """
 
     compressed: str
     scores: str
@@ -173,13 +181,13 @@ def description(
     gates: Iterable[torch.Tensor] = (),
     cached: bool = False,
 ) -> tuple:
-    """A problem in plain numbers and strings, for `choose`.
+    """Describe a problem with numbers and strings for `choose`.
 
     Args:
       query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
       memory: by name, the tensors that kernels read in place.
-      gates: other tensors of which a gradient may be wanted.
-      cached: whether the keys are a cache's.
+      gates: other tensors that may require a gradient.
+      cached: whether the keys are in a cache.
     """
     device = query.device.type, query.device.index
     dtype = str(query.dtype).removeprefix("torch.")
@@ -216,7 +224,7 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """Why a kernel that copies whole boxes cannot read these tensors, or None."""
+    """The reason why kernels with TMA copies cannot read these tensors, or None."""
     for name, x in memory.items():
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"

@@ -1,7 +1,7 @@
 """Lists the installed packages, checks them and recommends fixes: `python -m nsa_torch.doctor`.
 
-It prints one line per subject: `ok`; `note`, if it is slower or missing; `broken`, if it is
-installed and cannot run. The exit status is 1 if a subject is broken.
+It prints one line per subject: `ok`, `note` for a missing or slow part, or `broken` for an
+installed part that cannot run. The exit status is 1 if a subject is broken.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ type Finding = tuple[str, str, str]  # the subject, its state, and the remedy
 
 
 def packages() -> Iterator[Finding]:
-    """Versions, and whether this library allows them."""
+    """Report versions, and whether this library allows them."""
     try:
         requires = importlib.metadata.requires(LIBRARY) or []
     except importlib.metadata.PackageNotFoundError:  # a checkout
@@ -73,7 +73,9 @@ def gpu() -> Finding:
 
 
 def cuda() -> Iterator[Finding]:
-    """Whether JAX's CUDA is torch's: two of them in one process may end it."""
+    """Check that JAX and torch use the same CUDA version. Two versions in one process may end
+    the process.
+    """
     release = torch.version.cuda
     for major in ("13", "12"):
         if release and version(f"jax-cuda{major}-plugin") is not None:
@@ -103,7 +105,7 @@ def kernels() -> Finding:
 
 
 def folder() -> Finding:
-    """Whether kernels that are built here can be kept."""
+    """Check that kernels which are built here can be stored."""
     place = there = loaded.store().folder
     if there.is_dir() and (reason := loaded.store().refusal()):
         return "folder", "note", f"{reason}; {store.IN_MEMORY}"
@@ -118,7 +120,7 @@ def folder() -> Finding:
 
 
 def compilers() -> Finding:
-    """Whether kernels can be built: those of Mosaic, and Triton's, which need C as well."""
+    """Check that Mosaic and Triton kernels can be built. Both need a C compiler."""
     if reason := launcher_why_not():
         words = f"Triton {reason}; torch's operators run in place of its kernels"
         return "compiler", "note", words

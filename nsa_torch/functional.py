@@ -1,14 +1,13 @@
 """The public functions on torch tensors: validation once, then the chosen implementations.
 
 Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_core.types`.
-Functions that accept `key`/`value` also accept a `Branches` of tensors. `implementation` is None
-(automatic), a name for all branches, or a `Branches` of names; a named one never falls back:
-  `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
-  `triton`     kernels (NVIDIA from 8.0, contiguous tensors; see `nsa_torch.triton`)
-  `fa2`        FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
-  `sdpa`       torch's scaled_dot_product_attention, any device
-  `jax`        `nsa_jax` through DLPack, one call forward and one backward
-  `reference`  dense, for tests
+Functions that accept `key`/`value` also accept a `Branches` of tensors. `implementation` is
+None (automatic), a name for all branches, or a `Branches` of names. An implementation that is
+named never falls back: `mosaic` kernels (Hopper, 16-bit, contiguous tensors; see
+`nsa_torch.mosaic`) `triton` kernels (NVIDIA from 8.0, contiguous tensors; see
+`nsa_torch.triton`) `fa2` FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
+`sdpa` torch's scaled_dot_product_attention, any device `jax` `nsa_jax` through DLPack, one call
+forward and one backward `reference` dense, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
@@ -24,8 +23,8 @@ Their tables are computed in each call, or once per batch with `varlen_metadata`
 All functions return gradients for floating tensors, also through the log-sum-exp, except that `fa2`
 raises for the latter. No gradient flows through the block indices. Only `reference` has second
 derivatives. With other implementations a recorded backward pass (`create_graph=True`) raises.
-Bad input raises `ValueError` (argument, expected, got). A case that an implementation does not
-support raises `NotImplementedError`.
+Bad input raises `ValueError` with the argument, the rule and the value. A case that an
+implementation does not support raises `NotImplementedError`.
 """
 
 from typing import Any, Literal
@@ -118,12 +117,12 @@ def attention(
 
 
 def decided(arguments, config, scale, recompute, implementation, checked: bool = False):
-    """`attention`, of a known call by its program.
+    """Run `attention`. A known call runs its stored program.
 
     Args:
-      arguments: its tensors, of which boundaries are clamped.
-      checked: they are known to fit, `key` and `value` as `Branches`; of a packed row the queries
-        may then be the last `T` of the first `S` tokens.
+      arguments: the tensors of the call. Boundaries are clamped.
+      checked: whether the arguments are known to fit, with `key` and `value` as `Branches`. The
+        queries of a packed row may then be the last `T` of the first `S` tokens.
     """
     call, tensors = None, []
     if not torch.compiler.is_compiling():
@@ -170,13 +169,13 @@ def attend(
     assume_finite=False,
     recompute=False,
 ):
-    """The steps as `chosen`, on given compressed tokens (see `cache.py`).
+    """Run the `chosen` steps on given compressed tokens (see `cache.py`).
 
     Args:
       query .. block_indices: as in `attention`, `key`, `value` and `gates` as `Branches`.
-      compressed: None, the means, only if `chosen` runs all steps at once.
+      compressed: None means the means, and requires that `chosen` runs all steps at once.
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
-      assume_finite: keys and values that no query may look at are finite.
+      assume_finite: whether keys and values that no query sees are finite.
 
     Returns:
       `[B, T, H, Dv]`.
@@ -378,7 +377,7 @@ def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *l
     """Chooses and runs one step.
 
     Args:
-      memory: the query, the keys and the values by name.
+      memory: the query, the keys and the values, by name.
       lists: block indices, if the step reads them.
     """
     query, key, *_ = tensors = [*memory.values()]
@@ -409,7 +408,7 @@ def explain(
       `compressed` if it requires one or has another memory layout.
 
     Returns:
-      One choice per step, with the reason of each refusal. It prints as one line per step.
+      One choice per step, with the reason for each refusal. It prints as one line per step.
 
     Raises: the same errors as `attention`.
     """
@@ -425,7 +424,7 @@ def explain(
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """The facts by which `dispatch` chooses an implementation of `attention`."""
+    """The description from which `dispatch` chooses an implementation of `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

@@ -17,10 +17,10 @@ from nsa_torch import batch_tables
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of the queries; key `k` of the array is token `k - key_start`.
+    """Positions of the queries. Key `k` of the array is token `k - key_start` of the sequence.
 
-    Padding counts as the begin of a sequence after the last one, so that the bounds of the visible
-    keys never decrease from one query to the next.
+    Padding counts as the start of a sequence after the last one, so that the bounds of the
+    visible keys never decrease along the queries.
     """
 
     position: (
@@ -50,14 +50,16 @@ class Geometry:
 
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:
-    """`x` [B, T, ..], 0 where a token is not `real` [B, T]: zero times NaN is NaN, in the products
-    of attention and in a weight's gradient.
+    """Replace tokens of `x` [B, T, ..] that are not `real` [B, T] by 0. Otherwise their NaN
+    would spread in products of attention and in gradients of weights.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors [B, T, ..] with zeros after the first `count` [B] tokens per row, by default all."""
+    """Tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. By default all
+    tokens count.
+    """
     if count is None:
         return tensors
     real = torch.arange(tensors[0].shape[1], device=count.device) < count[:, None]
@@ -73,7 +75,9 @@ def geometry(
     cu_seqlens: Tensor | None,
     device: torch.device | None,
 ) -> Geometry:
-    """The last `num_queries` of `kv_len` tokens, of a packed row of its first `kv_len`."""
+    """The geometry of the last `num_queries` of `kv_len` tokens. In a packed row these are its
+    first `kv_len` tokens.
+    """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
     if cu_seqlens is None:
@@ -116,8 +120,8 @@ def packed_windows(
     """The windows of the compressed slots of a packed row of `length` tokens.
 
     Returns:
-      The tokens of its window `[C, l]`, whether it is unused `[C, 1, 1]`, and the position of the
-      window's first token `[1, C]`.
+      For each slot: the tokens of its window `[C, l]`, whether the slot is unused `[C, 1, 1]`,
+      and the position of the window's first token `[1, C]`.
     """
     tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
     return tokens, unused, at
@@ -133,7 +137,9 @@ def _windows(cu_seqlens, *, length, config):
 
 
 def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
-    """Key index of the first token of each compressed slot, `[C]`; -1: unused (packed row)."""
+    """The key index of the first token of each compressed slot, `[C]`, or -1 for an unused slot
+    of a packed row.
+    """
     position = where.position[0]
     length, reach = position.numel(), config.compress_block - 1
     count = config.num_compressed(length)
@@ -149,7 +155,9 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Compressed tokens before each sequence, and of all: none is shared, and no gaps."""
+    """The number of compressed tokens before each sequence, and the total. Sequences share no
+    compressed token, and slots have no gaps.
+    """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)
     return F.pad(count.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""Indexers, which choose the blocks of each query, and the loss that trains them."""
+"""Indexers select the blocks of each query. `indexer_kl` is the loss that trains them."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -94,7 +94,9 @@ def index_blocks(
 
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
-    """`index_blocks` of queries at any `position` `[B or 1, T]`; negative ones are padding."""
+    """The same as `index_blocks`, for queries at any `position` `[B or 1, T]`. A negative
+    position is padding.
+    """
     index = indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
@@ -120,8 +122,8 @@ def paged_index_blocks(
     cu_seqlens_q: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """`index_blocks` of each row's last tokens with keys in pages: the lists of
-    `paged_block_attention`.
+    """Select blocks for the last tokens of each row, with index keys in pages. The result is
+    the `block_indices` of `paged_block_attention`.
 
     Only shapes determine the launches, so that a CUDA graph serves growing lengths.
 
@@ -159,7 +161,7 @@ def paged_index_blocks(
 
 
 def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
-    """`triton` or `torch`, as `nsa_core.index.implementation`."""
+    """Choose `triton` or `torch` with `nsa_core.index.implementation`."""
     return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
 
 
@@ -209,7 +211,8 @@ def indexer_kl(
     cu_seqlens: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
+    """Compute KL(attention || indexer) for each query and index head, over the keys `j` that it
+    attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j
@@ -275,7 +278,9 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """The results of an indexer with zeros for padding: its gradients are products of both."""
+    """The results of an indexer, with zeros for padding, since gradients are products of both
+    results.
+    """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:
         count = where.cu_seqlens[-1:]
@@ -289,7 +294,7 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
 
 
 class _Work(NamedTuple):
-    """All inputs except the results of the indexer; tensors of the caller first."""
+    """All inputs except the results of the indexer, beginning with the caller's tensors."""
 
     query: Tensor
     key: Tensor
@@ -335,7 +340,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        """dS = grad (p sum(t) - t), by rows of scores; each has one entry of a query."""
+        """Compute dS = grad (p sum(t) - t). A row of scores belongs to one entry of a query."""
         index_query, index_key, *given = ctx.saved_tensors
         work = _Work(*given, *ctx.rest)
         parts, _, arrays, shared, row_bytes = work.loss(index_query, index_key)

@@ -1,4 +1,4 @@
-"""Measures the first calls of a library from a wheel, which build and write nothing.
+"""Measures the first calls of a library from a wheel. They must not build or write anything.
 
     python -m nsa_torch.installed                    # of each preset: a cold process, a warm one
     python -m nsa_torch.installed --preset paper --out installed.jsonl
@@ -116,7 +116,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 
 def faults(caches: Path) -> list[str]:
-    """The actions of a process that an installed wheel does not need."""
+    """Actions of the process that an installed wheel must not need."""
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:
@@ -133,7 +133,7 @@ def tell(import_s: float, preset: str, length: str, caches: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 if a process did something that a wheel does not need."""
+    """The exit status: 0, or 1 if a process built or wrote something or imported JAX."""
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")

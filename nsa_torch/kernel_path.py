@@ -1,11 +1,11 @@
-"""The steps on kernels on torch tensors, as operators `nsa::*` (`operators.py`): any kernels.
+"""Runs the steps of any kernels on torch tensors as operators `nsa::*` (`operators.py`).
 
-Every function is one operator on the current stream: the host never waits for the device.
+Every function is one operator on the current stream, and the host never waits for the device.
 Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
 `nsa_core.steps.fused.Steps`.
 
-If a gradient may follow, the selection and each branch's output and log-sum-exp are kept for the
-backward pass, which has no derivative (`plain.py`).
+If a gradient may follow, the selection and each branch's output and log-sum-exp are saved. The
+backward pass has no derivative (`plain.py`).
 """
 
 import contextlib
@@ -86,12 +86,12 @@ class KernelLayout:
 
     @property
     def longest(self) -> int:
-        """Keys of a sequence at most."""
+        """The maximum number of keys of a sequence."""
         return self.kv_len if self.max_seqlen is None else min(self.kv_len, self.max_seqlen)
 
     @functools.cached_property
     def varlen(self) -> Varlen | None:
-        """The tables of a row that is `placed`."""
+        """The tables of a packed row with slots (`placed`)."""
         (batch, length), borders = self.shape, self.cu_seqlens
         if borders is None or not self.placed:
             return None
@@ -146,7 +146,7 @@ class KernelLayout:
         return self.ops.derive(_cut, x, bounds[1])[0]
 
     def num_blocks(self, compressed_key) -> int:
-        """The most selection blocks that a sequence can have."""
+        """The maximum number of selection blocks of a sequence."""
         longest = self.longest
         if self.lengths is not None:
             stride, block = self.config.compress_stride, self.config.compress_block
@@ -156,7 +156,7 @@ class KernelLayout:
 
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
-    """`given`: `lengths` or `cu_seqlens`, or nothing for `kv_len` keys."""
+    """Positions for `given`: `lengths`, `cu_seqlens`, or nothing for `kv_len` keys."""
     number = given[0] if given else None
     layout = geometry(
         *shape,
@@ -171,8 +171,8 @@ def _places(ops, *given, shape, kv_len, packed, config):
 
 @derived(lambda x, *ends, end=0: [like(x)])
 def _cut(ops, x, *ends, end: Any = 0):
-    """`x` `[B, S, ...]` with zeros from `end` on, or from the last number of `ends`, of all rows or
-    of each.
+    """`x` `[B, S, ...]` with zeros from `end`, or from the last value of `ends`, which holds
+    for all rows or per row.
     """
     there = torch.arange(x.shape[1], device=x.device)
     if ends:
@@ -189,19 +189,21 @@ BRANCHES = {
 
 
 class KernelPath:
-    """The functions of an implementation that runs on kernels; makes its kinds of calls known.
+    """The functions of an implementation that consists of kernels. The constructor registers
+    its kinds of calls.
 
     Args:
-      name: of the implementation.
-      steps: on its kernels.
-      masks: whether the kernels read nothing that no query may see, so that it need not be
-        finite; otherwise such keys, values and rows of padding are zeroed in copies.
-      list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
-        entries of a selection and `select_block`.
+      name: name of the implementation.
+      steps: the steps on its kernels.
+      masks: whether the kernels never read keys, values and padding that no query sees.
+        Otherwise these are set to zero in copies.
+      list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
+        key, value, the number of selected blocks and `select_block`.
 
     Attributes:
-      planned: Functions of all steps, by input mode and residuals: `FORWARD` has none, `SAVING`
-        those of a gradient, `RECOMPUTING` those of a gradient that computes the branches again.
+      planned: Functions of all steps, by input mode and kind of residuals. `FORWARD` has none,
+        `SAVING` has all, and `RECOMPUTING` those of a backward pass that computes the branches
+        again.
     """
 
     compressed_attention: Callable[..., Any]
@@ -340,7 +342,7 @@ class KernelPath:
         return mode.gradients(found._replace(gates=gates))
 
     def _inputs(self, mode, ops, tensors, place, means=None):
-        """`Inputs` with compressed tokens, the computed means, and the layout.
+        """Return `Inputs` with compressed tokens, the computed means, and the layout.
 
         Args:
           place: `operators.REST`.
@@ -367,7 +369,7 @@ class KernelPath:
         return inputs.with_compressed(*means), means, layout
 
     def _shapes(self, mode, keep, *arguments):
-        """Shapes and dtypes of the results."""
+        """The shapes and dtypes of the results."""
         query, key, value, _ = mode.inputs(arguments)
         out, lse = operators.branch_shapes(query, key.selected, value.selected)
         if keep in (FORWARD, PAGES):

@@ -1,8 +1,8 @@
 """`NSAAttention`: an attention layer with projections, rotary positions, compression and gates.
 
-Constructor words, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are fixed
-(docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`. `nsa_interop.weights`
-converts checkpoints.
+Constructor arguments, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` must not
+change (docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`.
+`nsa_interop.weights` converts checkpoints.
 """
 
 import math
@@ -67,7 +67,7 @@ class Pool(nn.Conv1d):
         super().__init__(width, width, length, **options, **factory)
 
     def reset_parameters(self) -> None:
-        """Makes it the mean."""
+        """Set the weights to those of a mean."""
         nn.init.constant_(self.weight, 1 / self.kernel_size[0])
 
     def params(self) -> PoolParams:
@@ -81,7 +81,7 @@ class Mark(nn.Module):
         return torch.zeros(())
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing is read."""
+        """Ignore the value of the entry."""
 
 
 class NSAAttention(nn.Module):
@@ -93,7 +93,7 @@ class NSAAttention(nn.Module):
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
         `kv="shared"`, in place of "sigmoid" and "separate".
-      rope_impl: "llama", the only one.
+      rope_impl: must be "llama".
       use_flash: False uses SDPA in place of FA-2.
       use_triton_sel: True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
@@ -104,11 +104,12 @@ class NSAAttention(nn.Module):
         Attention to a cache computes in the dtype of its input.
       context_mesh, context_layout: as in `nsa_torch.attention`; `x` then has the tokens of this
         rank.
-      device, dtype: Those of the parameters; None means torch's defaults.
+      device, dtype: of the parameters; None means torch's defaults.
 
     The names of entries in the state_dict record gate and phi (`kind.gate_sigmoid`), and kv if it
     is "shared". Averages of weights preserve these names. `load_state_dict` raises `ValueError`
-    if they differ, and if weights come without them, unless gate and phi were named here.
+    if they differ. It also does so for weights without such entries, unless gate and phi are
+    named here.
     """
 
     # Whether the layer zeroes rows of padding if a gradient is recorded. False means that the model
@@ -230,7 +231,7 @@ class NSAAttention(nn.Module):
             return functional.explain(*heads, **how)
 
     def varlen(self, cu_seqlens: Tensor, **sizes: Any) -> VarlenMetadata:
-        """`nsa_torch.varlen_metadata` for this layer; `sizes`: its other arguments."""
+        """Call `nsa_torch.varlen_metadata` for this layer. `sizes` are its other arguments."""
         return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
@@ -265,7 +266,7 @@ class NSAAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> cache.NSACache:
-        """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
+        """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
 
         Args:
           dtype: dtype of the projections' results. None means that of autocast if it is on,
@@ -355,7 +356,8 @@ class NSAAttention(nn.Module):
         new_lengths: Tensor | None = None,
         attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
-        """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
+        """Return `(y, kv)`, where `y` is [B, T, dim] and `kv` is the given cache with the
+        tokens appended, or None.
 
         Args:
           x: `[B, T, dim]`.
@@ -457,10 +459,9 @@ class NSAAttention(nn.Module):
 
 
 def _check_kind(module, state_dict, prefix, *_) -> None:
-    """Before any weight is copied: the checkpoint's gate and phi are the module's.
-
-    A state_dict without them is completed if the caller named both. `strict` decides about one
-    without any weight of this layer.
+    """Check before any weight is copied that the checkpoint has the gate and phi of this
+    module. They are added to a state_dict without them if the caller named both. `strict`
+    determines whether a state_dict may lack all weights of this layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):
@@ -469,7 +470,7 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel) -> Names:
-    """The two switches as implementations."""
+    """Convert the two switches to implementations."""
     if implementation is not None:
         if use_triton_sel or not use_flash:
             raise ValueError(

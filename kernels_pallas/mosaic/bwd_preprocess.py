@@ -31,14 +31,16 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
     query_head = g * spec.group + row % spec.group
 
     def of_head(source):
-        """The float32 of this row in `source` `[B, T, H]`."""
+        """Load the float32 value of this row from `source` `[B, T, H]`."""
         at = warp.element(source, (b * sizes.T + token, 4 * spec.H), (query_head, 4))
         return warp.real(warp.fetch(at))
 
     lse, delta = of_head(refs.lse), of_head(refs.delta)
 
     def key_of(source):
-        """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
+        """Load the int32 value of this row's token. float32 represents it exactly
+        (`capability.LONGEST`).
+        """
         key = fetch_int(warp, source, b * sizes.T + token)
         return warp.bits(warp.floating(key))
 

@@ -36,7 +36,9 @@ def interpreted(params):
 
 
 def why_not(problem: Any) -> str | None:
-    """Why no Mosaic kernel can run `problem`, or None. What runs forward runs backward."""
+    """The reason why no Mosaic kernel can run `problem`, or None. A problem that runs forward
+    also runs backward.
+    """
     if not interpret.get():
         if problem.platform not in ("gpu", "cuda"):
             return f"needs a Hopper GPU, got {problem.platform}"
@@ -56,7 +58,7 @@ def why_not(problem: Any) -> str | None:
 
 
 def _fp8_why_not(problem: Any) -> str | None:
-    """Why products in e4m3 cannot run `problem`, or None."""
+    """The reason why products in e4m3 do not support `problem`, or None."""
     if problem.requires_grad:
         return "has no gradient: compute under torch.no_grad(), or leave it out to train"
     if problem.cached:
@@ -69,7 +71,7 @@ def _fp8_why_not(problem: Any) -> str | None:
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """`why_not` for the sizes that do not depend on lengths."""
+    """The reason for the sizes that do not depend on lengths, as in `why_not`."""
     if group > ROWS:
         return f"takes up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):

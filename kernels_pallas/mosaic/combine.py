@@ -74,8 +74,9 @@ def deltas(kernel: Kernel) -> Callable:
 
 
 def _build(kernel: Kernel, body: Callable, slots: int) -> Callable:
-    """A kernel with `slots` arrays of `[64, width]` in shared memory, a barrier each. `load(array,
-    slot)` starts the copies of the CTA's rows of an array `[rows, width]`.
+    """Build a kernel with `slots` arrays of `[64, width]` in shared memory, each with a
+    barrier. `load(array, slot)` starts the copies of the CTA's rows of an array `[rows,
+    width]`.
     """
     spec: Combine = kernel.spec
     buffers = operands.Buffers.of(spec, operands.Tile(1, operands.slab_width(spec.width)))

@@ -22,7 +22,7 @@ LOADS = 16  # that a lane starts before it waits for one of them
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Keys or values: a lane's column of them.
+    """The keys or the values of a lane's columns.
 
     Attributes:
       words: Words of a token.
@@ -45,7 +45,7 @@ class Side:
         )
 
     def load(self, address, tokens: int = 0) -> list:
-        """Two float32, `tokens` tokens after an address."""
+        """Load two float32 values, `tokens` tokens after an address."""
         word = self.warp.fetch(address, tokens * 4 * self.words)
         return self.warp.unpack(word, self.spec.dtype)
 
@@ -58,7 +58,7 @@ class Side:
         return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
-        """Stores two float32, rounded, if `only` holds."""
+        """Store two float32 values, rounded, if `only` holds."""
         self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
 
 

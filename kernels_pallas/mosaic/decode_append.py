@@ -64,7 +64,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(m.beyond(array, kv_head, width * size), column, size * COLUMNS)
 
     def one(names, number):
-        """Address of the array with this number."""
+        """The address of the array with this index."""
         found, *others = (m.element(getattr(refs, name)) for name in names)
         for i, other in enumerate(others, 1):
             found = m.where(m.same(number, i), other, found)
@@ -83,7 +83,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         put_words(at, value, words)
 
     def put_rounded(pages, scales, value, in_page, page, row, words):
-        """Writes codes of a row and its scale, as `nsa_core.rounding.rounded`."""
+        """Write the codes and the scale of a row, as in `nsa_core.rounding.rounded`."""
         x = numbers(words)
         largest = m.size(x[0])
         for y in x[1:]:

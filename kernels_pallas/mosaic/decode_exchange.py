@@ -77,7 +77,7 @@ def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
 
 
 def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words]:
-    """p of a strip; `norms`: maximum and 1 / sum of the lane's rows."""
+    """Compute p of a strip. `norms` are the maximum and 1 / sum of the lane's rows."""
     return [
         [lane.m.exp2(x - norms[i // 2][0]) * norms[i // 2][1] for i, x in enumerate(tile)]
         for tile in s2
@@ -85,12 +85,12 @@ def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words
 
 
 def gated(norms: list[Words], gate: Words) -> list[Words]:
-    """`norms` for g p in place of p."""
+    """Adjust `norms` so that `probabilities` returns g p instead of p."""
     return [[top, inverse * g] for (top, inverse), g in zip(norms, gate, strict=True)]
 
 
 def left_operand(lane: Lane, p: list[Words]) -> Words:
-    """P of a strip, for P V."""
+    """Convert P of a strip to the left operand of P V."""
     m, dtype = lane.m, lane.spec.dtype
     return [m.pack(p[t][2 * r], p[t][2 * r + 1], dtype) for t in range(2) for r in range(2)]
 
@@ -147,7 +147,7 @@ def _stat(lane: Lane, warp: Any, r: int) -> Any:
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
-    """For the lane's rows: maximum, and 1 / sum, 0 if no key is seen."""
+    """Read the maximum and 1 / sum for the lane's rows. The latter is 0 if no key is seen."""
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
@@ -211,12 +211,12 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 
 
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
-    """The sum over two lanes of `high` where `upper` holds, otherwise of `low`."""
+    """Sum `high` over two lanes if `upper` holds, otherwise `low`."""
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 
 
 def _number(m: Any, bits: Words) -> Any:
-    """The number with these bits, the lowest first."""
+    """The integer with these bits, the lowest bit first."""
     found = m.word(0)
     for i, bit in enumerate(bits):
         found = found + (bit << i)

@@ -13,7 +13,7 @@ Words = list[Any]  # words of `warp.py`, or their emulation
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """Words of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
+    """The position of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
 
     Attributes:
       m: The instructions.
@@ -67,14 +67,14 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The visible keys of a query, and this warp's share; words that are equal in all lanes.
+    """The visible keys of a query and this warp's share, as words that are equal in all lanes.
 
     Attributes:
       seen: Raw tokens, from the row's first.
       count: Compressed tokens.
       strips: Strips of compressed slots of the whole cluster.
-      first: The warp's first one of these; its others follow at a distance of `warps`.
-      mine: The warp's number of these.
+      first: The first strip of the warp. Its other strips follow at a distance of `warps`.
+      mine: The number of strips of the warp.
       sliding: The warp's strips of the sliding branch. The cluster's last warp has the first one,
         as it has the fewest other strips.
       window_start: First key of the sliding branch.
@@ -92,8 +92,8 @@ class Work:
 
     @classmethod
     def of(cls, lane: Lane, seen: Any) -> "Work":
-        """Compressed token i is seen from `i stride + compress_block` tokens on. All CTAs have
-        equally many strips, except that the last has fewer.
+        """Distribute the strips. Compressed token i is visible from `i stride + compress_block`
+        tokens on. All CTAs except the last have the same number of strips.
         """
         m, spec = lane.m, lane.spec
         cluster, warps = spec.variant.cluster, spec.variant.warps

@@ -326,7 +326,7 @@ def _power(m: Any, bits: Any, exponent: int) -> Any:
 
 
 def inverse(m: Any, power: Any) -> Any:
-    """`1 / power`, of a power of two."""
+    """Compute `1 / power` for a power of two."""
     return m.real((254 << 23) - m.bits(power))
 
 
@@ -350,7 +350,7 @@ class _Pages:
     scales: Any
 
     def alike(self, other: "_Pages") -> bool:
-        """Whether strips are copied from both in the same way."""
+        """Whether strips are copied in the same way from both."""
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":

@@ -82,7 +82,8 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
 
 
 def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """The rank r, its score and its block in lane r; `NO_SCORE` past the last rank.
+    """Find the best blocks. Lane r gets the score and the block of rank r, or `NO_SCORE` past
+    the last rank.
 
     A lane's blocks are sorted first, so that an extraction only compares the best of each lane.
     """
@@ -117,7 +118,9 @@ def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any
 
 
 def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """`_best` for one block per lane, in the order of the lanes: ranks, scores, blocks."""
+    """The same as `_best` for one block per lane. Returns ranks, scores and blocks in the order
+    of the lanes.
+    """
     m, (score,), (block,) = lane.m, scores, blocks
 
     def count(i, state):

@@ -75,7 +75,7 @@ AT_ONCE = 2, 1  # partials that the merge loads together
 
 
 def down(column):
-    """A value by column, repeated along the keys: `[8]` to `[64, 8]`."""
+    """Broadcast a value per column `[8]` along the keys to `[64, 8]`."""
     return lax.broadcast_in_dim(column, (ROWS, COLUMNS), [1])
 
 
@@ -377,7 +377,7 @@ class Entries:
         return [array[entry] + 0 for entry in at]
 
     def token(self, entry):
-        """The token of an entry that is a position in the selection."""
+        """The token of an entry, which is an index into the selection."""
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:

@@ -63,7 +63,7 @@ from kernels_pallas.specs.work_items import WorkItem
 
 
 class Rows(NamedTuple):
-    """The 64 rows of a step."""
+    """The 64 query rows of a step."""
 
     b: Any
     kv_head: Any
@@ -351,7 +351,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """The loop's result."""
+        """The result of the main loop."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
@@ -361,7 +361,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
             buffers.write_slab(refs.out_tile, 0, i, x)
 
     def gated_and_added(rows, factor):
-        """`added + gate * factor * rows`; `factor`: `[64]`."""
+        """Compute `added + gate * factor * rows`, where `factor` is `[64]`."""
         if spec.gated:
             first, head = all_tile * spec.tile.tokens, kv_head * spec.group
             factor *= tile_rows.values(refs.gate, b, first, head, refs.sizes.T)
@@ -434,7 +434,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finishes a tile that is not gathered, whose rows are those of the loop."""
+        """Finish a tile that is not gathered. Its rows are those of the main loop."""
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())

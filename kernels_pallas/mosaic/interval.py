@@ -90,7 +90,7 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The work items of this CTA: `turns` of them, every `ctas`-th."""
+    """The work items of this CTA: `turns` items at a distance of `ctas`."""
 
     intervals: list  # refs of the kernel for each interval, with its arrays of keys
     turns: Any

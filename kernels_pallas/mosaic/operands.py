@@ -422,7 +422,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
 
 
 def by_column(ref, shape, interpret: bool):
-    """float32 `[columns]` in global memory as `[64, columns]`, the same in each row."""
+    """Broadcast float32 `[columns]` in global memory to `[64, columns]`."""
     if interpret:
         return lax.broadcast_in_dim(ref[...], shape, [1])
     column = plgpu.ShapeDtypeStruct(shape[1:], jnp.float32, layout=PER_COLUMN)
@@ -465,7 +465,7 @@ def side_by_side(parts, interpret: bool):
 
 
 def with_sign_bit(x, shift, interpret: bool):
-    """`x`, which is not negative, with the last bit of `shift` as its sign; float32, both of one
+    """Give non-negative `x` the last bit of `shift` as its sign. Both are float32 and have one
     shape.
     """
     if interpret:
@@ -515,17 +515,17 @@ def by_warps(count: int, function, varies: bool) -> None:
 
 
 def div(x, n):
-    """`x // n` of int32 from 0."""
+    """Compute `x // n` for a non-negative int32."""
     return lax.div(x, jnp.int32(n))
 
 
 def rem(x, n):
-    """`x % n`, as `div`."""
+    """Compute `x % n`, as in `div`."""
     return lax.rem(x, jnp.int32(n))
 
 
 def div_rem(x, n) -> tuple:
-    """`divmod(x, n)`, as `div`."""
+    """Compute `divmod(x, n)`, as in `div`."""
     return div(x, n), rem(x, n)
 
 
@@ -535,7 +535,7 @@ def row_index():
 
 
 def across(row, shape):
-    """A value per row, repeated along the columns."""
+    """Broadcast a value per row along the columns."""
     return lax.broadcast_in_dim(row, shape, [0])
 
 

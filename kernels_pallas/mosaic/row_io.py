@@ -94,8 +94,8 @@ class GatheredRows:
         return SoftmaxStats(*_by_row(load, [row_stats], words, [token], dtypes, self.interpret))
 
     def put(self, array, value, b, kv_head, length, index, only):
-        """`array[b, kv_head, index] = value` if `only`, by row; float32 `[B, Hkv, length]`, in
-        which the rows of a token are neighbours.
+        """Store `array[b, kv_head, index] = value` per row, if `only`. The array is float32
+        `[B, Hkv, length]`, in which the rows of a token are adjacent.
         """
         if self.interpret:
             for i in range(self.tokens):
@@ -220,7 +220,7 @@ class TileRows:
 
 
 def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
-    """Arrays `[64]` of these types, from the results of `function` in each lane for its rows.
+    """Compute arrays `[64]` of these types by calling `function` in each lane for its rows.
 
     `function(warp, row, refs, words, *words_of_row)` has words of the instructions `warp` as
     arguments and results: `words` are the scalars, `words_of_row` the row's elements of `rows`,

@@ -25,7 +25,7 @@ class Place(enum.Enum):
       BATCH: depends on the plan and on the argument that many calls share (`ArrayOps.per_batch`),
         made once for it; never written.
       WORKSPACE: in the one allocation of a call.
-      ALONE: has memory of its own, from its first step to its last.
+      ALONE: has separate memory, from its first step to its last.
     """
 
     ARGUMENT = enum.auto()
@@ -36,7 +36,7 @@ class Place(enum.Enum):
 
 
 class Buffer(NamedTuple):
-    """An array that is stored in memory row by row; `offset`: bytes, in the workspace."""
+    """An array that is stored in row-major order. `offset` is in bytes within the workspace."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +52,7 @@ class View(NamedTuple):
     """A part of a buffer, stored row by row, with the array attributes that the steps read.
 
     Attributes:
-      buffer: its number.
+      buffer: number of the buffer.
       offset: Its first byte, a multiple of `ALIGNMENT` of `kernels_pallas.kernel`.
     """
 
@@ -116,7 +116,7 @@ class Derived(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The end of a launch that ran `beside`, whose buffers are free for others from here on."""
+    """The end of a launch that ran `beside`. Its buffers may be reused from here on."""
 
     beside: int
     reads: tuple[View, ...]
@@ -129,12 +129,12 @@ type Step = Launch | Derived | Join
 
 
 def by_address(step: Step) -> TypeGuard[Launch]:
-    """Whether it needs no tensors of a framework."""
+    """Whether the step needs only addresses, and no tensors of a framework."""
     return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 
 def touched_by_torch(steps: Iterable[Step]) -> set[int]:
-    """Buffers that are tensors."""
+    """The buffers that must be tensors."""
     steps = (x for x in steps if not by_address(x) and not isinstance(x, Join))
     return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
 
@@ -144,10 +144,10 @@ class Plan(NamedTuple):
 
     Attributes:
       buffers: by number; the arguments come first.
-      constants: derived steps that make the constants, in order; done once.
-      batch: derived steps that make the batch buffers, in order; done once for the argument
-        `shared`.
-      results: whole buffers, each an allocation of its own.
+      constants: derived steps that make the constants, in order. They run once.
+      batch: derived steps that make the batch buffers, in order. They run once for each
+        argument `shared`.
+      results: whole buffers, each with a separate allocation.
       begins: For each step, the buffers `ALONE` that it writes first.
       ends: For each step, those buffers and the arguments that no later step uses.
       released: Arguments whose memory may be freed at their end.
@@ -167,7 +167,7 @@ class Plan(NamedTuple):
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The Mosaic kernels, each once."""
+        """The Mosaic kernels of the plan, without repetitions."""
         launches = (x.kernel for x in self.steps if isinstance(x, Launch))
         return list(dict.fromkeys(x for x in launches if isinstance(x, Kernel)))
 

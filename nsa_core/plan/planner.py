@@ -31,10 +31,9 @@ LEAST_RELEASED = 64 * 2**20
 
 
 class PlanOps(ArrayOps):
-    """Notes kernels and derived steps on `View`s.
-
-    The same derived step of the same buffers runs once. A step that reads only constants, or
-    nothing, makes constants. A step that also reads the shared argument makes batch buffers.
+    """Records kernels and derived steps on `View`s. An equal derived step of the same buffers
+    runs once. A step that reads only constants, or nothing, makes constants. A step that also
+    reads the shared argument makes batch buffers.
 
     Args:
       capability: The compute capability of the GPU.
@@ -114,7 +113,7 @@ class PlanOps(ArrayOps):
         return self._derived(function, named, arrays, Place.ALONE, own=True)[0]
 
     def _place_of_derived(self, arrays) -> Place:
-        """The place of an array that depends only on `arrays`."""
+        """The kind of memory of an array that depends only on `arrays`."""
         found = Place.CONSTANT
         for x in arrays:
             place = self._buffers[x.buffer].place
@@ -208,7 +207,9 @@ class PlanOps(ArrayOps):
     # Buffers
 
     def argument(self, shape: Sequence[int], dtype: str) -> View:
-        """An array of the caller; all of them before the first step."""
+        """Declare an array of the caller. All of them must be declared before the first
+        step.
+        """
         return self._new(Array(tuple(shape), dtype), Place.ARGUMENT)
 
     def _new(self, array, place=Place.ALONE, own=False) -> View:
@@ -266,8 +267,8 @@ class PlanOps(ArrayOps):
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
-        """Results as separate whole buffers. A result in another one's buffer, or in the caller's,
-        is copied.
+        """Make results separate whole buffers. A result in the buffer of another result or of
+        an argument is copied.
         """
         final: list[View] = []
         for x in results:
@@ -296,7 +297,8 @@ class PlanOps(ArrayOps):
         return size
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
-        """Moves what is derived of arguments and constants, so that launches stay together.
+        """Move steps that depend only on arguments and constants, so that launches stay
+        adjacent.
 
         A large one is made right before its first read, or at the end if no step reads it. A small
         one is made before the first launch, or after the launches that do not read it, if those
@@ -463,14 +465,13 @@ type Lives = Mapping[int, tuple[int, range]]
 
 
 def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
-    """The offset of each buffer that has a place, and the bytes of all.
-
-    The workspace is there during the whole call. Where less than half of it is in use while memory
-    is at its peak, it is a small one.
+    """The offset of each buffer in the workspace, and its total bytes. The workspace exists
+    during the whole call. If less than half of it is in use when memory is at its peak, a small
+    one is used.
 
     Args:
       lives: Buffers in the order of their first steps.
-      others: bytes that have memory of their own whatever has a place, at each step.
+      others: bytes outside the workspace at each step.
     """
     offsets, size = _placed(lives, MAX_BYTES)
     if size > FEW_BYTES:
@@ -485,8 +486,8 @@ def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
 
 
 def _placed(lives: Lives, most: int) -> tuple[dict[int, int], int]:
-    """`placed` in `most` bytes: the largest first, each at the first offset that is free during its
-    lifetime.
+    """Place buffers within `most` bytes, the largest first, each at the first offset that is
+    free during its lifetime.
     """
     places: dict[int, tuple[int, int]] = {}  # by number: from, to
     for number in sorted(lives, key=lambda number: -lives[number][0]):

@@ -1,3 +1,3 @@
-"""Attention on kernels step by step, forward and backward: a step describes kernels and hands them
-to an `ArrayOps`, by which each framework runs them on its own arrays.
+"""The steps of attention on kernels, forward and backward. A step describes kernels and passes
+them to an `ArrayOps`, with which each framework runs them on its arrays.
 """

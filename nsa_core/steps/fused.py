@@ -1,11 +1,12 @@
-"""All steps of NSA on kernels in one function, and its gradient: any framework, any kernels.
+"""All steps of NSA on kernels in one function, and its gradient, for any framework and any
+kernels.
 
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
 `forward_with_residuals` stores each branch separately and adds them in a separate kernel.
-`recomputed` residuals contain only the selection. `backward` then runs each branch again in turn,
-so that only one branch's output exists at a time.
+`recomputed` residuals contain only the selection. `backward` then runs the branches again one
+after the other, so that only one output exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class Steps(NamedTuple):
         the compressed branch runs if only its log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
         are made elsewhere.
-      reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
+      reads_places: whether the kernels read packed rows by the slots of `nsa_core.varlen`.
       reads_pages: Whether `forward.selected` supports `pages`.
       gates_together: Whether all gates are cast to float32 in one launch. Otherwise each is cast
         when a kernel reads it, which needs the memory of one.
@@ -47,12 +48,12 @@ class Steps(NamedTuple):
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
-        """The gates in float32 for a pass whose kernels read one each."""
+        """The gates in float32, for kernels that each read one gate."""
         return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 
 class Inputs(NamedTuple):
-    """Arrays that have a gradient; also the gradients themselves, of the same shapes.
+    """The arrays that have a gradient, or the gradients, which have the same shapes.
 
     Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or
     value that a query may not see is NaN.
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
     gates: Branches  # [B, T, H]
 
     def with_compressed(self, key, value) -> "Inputs":
-        """The same with this compressed key and value."""
+        """A copy with this compressed key and value."""
         key, value = self.key._replace(compressed=key), self.value._replace(compressed=value)
         return self._replace(key=key, value=value)
 
@@ -82,7 +83,9 @@ class Pages(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The data that the backward pass needs in addition to the inputs. None is computed again."""
+    """The data that the backward pass needs in addition to the inputs. A field that is None is
+    computed again.
+    """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
     block_lists: Any  # of the tiles (`Steps.lists`); or None
@@ -101,7 +104,7 @@ def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
 
 
 def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *indices, **how):
-    """`(out, lse)` of a branch, `[B, T, H, Dv]` and float32 `[B, T, H]`.
+    """Compute `(out, lse)` of a branch, `[B, T, H, Dv]` and float32 `[B, T, H]`.
 
     Args:
       indices: `block_indices` of the selected branch.
@@ -131,7 +134,7 @@ def _nothing_seen(ops, query, *, width: int):
 def intervals(
     steps: Steps, ops: ArrayOps, do, branches: Sequence[Interval], params: Params
 ) -> tuple:
-    """`steps.backward.intervals`, also of branches without keys."""
+    """The same as `steps.backward.intervals`, also for branches without keys."""
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     pairs = [None if x.qkv.key.shape[1] else [*map(zeros, x.qkv[1:])] for x in branches]
     some = [x for x, pair in zip(branches, pairs, strict=True) if pair is None]
@@ -143,8 +146,8 @@ def intervals(
 
 
 def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, params: Params) -> Inputs:
-    """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]`, with the means of
-    their windows in place of these. Needs `steps.compression`.
+    """Replace the compressed keys and values of `inputs`, which are tokens `[B, S, Hkv, .]`,
+    with the means of their windows. It needs `steps.compression`.
     """
     _, key, value, _ = inputs
     means = steps.compression.means(ops, key.compressed, value.compressed, params)
@@ -154,12 +157,13 @@ def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, params: Params) -> I
 def gradients_of_tokens(
     steps: Steps, ops: ArrayOps, found: Inputs, length: int, params: Params, shared: bool
 ) -> Inputs:
-    """The gradients `found` by `backward`, with those of tokens in place of their means'.
+    """Replace the gradients of means in `found`, a result of `backward`, with those of the
+    tokens.
 
     Args:
       length: S.
-      shared: all branches look at the same tokens, whose gradient then is the compressed field;
-        the other fields are None.
+      shared: whether all branches read the same tokens. The compressed field is then their
+        gradient, and the other fields are None.
     """
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
@@ -181,10 +185,10 @@ def forward(
     num_blocks: int,
     pages: Pages | None = None,
 ):
-    """`(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
+    """Compute `(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
-      block_indices: None means selected from the compressed scores.
+      block_indices: None means that they are selected from the compressed scores.
       num_blocks: The maximum of blocks per sequence.
       pages: Pages of the selected keys and values.
     """
@@ -228,7 +232,7 @@ def forward_with_residuals(
     params: Params,
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
-    """`(out, residuals)`; arguments as in `forward`."""
+    """Compute `(out, residuals)`. The arguments are those of `forward`."""
     params.config.check_differentiable()
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
@@ -279,7 +283,9 @@ def backward(
         ops.release(outputs)
 
     def rows_of(name, *indices, **how):
-        """The statistics of a branch. If it runs again for them, its output is dropped."""
+        """The row statistics of a branch. If the branch must run again for them, its output is
+        dropped.
+        """
         gate = getattr(gates, name)
         if lses is not None:
             return RowResiduals(getattr(lses, name), getattr(deltas, name), gate)
@@ -305,20 +311,18 @@ def backward(
 
 
 def in_slots(layout, *arrays):
-    """Compressed tokens without gaps, moved to the slots that kernels read."""
+    """Move compressed tokens without gaps to the slots that kernels read."""
     return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
 
 
 def of_slots(layout, count, *arrays):
-    """Gradients of the `count` compressed tokens that `in_slots` was given."""
+    """Gradients for the `count` compressed tokens that were the input of `in_slots`."""
     return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 
 
 def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x):
-    """`(out, lse)` of one branch.
-
-    Args:
-      block_indices: One array for the selected branch, none for the others.
+    """Compute `(out, lse)` of one branch. Args:
+      block_indices: A tuple with one array for the selected branch, otherwise empty.
       visible: A function that zeroes keys or values that no query sees.
     """
     query, key, value = qkv
@@ -332,8 +336,8 @@ def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x
 def one_branch_backward(
     steps, ops, name, qkv, block_indices, output, cotangents, params, visible=lambda x: x
 ):
-    """Gradients of query, key and value, from those of `output`, of which that of the log-sum-exp
-    may be None.
+    """Compute the gradients of query, key and value from the gradients of `output`. The
+    gradient of the log-sum-exp may be None.
     """
     (query, *pair), (out, lse), (do, dlse) = qkv, output, cotangents
     layout, count = params.layout, pair[0].shape[1]
@@ -353,7 +357,7 @@ def one_branch_backward(
 
 
 def select_blocks(steps, ops, query, key, params, num_blocks):
-    """The blocks that each query reads; the normalisation is a pass of its own here."""
+    """Select the blocks that each query reads. The normalisation is a separate pass."""
     (key,) = in_slots(params.layout, key)
     # Only the log-sum-exp is read: the narrowest values do.
     (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))
@@ -363,7 +367,7 @@ def select_blocks(steps, ops, query, key, params, num_blocks):
 
 @derived(lambda dlse, lse: [like(dlse)])
 def _of_rows_with_keys(ops, dlse, lse):
-    """What sees nothing has no log-sum-exp that could change."""
+    """Zero the gradient of the log-sum-exp for queries that see no key."""
     return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
 
 

@@ -44,7 +44,7 @@ def _tokens_of(layout: Any) -> Any:
 
 
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:
-    """`[B, T]`: the key after the query's own token."""
+    """The index of the key after the query's own token, `[B, T]`."""
     if (tokens := _tokens_of(layout)) is not None:
         return tokens.causal_end
     return ops.derive(_causal_end, layout.key_start, layout.position)[0]
@@ -69,9 +69,8 @@ class VisibleCompressed:
         )
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """Tiles of `tile` keys that the tokens `first .. end - 1` of `tokens` see at most, from
-        the tile of the first one's first key on; of a row that is not packed. Of arrays of such
-        tokens too.
+        """An upper bound for the number of tiles of `tile` keys that the tokens `first .. end -
+        1` see, in a row that is not packed. The arguments may be arrays.
         """
         stride = self.config.compress_stride
         # No more compressed tokens than of the queries' own: fewer than `compress_block` tokens
@@ -80,7 +79,7 @@ class VisibleCompressed:
         return cdiv(np.minimum(keys, most), tile)
 
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
-        """The same of a packed row, whose compressed tokens are in slots."""
+        """The same for a packed row, whose compressed tokens are in slots."""
         # The first one's sequence may begin so long before; each has slots of its own.
         keys = np.minimum(
             capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
@@ -124,7 +123,9 @@ def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
 
 @derived(lambda *arrays, tile, tiles: [int32(x.shape[0], tiles, tile.rows) for x in arrays])
 def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
-    """Each `[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""
+    """Convert arrays `[B, T]` to int32 `[B, tiles, rows]`. Rows past the end repeat the last
+    token.
+    """
     found = []
     for x in arrays:
         shape = x.shape[0], tiles, tile.tokens
@@ -135,7 +136,7 @@ def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
 
 
 def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
-    """Compressed keys of packed rows with every sequence in blocks of its own.
+    """Move the compressed keys of packed rows so that no block contains two sequences.
 
     Args:
       start: index of the first compressed token of each query's sequence `[B, T]`.
@@ -163,8 +164,8 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     ]
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
-    """The key of each slot, -1 if it is empty; and per query its first block and the moved keys
-    that it sees.
+    """The key of each slot, -1 if it is empty. For each query also its first block and the
+    moved keys that it sees.
     """
     xp, batch = ops.xp, start.shape[0]
     source, target = (
@@ -186,5 +187,5 @@ def _aligned(ops, start, first, last, *, count, length, ratio):
 
 @derived(lambda x: [like(x)])
 def zeros_like(ops, x):
-    """Zeros that no step writes to."""
+    """Zeros that no step may modify."""
     return [ops.xp.zeros_like(x)]

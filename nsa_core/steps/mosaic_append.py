@@ -1,4 +1,6 @@
-"""New tokens to the pages of a cache on the Mosaic kernel, for either framework: one launch."""
+"""Writes new tokens to the pages of a cache with one launch of a Mosaic kernel, for both
+frameworks.
+"""
 
 import itertools
 
@@ -22,7 +24,9 @@ def kernels_of(
 
 
 def described(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
-    """`rest`: the fields of `Append` that do not follow from a layer."""
+    """The spec of a launch. `rest` has the fields of `Append` that the layer does not
+    determine.
+    """
     return Append(
         Hkv=kv_heads,
         D=key_width,

@@ -77,8 +77,8 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
-    """dq of one or two branches whose queries see intervals of keys, in one array or a `LaterDq`,
-    and dk and dv of each.
+    """Gradients of one or two branches whose queries see intervals of keys: dq in one array or
+    a `LaterDq`, and dk and dv of each branch.
 
     Args:
       do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
@@ -122,7 +122,7 @@ def intervals(
 
 
 def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
-    """dk and dv of a branch; `seen`: its bounds by token."""
+    """dk and dv of a branch. `seen` has its bounds per token."""
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
@@ -259,8 +259,8 @@ def selected(
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
-    """dk and dv; `sums`: the first partial sum of each key tile, and their count; `layout`: of
-    query lists, whose tiles are those that `mosaic_lists.list_keys` counts.
+    """dk and dv. `sums` has the first partial sum of each key tile, and their count. `layout`
+    is that of query lists, with the tiles of `mosaic_lists.list_keys`.
     """
     gradients = []
     for part in spec.passes:
@@ -273,7 +273,7 @@ def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> lis
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
     """The result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
-    `first`, `last`: bounds of the keys that each query sees `[B, T]`; first: None for 0.
+    `first` and `last` `[B, T]` bound the keys that each query sees. None as `first` means 0.
     """
     keys = [ops.to_int32(x) for x in (last, first) if x is not None]
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]

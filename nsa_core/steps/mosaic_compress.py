@@ -26,7 +26,7 @@ def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
 def gradients(
     ops: ArrayOps, compressed, others, length: int, params: Params
 ) -> tuple[Any, Any]:
-    """dk and dv, `[B, length, Hkv, .]`, of tokens of which `means` were made.
+    """dk and dv, `[B, length, Hkv, .]`, of the tokens from which `means` computed the means.
 
     Args:
       compressed: the gradients of these means.
@@ -53,7 +53,7 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """The gradients of tokens that are in no window."""
+    """The gradient of tokens that no window contains, a sum of the others."""
     if arrays:
         return ops.derive(_total, *arrays)[0]
     return ops.extend(compressed, 1, length, 0.0)

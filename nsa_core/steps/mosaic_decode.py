@@ -1,4 +1,4 @@
-"""A decode step on the Mosaic kernel, for either framework: one launch."""
+"""A decode step with one launch of a Mosaic kernel, for both frameworks."""
 
 import dataclasses
 import itertools
@@ -103,7 +103,9 @@ def step_arrays(
 
 
 def why_not(problem: Any) -> str | None:
-    """Why the kernel does not support a paged call of `T` queries per row, or None."""
+    """The reason why the kernel does not support a paged call of `T` queries per row, or
+    None.
+    """
     if problem.packed:
         return "takes the same 1 to 8 queries for each row, got rows of different numbers"
     if not interpret.get() and problem.platform not in ("gpu", "cuda"):
@@ -114,7 +116,9 @@ def why_not(problem: Any) -> str | None:
 
 
 def kernel_of(problem: Any, append: bool = False) -> Kernel:
-    """The kernel of a paged call for any batch, pool and table; gates have the queries' dtype."""
+    """The kernel of a paged call for any batch, pool and table. Gates have the dtype of the
+    queries.
+    """
     return decode(_posed(problem, problem.dtype, append)).for_any_length()
 
 

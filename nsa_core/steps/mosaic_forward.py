@@ -35,7 +35,9 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """`rounded`, or its value if it must be computed; None without `compute_dtype`."""
+    """The rounded keys and values: the argument, or newly computed, or None without
+    `compute_dtype`.
+    """
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
     return round_tokens(ops, qkv.key, qkv.value, params.layout)
@@ -50,7 +52,7 @@ def interval(
     added=None,
     rounded=None,
 ) -> OutLse:
-    """Attention over the keys in `bounds`: the compressed and the sliding branch.
+    """Attention over the keys in `bounds`, for the compressed and the sliding branch.
 
     `rounded`: the result of `round_tokens` for key and value, if it exists.
     """
@@ -109,7 +111,7 @@ def selected(
 
     Args:
       block_lists: The result of `tile_block_lists`, if it exists.
-      pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
+      pages: the positions of each row's blocks, if keys and values are pages `[1, S, Hkv, .]`.
       rounded: as in `interval`; not with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
@@ -151,8 +153,8 @@ def _forward_spec(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """`selected`, and the `gated_sum` of its output with the `others`: those of the compressed and
-    the sliding branch.
+    """Run `selected`, and compute the `gated_sum` of its output and the `others`, the outputs
+    of the compressed and the sliding branch.
     """
     spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
@@ -204,7 +206,9 @@ def selected_on_pages(
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """`(starts, members, counts)`: what `selected` and its gradient read of `block_indices`."""
+    """The index structures `(starts, members, counts)` that `selected` and its gradient read,
+    from `block_indices`.
+    """
     spec = _selected_spec(qkv, block_indices, params)
     block_indices, _ = mosaic_lists.cut(ops, block_indices, params.config.select_block)
     return mosaic_lists.tile_block_lists(ops, block_indices, params.layout, spec)
@@ -310,7 +314,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """The fields that every kernel of attention has; `rounded`: as in `interval`."""
+    """The fields that all attention kernels have. `rounded` is as in `interval`."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return {
@@ -329,7 +333,7 @@ def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """`scale`, or `D**-0.5` for None."""
+    """The `scale`, which defaults to `D**-0.5`."""
     scale = float(width**-0.5 if scale is None else scale)
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")
@@ -337,14 +341,14 @@ def scale_of(scale: float | None, width: int) -> float:
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):
-    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
+    """Compute `sum_c gate[c] * out[c]` for outputs `[B, T, H, Dv]`."""
     gates = [ops.to_float32(gate) for gate in gates]
     (total,) = ops.run(combine.gated_sum(combine_spec(outputs)), *gates, *outputs)
     return total.reshape(outputs[0].shape)
 
 
 def combine_spec(outputs) -> combine.Combine:
-    """Sizes of kernels that read the branches' outputs, which are alike."""
+    """The sizes of kernels that read the outputs of the branches, which have the same shape."""
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])
     sizes = math.prod(shape), width, len(outputs), dtype

@@ -26,7 +26,7 @@ class Rounded(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A `QueryLayout` whose keys are places, which is all that bounds and block lists ask."""
+    """A `QueryLayout` whose keys are slots. It has only what bounds and block lists need."""
 
     position: Any
     key_start: Any
@@ -38,7 +38,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
     """Round `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, and move them to slots.
 
     Raises:
-      NotImplementedError: a packed row whose sequences have no places.
+      NotImplementedError: a packed row whose sequences have no slots.
     """
     batch, count, kv_heads, width = key.shape
     places, tiles = cdiv(count, ROWS) * ROWS, ()
@@ -68,7 +68,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
 
 @derived(lambda causal_end: [int32(causal_end.shape[0])])
 def _end(ops, causal_end):
-    """The keys that some query sees end here; none is negative."""
+    """The end of the keys that some query sees."""
     return [ops.to_int32(ops.xp.amax(causal_end, axis=-1).clip(0, None))]
 
 

@@ -1,4 +1,4 @@
-"""Selected attention of tokens whose neighbours chose other blocks, for either framework.
+"""Selected attention for tokens whose neighbours selected other blocks, for both frameworks.
 
 If the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
 loops only over the blocks near it, and leaves far blocks to
@@ -35,14 +35,15 @@ SHARED_FIELDS = (
 
 
 def max_heads(block: int) -> int:
-    """The largest group whose blocks of `block` keys may be gathered."""
+    """The maximum of heads per group for which blocks of `block` keys may be gathered."""
     return MAX_HEADS * block // ROWS
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     """The maximum of blocks in the list of a tile (`SelectedAttention.gather_limit`).
 
-    0: any number, because none is too long, or because the gathering kernel cannot run.
+    0 means that nothing is gathered, since no list is too long or the gathering kernel cannot
+      run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     block, most = config.select_block, int(LONG_LIST * n)
@@ -64,7 +65,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     added.
 
     Args:
-      spec: The `SelectedAttention` that computed `walked` and `lse` without far blocks.
+      spec: The `SelectedAttention` whose kernel computed the output and `lse` without far
+        blocks.
       arrays: query, key and value.
       selection: block indices, `counts` of the tiles' block lists, and the layout.
       gate: float32 `[B, T, H]`, or None for 1.
@@ -115,13 +117,15 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """The kernel `merge`, which passes over rows that it finds in its output."""
+    """The kernel `merge` that leaves rows in its output unchanged if they are not gathered."""
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
 
 
 class _Layout(NamedTuple):
-    """The parts of a `QueryLayout` that are read for split blocks, whose key tiles are blocks."""
+    """The part of a `QueryLayout` that is needed for split blocks, whose key tiles are
+    blocks.
+    """
 
     position: Any
     key_start: Any
@@ -141,7 +145,7 @@ def _positions_in_parts(ops, position, *, parts):
 
 
 class _Segment(NamedTuple):
-    """Tokens whose partials exist at the same time."""
+    """A segment: tokens whose partials exist at the same time."""
 
     kernel: GatheredAttention
     segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile
@@ -151,7 +155,9 @@ class _Segment(NamedTuple):
 def _segments(
     ops, spec, width: int, block_indices, counts, layout
 ) -> tuple[Any, Iterator[_Segment]]:
-    """Work items and entries of `gathered.partials`, and the segments. `width` is a partial's."""
+    """The work items and entries of `gathered.partials`, and the segments. `width` is the width
+    of a partial.
+    """
     tile, n = spec.tile.tokens, spec.n // spec.parts
     sizes = spec.B, spec.T, cdiv(spec.S, spec.parts), spec.Hkv, n, ROWS, 1, False
     lists = BlockQueryLists(

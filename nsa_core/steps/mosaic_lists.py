@@ -21,7 +21,9 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """The selection in the blocks that kernels loop over, and how many keys they have."""
+    """The selection in terms of the blocks over which kernels loop, and the number of keys per
+    block.
+    """
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
         (block_indices,) = ops.derive(_parts_of_blocks, block_indices, parts=parts)
@@ -42,7 +44,9 @@ def _parts_of_blocks(ops, block_indices, *, parts):
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
-    """`(starts, members, counts)` for `spec`, the `SelectedAttention` that reads them."""
+    """The lists `(starts, members, counts)` for `spec`, the `SelectedAttention` that reads
+    them.
+    """
     arrays = block_indices, layout.position, layout.key_start
     return ops.run(block_list_kernels.tile_block_lists(spec), *arrays)
 
@@ -91,13 +95,13 @@ def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
 
 
 def of_keys(layout: QueryLayout, found) -> list:
-    """The entries of the keys, from entries of the slots that `list_keys` counts."""
+    """Convert entries of slots, as `list_keys` counts them, to entries of keys."""
     return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """The work items of the lists with these `edges`, and of each key tile its first partial
-    and their count where `spec`, a `WorkItems`, has them.
+    """The work items of the lists with these `edges`. If `spec`, a `WorkItems`, has partials,
+    also the first partial of each key tile and their count.
     """
     if layout.varlen is None:
         of_tokens = layout.position

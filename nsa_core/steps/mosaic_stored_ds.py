@@ -35,8 +35,8 @@ MAX_OUTPUTS = (
 
 
 def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
-    """Whether dS is stored. Of lengths only very long ones matter, whose dS would be too large or
-    whose entries an int32 cannot count.
+    """Whether dS is stored. Very long sequences are excluded, whose dS would be too large or
+    whose entries exceed int32.
 
     Args:
       base: The `Dkv` of the branch.
@@ -192,8 +192,8 @@ def _row_bytes(spec: StoredDsQuery) -> int:
 def _chunks(
     ops, layout, rows: int, max_rows: int, items: int
 ) -> Iterator[tuple[Any, int, int]]:
-    """The dS chunks of `max_rows` rows or less, each with its first row and its end; `items`: work
-    items of a row, each of which writes a partial.
+    """The chunks of dS with at most `max_rows` rows, each with its first row and its end.
+    `items` is the number of work items per row, each of which writes a partial.
     """
     count = -(-rows // max_rows)
     sizes = {"count": count, "max_rows": max_rows, "items": items}
@@ -212,7 +212,7 @@ def _chunk_words(ops, like, *, count, max_rows, items):
 
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
-    """dk and dv by name, of the partials of all rows, which go."""
+    """dk and dv by name, from the partials of all rows, which are released."""
     spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).passes:

@@ -45,7 +45,8 @@ class LaterDq:
     """dq of the compressed and the sliding branch, computed on demand for rows of `[B, Hkv]`.
 
     Attributes:
-      describe: the kernel of some rows, from fields of `IntervalAttention`.
+      describe: function that returns the kernel for some rows, given fields of
+        `IntervalAttention`.
       arrays: Its inputs.
     """
 
@@ -53,11 +54,11 @@ class LaterDq:
     arrays: Sequence[Any]
 
     def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
-        """An array whose rows `first` to `end` are computed."""
+        """Return an array in which rows `first` to `end` are computed."""
         return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
 
     def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
-        """`dq` in which these rows are there after `ops.join` of the second result."""
+        """Return `dq` and an event. The rows exist after `ops.join` of the event."""
         some = {"first_row": first, "end_row": end, "sms": BESIDE_SMS, "before": True}
         (dq,), running = ops.run_beside(self.describe(**some), *self.arrays, dq)
         return dq, running

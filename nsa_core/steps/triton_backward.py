@@ -90,12 +90,14 @@ def _dq(ops, p: Problem, launch, arrays, residuals, unused, rows, added, **const
 
 
 def _partials(p: Problem, items: int, keys: int) -> list[Array]:
-    """Partials of dk and dv for `items` segments of tiles of `keys` keys, per pair."""
+    """The partials of dk and dv for `items` segments of tiles of `keys` keys, per key/value
+    head.
+    """
     return [Array((p.pairs * items, keys, x), "float32") for x in (p.D, p.Dv)]
 
 
 def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, keys: int):
-    """dk and dv; `ends`: the item after each tile's."""
+    """Merge partials to dk and dv. `ends` has the end of the items of each tile."""
     kernel = TritonKernel.of(
         "dkv:merge",
         p.pairs * tiles * (keys // MERGED_ROWS),
@@ -112,14 +114,14 @@ def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, 
 
 
 def _statistics(ops, rows: RowResiduals, unused):
-    """lse, delta, gate, dlse, as every backward kernel reads them."""
+    """The arrays lse, delta, gate and dlse as every backward kernel reads them."""
     gate, dlse = (unused if x is None else ops.to_float32(x) for x in (rows.gate, rows.dlse))
     return rows.lse, rows.delta, gate, dlse
 
 
 @derived(lambda like, *, tiles, **sizes: [int32(1, tiles)])
 def _last_items(ops, like, *, tiles: int, row: int, segments: int):
-    """int32 `[1, tiles]`: the item after each tile's, of its row."""
+    """The end of the items of each tile within its row, int32 `[1, tiles]`."""
     return [ops.to_int32((ops.arange(like, tiles) % row + 1) * segments)]
 
 
@@ -188,8 +190,8 @@ class ListSizes(NamedTuple):
     """Sizes of the query lists of tiles of `block` keys, per key/value head and batch row.
 
     Attributes:
-      entries: at most.
-      items: work items, at most; every tile has one.
+      entries: maximum number of entries.
+      items: maximum number of work items. Every tile has at least one.
       packed: Whether sequences may begin at any key. A block is then in two tiles.
     """
 
@@ -229,7 +231,7 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
-    """The tile of keys of each entry, int32 `[B * Hkv, entries]`; `tiles`: none."""
+    """The key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means none."""
     xp, tiles = ops.xp, sizes.tiles
     batch, _, heads, _ = block_indices.shape
     first = block_indices * sizes.block  # token of the sequence

@@ -28,7 +28,7 @@ type OutLse = Sequence[Any]
 def interval(
     ops: ArrayOps, qkv: Qkv, bounds: Bounds, params: Params, gate=None, added=None
 ) -> OutLse:
-    """Attention over the keys in `bounds`: the compressed and the sliding branch."""
+    """Attention over the keys in `bounds`, for the compressed and the sliding branch."""
     p = problem_of(ops, qkv, params.scale)
     tiling, (first, last) = p.tiling("forward"), interval_of(ops, params.layout, bounds)
     launch = "interval:forward", tiling, cdiv(p.T * p.group, tiling.rows)
@@ -36,7 +36,9 @@ def interval(
 
 
 def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
-    """`(out, lse)`; the lse of a sum is None. The kernel does not read arrays that are None."""
+    """Compute `(out, lse)`. The lse of a gated sum is None. The kernel does not read arrays
+    that are None.
+    """
     rows = p.B, p.T, p.H
     kernel = p.kernel(
         launch,
@@ -76,8 +78,8 @@ def selected(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """`selected`, and the `gated_sum` of its output with the `others`: those of the compressed and
-    the sliding branch.
+    """Run `selected`, and compute the `gated_sum` of its output and the `others`, the outputs
+    of the compressed and the sliding branch.
     """
     found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
     return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
@@ -105,7 +107,9 @@ def of_tiles(p: Problem, name: str, block_indices, params: Params):
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """`(lists, counts)`: what `selected` and its gradient read of `block_indices`."""
+    """The index structures `(lists, counts)` that `selected` and its gradient read, from
+    `block_indices`.
+    """
     p = problem_of(ops, qkv, params.scale)
     position, key_start = places(ops, params.layout)
     sizes = _tiles(p, block_indices, params)
@@ -203,7 +207,7 @@ def problem_of(ops: ArrayOps, qkv: Qkv, scale: float | None) -> Problem:
 
 
 def rowwise(function: str, like, outputs) -> TritonKernel:
-    """One of `combine.py`, over the rows of `like` `[.., width]`."""
+    """A launch of a function of `combine.py` over the rows of `like` `[.., width]`."""
     *rows, width = like.shape
     count, tile = math.prod(rows), max(4096 // power(width), 1)
     sizes = {"WIDTH": width, "ROWS": tile}
@@ -211,7 +215,7 @@ def rowwise(function: str, like, outputs) -> TritonKernel:
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):
-    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
+    """Compute `sum_c gate[c] * out[c]` for outputs `[B, T, H, Dv]`."""
     gates = [ops.to_float32(gate) for gate in gates]
     kernel = rowwise("gated_sum", outputs[0], [array_of(outputs[0])])
     (total,) = ops.run(kernel, *outputs, *gates)
@@ -219,5 +223,5 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def array_of(x) -> Array:
-    """Shape and dtype, for descriptions."""
+    """The shape and dtype of an array, for descriptions."""
     return Array(tuple(x.shape), dtype_name(x))

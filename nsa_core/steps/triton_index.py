@@ -1,4 +1,4 @@
-"""The blocks of an indexer, and its loss over these, on Triton kernels, for either framework."""
+"""Block selection and loss of an indexer on Triton kernels, for both frameworks."""
 
 import functools
 import math
@@ -30,19 +30,21 @@ FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them i
 
 
 def _on_chip(index: Index) -> bool:
-    """Whether `index.index_blocks`, which writes no scores, supports it."""
+    """Whether the kernel `index.index_blocks`, which writes no scores, supports the call."""
     plain = index.activation is None and index.reduce is None
     return plain and LEAST <= index.pool and index.num_selected <= SELECTED
 
 
 def _count(index: Index, keys: int) -> int:
-    """Blocks of all keys; and of the last tokens, which may have no key yet, but be forced."""
+    """The number of blocks. It includes the block of the last tokens, which may have no key yet
+    but be forced.
+    """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
 
 
 def why_not(query, key, index: Index) -> str | None:
-    """Why the kernels of `blocks` cannot run a problem, or None."""
+    """The reason why the kernels of `blocks` cannot run a problem, or None."""
     heads, width = query.shape[2:]
     count = 0 if _on_chip(index) else _count(index, key.shape[1])
     return triton_paged_blocks.scores_why_not(heads, width, index, count)
@@ -113,8 +115,8 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
 
 def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
-    """The largest that fit in shared memory, of two programs if they can, and whose candidates
-    stay in registers.
+    """The largest tiles that fit in shared memory, for two programs per SM if possible, and
+    whose candidates fit in registers.
     """
     size, width = itemsize(dtype), power(width)
     rows = 32 if size == 4 else 128 if capability[0] in WIDE else 64
@@ -131,7 +133,7 @@ def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
 
 
 def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
-    """Why the kernels of the loss cannot run a problem, or None."""
+    """The reason why the kernels of the loss cannot run a problem, or None."""
     if lists is None:
         return "takes named blocks, got all keys"
     heads, width, dtype = *query.shape[2:], dtype_name(query)
@@ -190,8 +192,8 @@ def _kl_tiles(
 
     Args:
       narrow: whether numbers have 16 bits.
-      rows: on GPUs that read operands from shared memory, and on others.
-      wide: warps and stages on the former.
+      rows: number of rows on GPUs that read operands from shared memory, and on others.
+      wide: warps and stages on GPUs that read operands from shared memory.
     """
     if not narrow:
         return 32, 8, 1

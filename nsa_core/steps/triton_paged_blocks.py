@@ -1,5 +1,5 @@
-"""Blocks of an indexer and attention to blocks, of rows in pages, on Triton kernels, for either
-framework.
+"""Block selection of an indexer, and attention to blocks, for rows in pages on Triton kernels,
+for both frameworks.
 """
 
 import math
@@ -29,7 +29,9 @@ APART = "reads pages whose tokens lie in memory one after the other"
 
 
 class Paged(NamedTuple):
-    """The positions of a call's tokens; arguments of `paged_block_attention`."""
+    """The positions of the tokens of a call. The fields are arguments of
+    `paged_block_attention`.
+    """
 
     page_table: Any
     lengths: Any
@@ -48,7 +50,9 @@ class Paged(NamedTuple):
 
 
 def _stride(pages) -> int | None:
-    """Entries from one page of `[P, page, ..]` to the next, or None if a page is not contiguous."""
+    """The distance of two pages of `[P, page, ..]` in entries, or None if a page is not
+    contiguous.
+    """
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
     if not hasattr(pages, "stride"):
         return page
@@ -71,7 +75,7 @@ class _Sizes(NamedTuple):
     Attributes:
       scopes: Number of lists per token, of `n` blocks each.
       tail: Whether its own block is added if it is incomplete.
-      whole: a program has a whole list; many queries fill the GPU.
+      whole: whether a program processes a whole list, since many queries fill the GPU.
     """
 
     H: int
@@ -88,7 +92,7 @@ class _Sizes(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Lists, each with a key/value head that it serves."""
+        """The number of pairs of a list and a key/value head."""
         return max(self.scopes, self.Hkv)
 
     @property
@@ -97,12 +101,12 @@ class _Sizes(NamedTuple):
 
     @property
     def listed(self) -> int:
-        """Keys of a list."""
+        """The number of keys per list."""
         return (self.n + self.tail) * self.block
 
     @property
     def split(self) -> int:
-        """Keys of a part."""
+        """The number of keys per part."""
         return SPLIT if self.D + self.Dv <= 256 else SPLIT // 2
 
     def tiling(self) -> Tiling | None:
@@ -126,7 +130,9 @@ def _sizes(capability, query, value, lists, block: int, include: str, whole=Fals
 def why_not(
     capability, query, key, value, lists, block: int, include: str, whole: bool = False
 ) -> str | None:
-    """Why the kernels of `attention`, or of `attention_of_rows`, cannot run a problem, or None."""
+    """The reason why the kernels of `attention` or `attention_of_rows` cannot run a problem, or
+    None.
+    """
     sizes = _sizes(capability, query, value, lists, block, include, whole)
     tokens = math.prod(query.shape[:-2])
     if not whole and None in (_stride(key), _stride(value)):
@@ -244,7 +250,7 @@ def index_why_not(query, pages, page_table, index: Index) -> str | None:
 
 
 def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | None:
-    """Why kernels cannot score the blocks of an indexer and choose of `count` scores, or None."""
+    """The reason why kernels cannot compute scores and select from `count` of them, or None."""
     if index.pool > MAX_POOL or index.pool & (index.pool - 1):
         return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
     if heads > INDEX_HEADS or width > WIDTH:
@@ -299,7 +305,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
 
     Args:
       scores: float32 `[.., lists, blocks]` of the tokens; places: as in `Paged.places`.
-      most_blocks: Maximum of blocks in any call of a problem; `most` is that of tokens per row.
+      most_blocks: Maximum of blocks in any call. `most` is the maximum of tokens per row.
     """
     *tokens, lists, count = scores.shape
     items, n = math.prod(tokens) * lists, index.num_selected
