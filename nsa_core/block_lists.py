@@ -31,8 +31,7 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """The block size, limited to the number of keys. A larger block contains the same keys.
-    """
+    """The block size, limited to the number of keys. A larger block contains the same keys."""
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
 

@@ -281,8 +281,8 @@ def of(device: str | None) -> Device | None:
 
 def read(path: Path) -> Device:
     """The file of a device. Raises:
-      ValueError: The file is damaged, or describes another device than its name. The message names
-        the file and the key.
+    ValueError: The file is damaged, or describes another device than its name. The message names
+      the file and the key.
     """
     data = config_files.load(path)
     found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")

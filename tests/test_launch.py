@@ -132,9 +132,7 @@ def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
     load([generic[2]])  # on disk: nothing else is asked for
     assert not fetched and not asked
     pretend.machine(monkeypatch, plugin=False)
-    words = (
-        "gated_sum is not on disk, .* cannot build it: JAX's CUDA plugin is mis"
-    )
+    words = "gated_sum is not on disk, .* cannot build it: JAX's CUDA plugin is mis"
     with pytest.raises(RuntimeError, match=words):
         load(generic)
     pretend.machine(monkeypatch, plugin=True)

@@ -322,8 +322,8 @@ def of_slots(layout, count, *arrays):
 
 def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x):
     """Compute `(out, lse)` of one branch. Args:
-      block_indices: A tuple with one array for the selected branch, otherwise empty.
-      visible: A function that zeroes keys or values that no query sees.
+    block_indices: A tuple with one array for the selected branch, otherwise empty.
+    visible: A function that zeroes keys or values that no query sees.
     """
     query, key, value = qkv
     if name == "compressed":
