@@ -74,7 +74,7 @@ BAD = {
     ),
     "CPU": ("argument 0 of copy must be on a GPU, got cpu", lambda: launch(COPY, aligned())),
     "prepare": ("device must be a GPU, got cpu", lambda: prepare([COPY], "cpu")),
-    "JAX: count": ("sample takes 1 arrays", lambda: sample(jnp.zeros(N), jnp.zeros(N))),
+    "JAX: count": ("sample needs 1 arrays", lambda: sample(jnp.zeros(N), jnp.zeros(N))),
     "JAX: dtype": ("argument 0 of .*float32.*got int32", lambda: sample(jnp.zeros(N, int))),
     "JAX: size": (r".*4096 elements of \(4096,\), .*\(5,\)", lambda: sample(jnp.zeros(5))),
 }
