@@ -21,8 +21,8 @@ BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array whose first `axes` axes are merged. An index beyond the last row stands
-    for no row.
+    """Rows of an array whose first `axes` axes are merged. An index beyond the last row
+    means no row.
     """
 
     index: Tensor
