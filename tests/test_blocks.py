@@ -18,8 +18,6 @@ import nsa_jax
 import nsa_torch
 from bench.harness import timing
 from bench.judge.parity import assert_parity
-from kernels_pallas.specs.tile import parts_of_block
-from nsa_core import block_lists
 from nsa_jax.jax_ops import compiled_for
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON
@@ -304,13 +302,6 @@ def judge(function: str, case: Case, found) -> None:
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 def test_triton_in_its_interpreter():
     interpreted_triton.run_again(f"{__file__}::test_row")
-
-
-def test_large_blocks_are_several():
-    """Into how many blocks kernels cut one, by its size and entries, and by its size and heads."""
-    cut = (192, 21), (256, 17), (128, 16), (256, 33)
-    assert [block_lists.parts_of(*x) for x in cut] == [3, 2, 1, 1]
-    assert [parts_of_block(*x) for x in ((128, 32), (128, 33), (64, 16))] == [2, 1, 1]
 
 
 def drawn(*shapes):

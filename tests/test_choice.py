@@ -184,18 +184,6 @@ def test_overrides_stand_above_the_file(device, values, monkeypatch):
     assert len(reads) == 1  # of the file
 
 
-def test_settings_override_too(tmp_path):
-    assert problems.settings("tiny").runtime.thresholds == policy.Thresholds()
-    path = tmp_path / "mine.yaml"
-    path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
-    run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
-    assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
-    for bad in ("-1", "soon", "1.5", "true"):
-        path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
-        with pytest.raises(ValueError, match="fa2_min_len_win"):
-            problems.settings(path)
-
-
 DAMAGED = [({"schema": 1, "device": GPU} | x, y) for x, y, _ in refusals.rows("device file")]
 DAMAGED += [([1], " must hold a dict"), (None, "is not YAML")]
 
@@ -275,14 +263,6 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
     longer = table.choices(TINY._replace(T=9, S=9))
     assert [c.implementation for c in longer] == ["a"] * 4
     assert str(longer).endswith("attention: step by step (not a: too long)")
-
-
-def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
-    forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
-    table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
-    assert [c.implementation for c in table.choices(TINY)] == ["a"] * 4
-    plan = table.choices(TINY._replace(requires_grad=True))
-    assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
 
 
 def test_every_registered_kernel_is_there():

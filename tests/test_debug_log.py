@@ -12,7 +12,6 @@ import torch
 import nsa_jax
 import nsa_torch
 from nsa_core import debug
-from nsa_jax import jax_debug
 from tests.limits import set_limits
 from tests.problems import SMALL
 
@@ -145,30 +144,6 @@ def test_jit_tells_of_the_trace_and_refuses_the_rest(arrays, lines):
     debug.enable()
     wanted = nsa_jax.attention(*arrays, config=SMALL)
     np.testing.assert_allclose(out, wanted, atol=1e-6)
-
-
-@both
-def test_a_fused_path_goes_step_by_step_only_to_be_timed(framework, arrays, lines):
-    """Torch's `jax` is one call of JAX; JAX's own fused path needs kernels."""
-    if framework == "jax":
-        assert not debug.stepwise(jax_debug.JAX, *arrays)
-        lines("shapes")
-        assert not debug.stepwise(jax_debug.JAX, *arrays)
-        lines("timing")
-        assert debug.stepwise(jax_debug.JAX, *arrays)
-        jax.eval_shape(
-            lambda x: pytest.fail("") if debug.stepwise(jax_debug.JAX, x) else x, 1.0
-        )
-        return
-    told = lines("shapes")
-    out = call("torch", arrays, implementation="jax")
-    own = [line for line in told() if "framework=torch" in line]
-    assert len(own) == 1 and "step=attention implementation=jax" in own[0]
-    told = lines("compare")
-    again = call("torch", arrays, implementation="jax")
-    errors = [line for line in told() if "framework=torch" in line]
-    assert len(errors) == len(STEPS)
-    np.testing.assert_allclose(out, again, atol=1e-6)
 
 
 def test_each_event_has_its_limit(arrays, lines):

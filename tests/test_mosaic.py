@@ -82,18 +82,6 @@ def test_vmap_equals_a_loop_bit_by_bit(interpreted):
             np.testing.assert_array_equal(np.asarray(many[i]), np.asarray(one))
 
 
-def test_vmap_over_lengths(interpreted):
-    query, key, value, _ = tokens_of(problem(TINY))
-    options = {"config": SMALL, "implementation": "mosaic"}
-    sliding = lambda kv_len: nsa_jax.sliding_attention(
-        query[:, :3], key, value, kv_len=kv_len, **options
-    )
-    mapped = jax.vmap(sliding)(jnp.array([20, 9], jnp.int32))
-    for i, length in enumerate((20, 9)):
-        for a, b in zip(mapped, sliding(length), strict=True):
-            np.testing.assert_array_equal(np.asarray(a[i]), np.asarray(b))
-
-
 SHARDED = {  # heads, key/value heads, tokens, width; a kernel that must be there
     "kv_len": ((4, 2, 20, 16), SMALL, "selected_dq"),
     "segment_ids": ((4, 2, 20, 16), SMALL, "selected_dq"),

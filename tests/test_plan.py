@@ -150,23 +150,6 @@ def test_gates_in_one_tensor(dtype, where, path):
         assert all(map(torch.equal, grads, want[:-3]))
 
 
-@pytest.mark.parametrize(
-    ("module", "most"), [(triton, 1), (mosaic, 3)], ids=["triton", "mosaic"]
-)
-def test_gates_in_float32_at_a_time(module, most):
-    """To make one more is nothing beside a launch of Triton; Mosaic's launches stay together."""
-    layer = {"heads": 8, "kv_heads": 2, "key_width": 64, "value_width": 64}
-    arguments = planned.described(PRECOMPRESSED, 2, 512, **layer, config=NSAConfig())
-    (plan,) = module.PATH.planned[PRECOMPRESSED, FORWARD].plans(arguments, None)
-    gates = {x.buffer for s in plan.steps if "float32" in s.name for x in s.writes}
-    alive, found = set(), []
-    for begins, ends in zip(plan.begins, plan.ends, strict=True):
-        alive |= gates.intersection(begins)
-        found.append(sum(plan.buffers[n].bytes for n in alive))
-        alive -= set(ends)
-    assert max(found) == most * 4 * 2 * 512 * 8
-
-
 @pytest.mark.parametrize("most", [0, 2**22], ids=["large", "small"])
 def test_results_that_no_other_step_reads(most, path, monkeypatch):
     """Beside a launch, after which they are made where they are large."""

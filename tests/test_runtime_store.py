@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -352,21 +350,6 @@ def test_processes_at_once_build_once(tmp_path):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0 and out.split() == ["1", "2"], err
     assert sorted((tmp_path / "builds").read_text().split()) == ["1", "2"]
-
-
-def test_other_kernels_are_built_at_the_same_time(store, monkeypatch):
-    """Each call waits for the build of the other."""
-    both = threading.Barrier(2, timeout=30)
-
-    def build(kernels, jobs=None, progress=None):
-        for i, x in enumerate(kernels):
-            both.wait()
-            yield i, built_of(x)
-
-    monkeypatch.setattr(building, "build", build)
-    fetch = lambda i: Store(store.folder).fetch([kernel(i)])
-    with futures.ThreadPoolExecutor() as pool:
-        assert [*pool.map(fetch, (1, 2))] == [[built_of(kernel(i))] for i in (1, 2)]
 
 
 def test_a_process_that_is_killed_leaves_no_half_file_and_no_lock(tmp_path, builds):

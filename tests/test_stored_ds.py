@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import yaml
 
 import nsa_jax
@@ -66,62 +65,6 @@ def test_dq_of_the_other_branches_runs_beside(monkeypatch):
             assert len(seen) < len(ready)
             seen.append(len(running))
     assert ready == [0, 1, 2, 3] and seen == [1, 1, 1, 0]
-
-
-class Stream:
-    """In place of both streams of a call."""
-
-    cuda_stream = 0
-
-    def __init__(self):
-        self.events, self.waited = [], []
-        self.wait_event = self.waited.append
-
-    def wait_stream(self, other):
-        """Nothing runs."""
-
-    def record_event(self):
-        self.events.append(object())
-        return self.events[-1]
-
-
-def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
-    """Its memory goes with it, to which kernels on the other stream still write."""
-    plan = plan_of_backward(monkeypatch)
-    launched, failing, stream = [], [], Stream()
-
-    def launcher(kernel, device):
-        def start(stream, addresses):
-            launched.append(kernel.name)
-            if len(launched) in failing:
-                raise MemoryError
-
-        return start
-
-    monkeypatch.setattr(plans.launch, "launcher", launcher)
-    sequence = lambda kernels, arguments, device: (
-        lambda *given: [launcher(kernel, device)(*given) for kernel in kernels]
-    )
-    monkeypatch.setattr(plans.launch, "sequence", sequence)
-    monkeypatch.setattr(plans.launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(plans, "_stream_beside", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    bound = plans.BoundPlan(plan, torch.device("cpu"))
-    bound.on_gpu = True
-    given = [
-        torch.zeros(x.shape, dtype=getattr(torch, x.dtype))
-        for x in plan.buffers[: plan.arguments]
-    ]
-    bound(given)
-    assert len(stream.events) == 3 == len({*stream.waited}) and launched
-    beside = [i for i, x in enumerate(launched, 1) if x == "interval_dq"][1:]
-    assert len(beside) == 3
-    for i in beside:
-        launched.clear(), stream.events.clear(), stream.waited.clear()
-        failing[:] = [i + 1]
-        with pytest.raises(MemoryError):
-            bound(given)
-        assert stream.events and stream.waited == stream.events
 
 
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends

@@ -6,7 +6,6 @@ On a GPU, and without one in Triton's interpreter, as `test_pack.py` runs this f
 import pytest
 import torch
 
-import nsa_torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.config import FLOAT8, NSAConfig
@@ -14,7 +13,6 @@ from nsa_torch import batch_tables, mosaic
 from nsa_torch.batch_tables import PlanTables
 from nsa_torch.kernel_path import FORWARD, SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
-from tests.devices import needs_gpu
 from tests.interpreted_triton import DEVICE, kernel
 from tests.planned import described
 from tests.problems import SMALL
@@ -77,24 +75,3 @@ def test_tables(name):
             assert torch.equal(x.to(torch.int64), y.to(torch.int64)), number
             i, start = made[0].place(number)
             assert x.data_ptr() == found[i].data_ptr() + start
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_two_launches_of_a_call():
-    """Of borders alone, forward; four with backward."""
-    draw = torch.Generator("cuda").manual_seed(0)
-    shapes = (8, 64), (2, 64), (2, 64), (8, 3)
-    seen_by = {"activities": [torch.profiler.ProfilerActivity.CUDA], "acc_events": True}
-    options = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
-    tensors = [torch.randn(1, 600, *x, **options).requires_grad_() for x in shapes]
-    ends = torch.tensor([0, 100, 450, 600], dtype=torch.int32, device="cuda")
-    call = lambda: nsa_torch.attention(*tensors, cu_seqlens=ends, implementation="mosaic")
-    backward = lambda: call().float().square().sum().backward()
-    for run, wanted in ((call, [1, 1, 0]), (backward, [2, 3, 1])):
-        run()
-        with torch.profiler.profile(**seen_by) as seen:
-            run()
-            torch.cuda.synchronize()
-        names = [event.name for event in seen.events()]
-        assert [names.count(x) for x in ("sequences", "tables", "partials")] == wanted

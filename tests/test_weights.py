@@ -141,14 +141,6 @@ def test_a_failed_save_keeps_the_old_file(path, monkeypatch, failing):
     assert [entry.name for entry in path.parent.iterdir()] == ["w"]
 
 
-def test_a_loaded_value_does_not_share_the_mapped_file():
-    """By the function alone: where a tensor lies in a file decides whether it could."""
-    tensor = torch.zeros(8, 6)  # aligned, as a tensor in the file may be
-    value = weights._to_nnx(("phi_k_mlp", "w1"), tensor, jnp.ones((8, 6)))
-    tensor.fill_(1)
-    assert not value.any()
-
-
 def test_placement_is_kept(path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
     spec = jax.sharding.PartitionSpec(None, "model")

@@ -221,22 +221,6 @@ def test_weights_that_do_not_fit(engine, monkeypatch):
         engine(model())
 
 
-def test_a_head_that_is_tied_and_in_the_weights(engine, monkeypatch):
-    """transformers takes it where it is the embedding, and does not tie another."""
-    lm = model.__wrapped__(tie_word_embeddings=True)
-    load = engine_model.NSAForCausalLM.load_weights
-    given = lm.lm_head.weight.detach().clone()
-    monkeypatch.setattr(
-        engine_model.NSAForCausalLM,
-        "load_weights",
-        lambda self, x: load(self, [("lm_head.weight", given), *x]),
-    )
-    same_as_alone(lm, texts()[:1], answers(engine(lm), texts()[:1]))
-    given[3] += 1
-    with pytest.raises(Exception, match=r"lm_head\.weight must be the embedding if"):
-        engine(lm)
-
-
 @pytest.mark.parametrize("case", vllm_steps.CASES)
 def test_recorded_steps_are_the_engines(engine, case):
     """What `test_vllm_step.py` plays back, recorded anew; with RECORD_STEPS=1 it is written."""
