@@ -24,10 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_interop.launch import launch, prepare
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import build_child, loaded
-from kernels_pallas.runtime.build import Built
+from kernels_pallas.runtime import build_child
 from kernels_pallas.runtime.lowering import lower
-from kernels_pallas.specs.combine import Combine, gated_sum
 from nsa_interop import launch as module
 from tests import cross_compile, pretend
 from tests.runtime_kernels import Copy, copy
@@ -106,40 +104,6 @@ def test_the_plugins_launcher_takes_what_its_version_does(monkeypatch, version):
     start(5, addresses)
     at = ctypes.addressof(addresses)
     assert told == [(7, 5, at) if version == "0.11.2" else (8, 7, 5, at, 0)]
-
-
-def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
-    specs = (Combine(64, 64, branches, "bfloat16") for branches in (1, 2, 3))
-    first, second, third = (gated_sum(spec) for spec in specs)
-    generic = [x.for_any_length() for x in (first, second, third)]
-    on_disk, fetched = {generic[2]}, []
-
-    class Store:
-        def get(self, kernel):
-            return Built(None, b"") if kernel in on_disk else None
-
-        def fetch(self, kernels, jobs, progress):
-            fetched.append(list(kernels))
-            on_disk.update(kernels)
-            return [Built(None, b"") for _ in kernels]
-
-    monkeypatch.setattr(loaded, "store", Store)
-    monkeypatch.setattr(loaded, "_loaded", {})
-    monkeypatch.setattr(loaded.driver, "load", lambda *_: None)
-    asked = []
-    module.prefetch(lambda: asked.append(1) or [first, second, third])
-    load = functools.partial(loaded.load, device=0, prefetch=module._prefetched)
-    load([generic[2]])  # on disk: nothing else is asked for
-    assert not fetched and not asked
-    pretend.machine(monkeypatch, plugin=False)
-    words = "gated_sum is not on disk, .* cannot build it: JAX's CUDA plugin is mis"
-    with pytest.raises(RuntimeError, match=words):
-        load(generic)
-    pretend.machine(monkeypatch, plugin=True)
-    load([generic[0]])
-    assert fetched == [generic[:2]] and asked == [1]
-    load([generic[1]])
-    assert len(fetched) == 1
 
 
 # Lowering, and compilation without a GPU

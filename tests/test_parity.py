@@ -202,7 +202,6 @@ def by_path(*names):
     "torch fa2",
     "jax reference",
     "jax xla",
-    "jax mosaic in pieces",
     "torch mosaic",
     "torch triton",
     "cuda torch sdpa",

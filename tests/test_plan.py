@@ -1,14 +1,11 @@
 """Plans (`nsa_core.plan`) give what the steps give one by one, bit by bit, of any kind of call."""
 
-import weakref
-
 import pytest
 import torch
 
 from kernels_pallas.mosaic import capability
 from nsa_core.plan import planner
-from nsa_interop import launch
-from nsa_torch import NSAConfig, mosaic, operators, plans, triton
+from nsa_torch import NSAConfig, mosaic, operators, triton
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.plans import Planned
@@ -172,27 +169,6 @@ def test_calls_of_other_shapes_and_dtypes_have_other_plans():
         (result,) = function(x)
         assert (result.shape, result.dtype) == (x.shape, x.dtype)
     assert len(traced) == 4
-
-
-def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
-    """What it announces is kept until a kernel is built."""
-    prepared, announced = [], []
-    monkeypatch.setattr(launch, "prepare", lambda kernels, device: prepared.append(kernels))
-    monkeypatch.setattr(launch, "prefetch", announced.append)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(plans, "_prepared", set())
-    monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))
-    function, device = mosaic.PATH.planned[PRECOMPRESSED, SAVING], torch.device("cuda", 0)
-    gone = []
-    for length in (24, 40):
-        arguments = call(PRECOMPRESSED, (1, length, length, *ROWS[3:]))
-        plan = function.plan(arguments, device)
-        function.prepare(plan, arguments, device)
-        gone.append(weakref.ref(arguments[0]))
-        del arguments
-    assert len(prepared) == len(announced) == 1 and [x() for x in gone] == [None, None]
-    names = [kernel.name for kernel in prepared[0]]
-    assert names == [kernel.name for kernel in announced[0]()] and "dkv_merge" in names
 
 
 def test_large_buffers_do_not_lie_between_small_ones():
