@@ -237,6 +237,16 @@ def test_nothing_is_written_without_a_page(path, fp8):
     check(paged, turns, table=LOST.copy())
 
 
+def test_a_page_beyond_the_pool_is_none():
+    draw, pages = np.random.default_rng(0), jnp.array([[1], [POOL + 3]])
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(draw.random(x.shape), x.dtype), JaxPages(Sizes()).cache
+    )
+    found = jax.jit(nsa_jax.PagedCache.copy_pages)(cache, *pages)
+    for one, other in zip(*map(jax.tree.leaves, (found, cache)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("most", [7, 2**31 - 1])
 @by_path
 def test_lengths_may_be_said_to_be_longer_than_a_table(path, most):

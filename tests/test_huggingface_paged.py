@@ -210,6 +210,28 @@ def test_generate_sees_what_python_changed(device, captured):
     assert captured == [WIDTH + step_graph.WARMUP] * len(CHANGES)
 
 
+class RowScaled(torch.nn.Module):
+    """A linear layer with a factor of each row, as adapters chosen by row have."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x):
+        return self.base_layer(x) * torch.tensor([1.0, -2.0])[:, None, None]
+
+
+def test_projections_see_rows():
+    made = copy.deepcopy(model())
+    layer = made.model.layers[0].self_attn
+    layer.W_Q, layer.out = RowScaled(layer.W_Q), RowScaled(layer.out)
+    ids, mask = left_padded((0, 30))
+    options = dict(attention_mask=mask, max_new_tokens=5, **GREEDY)
+    want = made.generate(ids, **options)
+    assert torch.equal(made.generate(ids, cache=paged(made, 2), **options), want)
+    assert not torch.equal(model().generate(ids, **options)[1], want[1])
+
+
 def test_forward_hooks_are_called_at_each_step(device, captured):
     """What a graph would leave out. It comes back when the hook has gone."""
     made = one_layer(device)

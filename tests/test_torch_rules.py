@@ -26,6 +26,24 @@ def _cpu(monkeypatch):
         yield
 
 
+def test_selected_nan_of_a_sequence_reaches_no_other():
+    """Empty slots read no token of another row or sequence."""
+    x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])
+    indices = x.steps("reference", x.query, x.key, x.value, cu_seqlens=bounds)["indices"][0]
+    leaves = x.query, x.key, x.value
+    results = []
+    for number in (0.0, float("nan")):
+        tensors = [t.detach().clone() for t in leaves]
+        for t in tensors:
+            t[:, :25] = number
+        tensors = [t.requires_grad_() for t in tensors]
+        how = {"config": x.config, "cu_seqlens": bounds, "implementation": "sdpa"}
+        out, lse = nsa_torch.selected_attention(*tensors, indices, **how)
+        found = out, lse, *torch.autograd.grad(out.sum(), tensors)
+        results.append([t[:, 25:] for t in found])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
 class Largest(TorchDispatchMode):
     """The bytes of the largest tensor that any operation returned."""
 

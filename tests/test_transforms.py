@@ -408,6 +408,22 @@ def test_a_compiled_gradient_is_operators(name):
     assert sum(x.startswith("nsa.") and "backward" in x for x in found) >= 2, found
 
 
+def test_names_under_torch_compile():
+    """A name for a step, and `Branches` of names made inside what is compiled."""
+
+    def function(*given):
+        names = nsa_torch.Branches(None, "sdpa", "sdpa")
+        out = nsa_torch.attention(*given, config=SMALL, implementation=names)
+        steps = (
+            nsa_torch.sliding_attention(*given[:3], config=SMALL, implementation=name)[0]
+            for name in ("sdpa", None)
+        )
+        return out + sum(steps)
+
+    x = tensors()
+    equal(compiled(function)(*x), function(*x))
+
+
 def test_the_model_is_exported_and_compiled():
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
