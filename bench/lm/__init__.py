@@ -1,10 +1,12 @@
-"""A small language model on NSA or dense attention, written once a framework, and its training.
+"""A small language model with NSA or dense attention, with an implementation per framework, and
+its training.
 
-`spec` describes the model, `data` its rows, `jax_lm` and `torch_lm` its layers, `jax_learner` and
-`torch_learner` a step of it; `loop` drives either, `checkpoint` and `shards` keep it, `log`
-records it, `curves` judges and draws it. Several devices: `parallel` is the layout, `share` a
-process's rows, `ranks` what processes say to each other, `torch_parallel` and `jax_parallel` the
-engines, `spread` the flags. `watch`, `watchdog`, `health` and `progress` look on, `watched` judges
-what they saw. How good models are: `corpus` is the text, `measures` and `recall` what is measured,
-`experiments` the runs, `quality` the verdicts.
+`spec` describes the model, `data` its rows, `jax_lm` and `torch_lm` its layers, `jax_learner`
+and `torch_learner` a training step. `loop` runs the steps, `checkpoint` and `shards` store the
+state, `log` writes records, and `curves` evaluates and draws them. Several devices: `parallel`
+is the layout, `share` the rows of a process, `ranks` the messages between processes,
+`torch_parallel` and `jax_parallel` the learners, `spread` the flags. `watch`, `watchdog`,
+`health` and `progress` observe a run, and `watched` evaluates the observations. Quality:
+`corpus` is the text, `measures` and `recall` define the measures, `experiments` has the runs,
+`quality` the verdicts.
 """

@@ -1,4 +1,5 @@
-"""What a language model loses where it reads from a cache, as a sampler does, after training.
+"""Measures how much quality a trained language model loses if it reads from a cache, as a
+sampler does.
 
     python -m bench.lm.cached --steps=600
     python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense
@@ -54,7 +55,9 @@ cli.define_lines(FLAGS)
 
 
 class Whole:
-    """Attention as in training: `(out, blocks)` of all tokens; dense attention has no blocks."""
+    """Attention as in training. It returns `(out, blocks)` for all tokens; dense attention has
+    no blocks.
+    """
 
     def __init__(self, attention: NSAAttention | DenseAttention):
         self.attention = attention
@@ -90,7 +93,7 @@ class Pages:
     """NSA from a paged cache of `length` tokens per row, in `cache_dtype`.
 
     Raises:
-      ValueError: the layer compresses by other than means.
+      ValueError: the layer does not compress by means.
     """
 
     def __init__(self, layer: NSAAttention, rows: int, length: int, cache_dtype: torch.dtype):
@@ -134,9 +137,9 @@ def read(
     `[B, T, Hkv, n]` of each NSA layer.
 
     Args:
-      model: of layers that are all NSA, or all dense.
+      model: a model whose layers are all NSA or all dense.
       step: Tokens at a time, from a cache. Defaults to all tokens, without a cache.
-      cache_dtype: of NSA's cache, the model's or `torch.float8_e4m3fn`.
+      cache_dtype: the dtype of NSA's cache: that of the model, or `torch.float8_e4m3fn`.
     """
     rows, length = tokens.shape
     blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -187,7 +190,7 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
 def compared(
     trained: tuple[Tensor, list[Tensor]], found: tuple[Tensor, list[Tensor]], target: Tensor
 ) -> dict[str, Any]:
-    """The columns of a row that compare it with `trained`, of tokens `target` `[B, T]`."""
+    """The columns that compare a row with `trained`, for the tokens `target` `[B, T]`."""
     first, last = (x.gather(2, target[..., None])[..., 0] for x, _ in (trained, found))
     gap = (first - last).abs().flatten()
     kl = (trained[0].exp() * (trained[0] - found[0])).sum(-1).mean()

@@ -40,20 +40,22 @@ def found(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint with the most steps in `folder`, if there is one."""
+    """The checkpoint with the most steps in `folder`, or None."""
     return next(iter(found(folder)), None)
 
 
 def save(
     folder: Path, learner: Learner, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> Path:
-    """Writes the checkpoint of `step` into `folder`, then removes all but the one before it.
+    """Write the checkpoint of `step` into `folder`, then remove all except this one and the
+    previous one.
 
     Every rank calls it; either all return or all raise.
 
     Raises:
-      ValueError: a weight or moment is not finite; the checkpoints that there are stay.
-      OSError: a rank could not write (a full disk); likewise.
+      ValueError: a weight or moment is not finite. Existing checkpoints are unchanged.
+      OSError: a rank could not write, for example to a full disk. Existing checkpoints are
+        unchanged.
     """
     target = folder / f"step-{step:06d}"
     if ranks.first(target.exists()):
@@ -94,7 +96,7 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
 
 
 def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
-    """Reads the checkpoint at `path` into `learner`; the steps done.
+    """Read the checkpoint at `path` into `learner`, and return its number of steps.
 
     Raises:
       DamagedError: A file is missing, or has changed.
@@ -109,7 +111,7 @@ def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
 def load_last(
     folder: Path, learner: Learner, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> int:
-    """Reads the last checkpoint in `folder` that is not damaged; the steps done.
+    """Read the last checkpoint in `folder` that is not damaged, and return its number of steps.
 
     A damaged one is reported on stderr. Rank 0 checks; all read the same one.
 
@@ -152,7 +154,7 @@ def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """`check`, but of the files of tensors, which are not read."""
+    """The same as `check`, without reading the files of tensors."""
     try:
         progress = json.loads((path / PROGRESS).read_text())
         written = progress["settings"]
@@ -181,7 +183,7 @@ def whole(path: Path, learner: Learner) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _together(ranks: Ranks) -> Iterator[None]:
-    """Where a rank raises within, all do."""
+    """A context in which an exception on one rank is raised on all ranks."""
     error: Exception | None = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Other rules by which a query selects key blocks, for experiments; torch only.
+"""Other rules for the selection of key blocks, for experiments in torch.
 
 With queries q of the heads h of a group, keys k, and blocks j of `l_sel` keys that the query sees:
 
@@ -27,7 +27,7 @@ CHUNK = 1024  # queries whose logits with all keys exist at a time
 
 
 class Chosen(NSAAttention):
-    """NSA whose blocks are chosen by `rule`; whole rows of one sequence, for training."""
+    """NSA with blocks that `rule` selects, for training on rows of one sequence."""
 
     def __init__(self, *args, rule: str, **options):
         super().__init__(*args, **options)
@@ -86,7 +86,7 @@ def blocks(
 
 
 def _mass(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
-    """Probabilities of all keys `[B, S, Hkv, D]`, added up by block: `[B, Hkv, G, t, N]`."""
+    """The probabilities of all keys `[B, S, Hkv, D]`, summed by block: `[B, Hkv, G, t, N]`."""
     length = key.shape[1]
     start = length - len(at)  # keys before the first query are seen by all
     logits = torch.einsum("bghtd,bsgd->bghts", query, key)
@@ -112,7 +112,9 @@ def _bound(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
 
 
 def _rotated_to_the_middle(key: Tensor, spec: LayerSpec) -> Tensor:
-    """Compressed keys of keys that are rotated by their positions: `[B, C, Hkv, D]`."""
+    """Compress rotated keys, `[B, C, Hkv, D]`, and rotate the result to the middle of each
+    window.
+    """
     rates = heads.rates(spec.d_k, spec.rope_base, spec.rope_scaling, key.device)
     rates = rates / spec.rope_scale
 

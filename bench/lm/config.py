@@ -1,6 +1,5 @@
-"""What a training run is beyond what flags say: keys of a file that `config_file` reads.
-
-None stands for the command's own default.
+"""The keys of a training run's file that have no flag. `config_file` reads them. None means the
+default of the command.
 """
 
 import dataclasses
@@ -15,8 +14,8 @@ type Size = Annotated[int, Gt(0)]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes in place of the named model's. Without `hidden` the MLP grows with `dim`; without
-    `vocabulary` it is that of the data."""
+    """Sizes that replace those of the named model. By default `hidden` grows with `dim`, and
+    `vocabulary` is that of the data."""
 
     dim: Size | None = None
     layers: Size | None = None
@@ -31,7 +30,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class NSA:
-    """The fields of `NSAConfig` that a layer has, where its gates start, and its `kv`."""
+    """The fields of `NSAConfig` of a layer, its initial gates, and its `kv`."""
 
     compress_block: Size | None = None
     compress_stride: Size | None = None
@@ -44,7 +43,7 @@ class NSA:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """As in `spec.Training`."""
+    """Fields of `spec.Training`."""
 
     weight_decay: float | None = None
     beta1: float | None = None
@@ -54,7 +53,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """As of `data.load`."""
+    """Arguments of `data.load`."""
 
     split: str | None = None
     revision: str | None = None
@@ -71,7 +70,7 @@ class TrainConfig:
     data: Data = Data()
 
     def model_of(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with the sizes that are given here."""
+        """A copy of `spec` with the given sizes."""
         sizes = _given(self.model)
         layer = {name: sizes.pop(name) for name in LAYER if name in sizes}
         own = _given(self.nsa)
@@ -87,10 +86,10 @@ class TrainConfig:
         return _given(self.train)
 
     def fitted(self, task: Task, vocabulary: int) -> Task:
-        """`task` with a model for tokens below `vocabulary`.
+        """A copy of `task` with a model for tokens below `vocabulary`.
 
         Raises:
-          ValueError: the model that is asked for has fewer, or its rows are shorter than a
+          ValueError: the vocabulary of the model is too small, or its rows are shorter than a
             selection block.
         """
         block, length = task.model.layer.l_sel, task.training.seq_len

@@ -1,8 +1,8 @@
 """Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
 
-A value comes from the first of these that has it: the flag of the command line, `--set`, the file,
-the command's own default. Names of docs/seed.md are understood (`SEED_KEYS`); an unknown key
-or a value of another type is an error.
+A value comes from the first source that has it: the flag of the command line, `--set`, the
+file, the default of the command. Names of docs/seed.md are understood (`SEED_KEYS`); an unknown
+key or a value of another type is an error.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 
 
 def path_of(name: str) -> Path:
-    """The file that `--config` names: one of `configs/train`, or a path. What is not in `configs/`
-    itself, where the seed system has its runs, is looked for in `configs/train`.
+    """The file that `--config` names: a path, or a file of `configs/train`. A missing path in
+    `configs/`, where the seed system has its runs, is replaced by that of `configs/train`.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -45,11 +45,10 @@ def path_of(name: str) -> Path:
 def read(
     name: str | None, changes: Sequence[str] = ()
 ) -> tuple[TrainConfig, dict[str, Any], list[str]]:
-    """The file that `name` names, with `changes` ("train.lr=3e-4") laid over it.
+    """Read the file `name` and override its values with `changes`, such as "train.lr=3e-4".
 
     Returns:
-      the config, its values by key as they were given, and a line for each key that
-      means nothing here.
+      the config, the given values by key, and a line for each key without a meaning here.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -102,7 +101,7 @@ def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by dotted keys."""
+    """Flatten nested sections to values by dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         where = f"{prefix}{key}"
@@ -114,7 +113,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str, Any]:
-    """The values by the names here."""
+    """Rename the keys of the seed system to the names of this library."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key in SEED_IGNORED:

@@ -1,14 +1,15 @@
-"""Continued training of a converted model: held-out loss by the start of its gates, and dense.
+"""Continues the training of converted models, and compares their held-out losses with those of
+the dense model.
 
     python -m bench.lm.converted --seed 0 --out runs/converted
     python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
 
 A Llama learns bytes of the standard library with dense attention for `--steps` steps. It is
 converted by each start of `nsa_torch.huggingface.convert` and trained on for `--after` steps, as
-is the dense model itself, all on the same batches; no text is seen twice. The held-out loss, nats
-a byte, is that of all positions, of those within num_selected * select_block tokens, where a
-converted model begins as the dense one, and of those beyond. A line an evaluation is appended to
-`converted.jsonl` in the folder `--out`.
+is the dense model itself, all on the same batches; no text is seen twice. The held-out loss, in
+nats per byte, is measured for all positions, within and beyond num_selected * select_block
+tokens. Within this length a converted model starts equal to the dense one. Each evaluation
+appends a line to `converted.jsonl` in the folder `--out`.
 """
 
 import dataclasses
@@ -94,7 +95,7 @@ def rows(
 
 
 def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
-    """`[B, T]`, nats per byte."""
+    """The losses `[B, T]` in nats per byte."""
     device = model.device
     given = torch.from_numpy(batch).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -108,7 +109,9 @@ def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
 def train(
     model: PreTrainedModel, given: np.ndarray, preset: Preset, lr: float
 ) -> Iterator[int]:
-    """Steps of AdamW over the rows, their numbers; the rate rises in 20 and falls to a tenth."""
+    """Train with AdamW on the rows with these indices. The learning rate rises during 20 steps
+    and falls to a tenth.
+    """
     how: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     optimizer = torch.optim.AdamW(
         model.parameters(), lr, fused=model.device.type == "cuda", **how
@@ -129,7 +132,9 @@ def train(
 
 @torch.no_grad()
 def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, float]:
-    """Mean losses of all positions, of the first `reach` and of those beyond."""
+    """The mean losses for all positions, for the first `reach` positions, and for the positions
+    beyond.
+    """
     model.eval()
     size = max(1, len(held) // 8)
     found = torch.cat([loss_of(model, held[i : i + size]) for i in range(0, len(held), size)])

@@ -1,16 +1,16 @@
-"""A pinned corpus that anyone can build again: Python sources of wheels, as tokens.
+"""Builds a reproducible corpus of tokens from the Python sources of wheels.
 
     python -m bench.lm.corpus --out corpus                        # some minutes, and pip's network
     python -m bench.lm.corpus --out corpus --wheels folder        # of wheels that are at hand
     python -m bench.train --dataset corpus ...
 
 A list (`configs/corpus/python.yaml`) names wheels by version and SHA-256; `pip download` brings
-those that are missing in the folder of wheels. Of each wheel the `.py` files within `file_bytes`
-are used in the order of the hash of their names, up to `package_bytes`; equal texts once. Whole
-packages are held out. A byte-level BPE (library `tokenizers`) learns `vocabulary` tokens from the
-first `tokenizer_bytes` of the training documents, or of those of another list (`learns_from`). The
-list has the hashes of the tokenizer and the tokens. Any other result is an error, and nothing is
-written.
+those that are missing in the folder of wheels. The `.py` files of each wheel with sizes within
+`file_bytes` are used in the order of the hash of their names, up to `package_bytes`. Equal
+texts are used once. Whole packages are held out. A byte-level BPE (library `tokenizers`) learns
+`vocabulary` tokens from the first `tokenizer_bytes` of the training documents, or of those of
+another list (`learns_from`). The list has the hashes of the tokenizer and the tokens. Any other
+result is an error, and nothing is written.
 
 | file | what |
 |---|---|
@@ -66,13 +66,12 @@ type Size = Annotated[int, Field(gt=0)]
 
 @dataclasses.dataclass(frozen=True)
 class Wheels:
-    """A list.
-
-    Attributes:
+    """A list of wheels. Attributes:
       train, held_out: SHA-256 of the wheel by `name==version`.
-      vocabulary, tokenizer_bytes: of the tokenizer; the bytes that it learns from.
-      file_bytes: least and most of a file.
-      package_bytes: most of a package.
+      vocabulary, tokenizer_bytes: the size of the tokenizer's vocabulary, and the number of
+        bytes from which it learns.
+      file_bytes: minimum and maximum size of a file.
+      package_bytes: maximum number of bytes per package.
       tokenizer, tokens: The SHA-256 of the results; None if not known yet.
       learns_from: the list whose training documents the tokenizer learns from, named in the file
         by its path from there. Defaults to this one.
@@ -103,11 +102,12 @@ class Wheels:
 
 
 def wheels(path: str | Path) -> Wheels:
-    """The list in the file at `path`.
+    """Read the list in the file at `path`.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it lacks a key, or has one too many, or a value is none; the message names both.
+      FileNotFoundError: there is no such file.
+      ValueError: a key is missing, unknown or has an invalid value. The message names the file
+        and the key.
     """
     return config_files.build(Wheels, _with_others(Path(path)), str(path))
 
@@ -123,7 +123,7 @@ def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
     """The wheels of `names`; pip downloads missing ones into `folder`.
 
     Raises:
-      ValueError: pip brings no such wheel, or one of another hash.
+      ValueError: pip finds no such wheel, or one with another hash.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = _at_hand(names, folder)
@@ -200,7 +200,7 @@ def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def learned(train: Sequence[str], given: Wheels) -> Any:
-    """The tokenizer of the first documents."""
+    """Train the tokenizer on the first documents."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -226,7 +226,7 @@ def learned(train: Sequence[str], given: Wheels) -> Any:
 
 
 def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarray]:
-    """The contents of `corpus.json`, the tokenizer's file, and the tokens.
+    """Build the contents of `corpus.json`, the file of the tokenizer, and the tokens.
 
     Raises:
       ValueError: They differ from the list, or no document is left.
@@ -271,7 +271,7 @@ def _same(what: str, expected: str | None, got: str) -> None:
 
 
 def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndarray) -> None:
-    """Writes the three files; `out` is there as a whole or not at all."""
+    """Write the three files. `out` is complete or absent."""
     halves = (tokens & 255).astype(np.uint8).tobytes() + (tokens >> 8).astype(
         np.uint8
     ).tobytes()
@@ -288,7 +288,7 @@ def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndar
 
 
 def is_corpus(path: str | Path) -> bool:
-    """Whether `read` reads it."""
+    """Whether the folder is a corpus that `read` can read."""
     return (Path(path) / ABOUT).is_file()
 
 
@@ -296,7 +296,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
     """The corpus in `folder`.
 
     Args:
-      tokenizer: A file that must be the corpus's own.
+      tokenizer: A file that must equal the tokenizer of the corpus.
 
     Raises:
       ValueError: A file is missing or has changed, or the tokenizer is another.
@@ -334,7 +334,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
 
 
 def sha256(data: bytes) -> str:
-    """Of the bytes, in hexadecimal."""
+    """The SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What the lines of `train.jsonl` say: verdicts, tables, the plot of the loss curves."""
+"""Evaluates the lines of `train.jsonl`: verdicts, tables, and the plot of the loss curves."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,9 @@ class Verdict(NamedTuple):
 
 
 def losses(lines: Sequence[Line]) -> dict[str, np.ndarray]:
-    """The losses `[steps]` of each run in the order of its steps; a later line wins."""
+    """The losses `[steps]` of each run in the order of its steps. A later line for a step
+    replaces an earlier one.
+    """
     found: dict[str, dict[int, float]] = {}
     for line in lines:
         if isinstance(line, Step):
@@ -51,13 +53,13 @@ def last[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, L]:
 
 
 def difference(losses: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """`|losses - expected| / expected` of each step that both have."""
+    """Compute `|losses - expected| / expected` for each step that both have."""
     steps = min(len(losses), len(expected))
     return np.abs(losses[:steps] - expected[:steps]) / expected[:steps]
 
 
 def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`|jax - torch| / torch` of each step that both have, for each attention."""
+    """Compute `|jax - torch| / torch` for each step that both have, per attention."""
     found = {}
     for attention in COLORS:
         runs = [f"{framework}-{attention}" for framework in ("jax", "torch")]
@@ -77,7 +79,7 @@ def verdicts(
     """Whether JAX and torch agree at every step, and whether NSA ends no worse than dense.
 
     Args:
-      lines: of `log.read`.
+      lines: the result of `log.read`.
       tolerance: Bound of the relative difference of two losses of one step. Defaults to that of
         the dtype. The means of the last tenth of the steps may differ by a fifth of it.
       margin: how much larger NSA's loss may be, as a share, after the run: on the last tenth of
@@ -108,7 +110,7 @@ def verdicts(
 
 
 def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """How each run ended, and on what."""
+    """A table of the end of each run and its device."""
     curves, ends = losses(lines), last(lines, Summary)
     found = [
         dataclasses.asdict(h)
@@ -127,7 +129,7 @@ def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def devices(header: Header) -> str:
-    """How many, and how they share a run."""
+    """The number of devices, and how they share a run."""
     found = header.parallel
     if found is None:
         return "1"
@@ -136,12 +138,14 @@ def devices(header: Header) -> str:
 
 
 def speed_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """What a step costs."""
+    """A table of the cost of a step."""
     return _rows("speeds", (dataclasses.asdict(x) for x in lines if isinstance(x, Speed)))
 
 
 class Curve(NamedTuple):
-    """A curve of a figure; `over`: how far it is from another, drawn below."""
+    """A curve of a figure. `over` is its difference from another curve, which is drawn
+    below.
+    """
 
     losses: np.ndarray
     label: str
@@ -159,7 +163,7 @@ def draw(
     """The figure of curves, and below them of their differences.
 
     Args:
-      header: of one of the runs; the title.
+      header: the header of one of the runs, for the title.
       bound: The bound of the differences, and its number of steps; None means all steps.
       below_is: the name of its axis.
     """

@@ -1,7 +1,7 @@
-"""Batches of tokens: real text, whose order follows only from the seed and the step.
+"""Batches of tokens of real text. Their order depends only on the seed and the step.
 
-`load` makes them from the dataset that `--dataset` names. A process that computes some rows of a
-batch asks for those. The contents of a row do not depend on the process, nor on their number.
+`load` makes them from the dataset that `--dataset` names. A process requests the rows that it
+computes. The contents of a row do not depend on the process or on the number of processes.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Rows of documents at hand; the last sixteenth of the tokens is held out, or what the
-    documents say.
+    """Rows of local documents. The last sixteenth of the tokens is held out, unless the
+    documents specify another part.
 
     A batch follows only from the seed and the step, so the step is the position in the data.
 
     Args:
       batch, length: sequences, and tokens that each predicts.
-      seed: of the order.
+      seed: seed of the order.
       size: Bytes of the corpus of `bench.harness.text`, if no documents are given.
       documents: The source of the rows. The held-out text is the last sixteenth, which may
         begin within a document.
@@ -47,8 +47,8 @@ class Batches:
 
     Attributes:
       shape: rows, and tokens of each.
-      vocabulary: tokens there are.
-      sha256: of the tokens and of how they are packed.
+      vocabulary: size of the vocabulary.
+      sha256: hash of the tokens and of the packing.
 
     Raises:
       ValueError: the held-out part is shorter than a row, or there is no such packing.
@@ -100,7 +100,7 @@ class Batches:
             self._epoch, self._packed = 0, self._of_epoch(0)
 
     def epochs(self, steps: int) -> float | None:
-        """How often `steps` steps see a token on average; None where nobody knows."""
+        """How often `steps` steps see a token on average, or None if it is not known."""
         rows, width = self.shape
         return steps * rows * (width - 1) / len(self.training)
 
@@ -150,7 +150,7 @@ class Repeating(Batches):
     Args:
       passages: The number per row; they overwrite the row's own tokens.
       size: tokens of each.
-      apart: The least number of tokens between a passage and its copy.
+      apart: The minimum number of tokens between a passage and its copy.
 
     Raises:
       ValueError: rows have no room, or several documents.
@@ -178,7 +178,7 @@ class Repeating(Batches):
 
 
 def joined(parts: list[Batch]) -> Batch:
-    """The rows of `parts`, one below the other."""
+    """Concatenate the rows of `parts`."""
     if len(parts) == 1:
         return parts[0]
     tokens, segments = zip(*parts, strict=True)
@@ -189,7 +189,7 @@ def joined(parts: list[Batch]) -> Batch:
 def drawn(
     packed: Packed, batch: int, seed: tuple[int, ...], count: int, rows: slice
 ) -> list[Batch]:
-    """The `rows` of `count` batches of rows of `packed` at random places."""
+    """Draw the `rows` of `count` batches from random rows of `packed`."""
     places = np.random.default_rng(seed).integers(0, packed.count, (count, batch))
     return [Batch(*packed.rows(each[rows])) for each in places]
 
@@ -219,14 +219,14 @@ def load(
       size: bytes of "text".
       pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".
       tokenizer: Path of a file of the library `tokenizers`. Defaults to bytes, or to the corpus's.
-      column: of text, in files that have columns.
+      column: name of the text column, in files with columns.
       split, revision, buffer, notes: See `stream.Streamed` and `hub.Hub`.
       cache: Folder for the tokens of local files. Defaults to the user's cache.
 
     Raises:
-      FileNotFoundError: no file, and no name that the Hub can have; or the Hub has none.
-      ValueError: a file is damaged, empty or too short, or lacks the column; a tokenizer is not
-        the corpus's.
+      FileNotFoundError: there is no such file, and no such dataset on the Hub.
+      ValueError: a file is damaged, empty or too short, or lacks the column, or the tokenizer
+        is not that of the corpus.
       ConnectionError: the Hub cannot be reached.
     """
     if dataset != TEXT and corpus.is_corpus(dataset):

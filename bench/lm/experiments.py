@@ -5,11 +5,12 @@
     python -m bench.lm.quality runs/52m_8k/*.jsonl
 
 Runs of one seed start from the same weights and see the same rows. A run is one file,
-`<out>/<setting>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
-again makes those that are missing, so that a call may be cut. It has about a hundred steps of
-`bench.train`'s lines, all else whole. `--jobs 4` runs four at a time, over the GPUs that there are
-in turn: two on one GPU hide what the host does between steps. Times of steps are stored only with
-`--jobs 1`. Exit status 3 means that runs were left out, since `--limit` seconds might not do.
+`<out>/<setting>/<variant>-<seed>.jsonl`, which is written when the run ends. The same command
+again runs the missing runs, so that a call may be interrupted. It contains about a hundred
+lines of steps, and all other lines of `bench.train`. `--jobs 4` runs four at a time and
+distributes them over the GPUs. Two runs on one GPU hide the work of the host between steps.
+Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs were omitted,
+since `--limit` seconds might not suffice.
 """
 
 import contextlib
@@ -59,7 +60,9 @@ KEPT_EVERY, KEPT_STEPS = 20, 100  # step lines of a record: not more often, abou
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A model: `what` describes it, `changes` has the differences from the plain one."""
+    """A model. `what` describes it, and `changes` has the differences from the default
+    model.
+    """
 
     what: str
     changes: dict[str, Any]
@@ -67,8 +70,8 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What runs that are compared have in common. So many steps of so few rows, since a model
-    learns to copy after a number of steps, rather than of tokens.
+    """The common properties of runs that are compared. Many steps have few rows, since a model
+    learns to copy after a number of steps rather than of tokens.
 
     Attributes:
       text: A folder of `bench.lm.corpus`, or `data.TEXT`. Defaults to the folder `--corpus`.
@@ -106,7 +109,7 @@ EXPERIMENTS = {name: Experiment(**about) for name, about in _FOUND["experiments"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run; `path`: the file that it leaves."""
+    """One run. `path` is the file that it writes."""
 
     setting: Setting
     variant: str
@@ -123,10 +126,8 @@ class Job:
 
 
 def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
-    """What the run trains.
-
-    Raises:
-      ValueError: the model and its rows do not go together.
+    """The task of the run. Raises:
+    ValueError: the model does not support its rows.
     """
     at = job.setting
     changes = dict(VARIANTS[job.variant].changes)
@@ -155,7 +156,7 @@ def _documents(text: str) -> Documents:
 
 
 def batches(job: Job) -> Batches:
-    """The rows that the runs of a seed see, each once for an epoch."""
+    """The rows of the runs of a seed, each once per epoch."""
     at = job.setting
     given = at.batch, at.length, job.seed
     if job.text == data.TEXT:
@@ -169,7 +170,7 @@ def batches(job: Job) -> Batches:
 
 
 def run(job: Job) -> tuple[Job, str, float]:
-    """Trains, and writes the file of the run; how it ended, and in how many seconds."""
+    """Train and write the file of the run. Returns the status of the end and the seconds."""
     began = time.monotonic()
     dtype = "bfloat16" if variants.gpu("torch") else "float32"
     rows = batches(job)
@@ -211,14 +212,16 @@ def run(job: Job) -> tuple[Job, str, float]:
 
 
 def _evaluated(todo: spec.Task) -> int:
-    """Held-out batches, two at least: a passage is read before in one row, and not in another."""
+    """Evaluate on at least two held-out batches, since a passage occurs earlier in one row and
+    not in another.
+    """
     wanted = max(HELD_OUT_TOKENS, HELD_OUT_ROWS * todo.training.seq_len)
     most = HELD_OUT_SHARE * todo.training.steps * todo.tokens()
     return max(2, int(min(wanted, most)) // todo.tokens())
 
 
 def kept(line: log.Line, timed: bool, every: int = KEPT_EVERY) -> bool:
-    """Whether a record contains the line: some of the steps, and everything else."""
+    """Whether a record contains the line. Only some of the steps are recorded."""
     if isinstance(line, log.Step):
         return line.step % every == 0
     return timed or not isinstance(line, log.Speed)
@@ -229,7 +232,7 @@ _longest = 0.0  # of this process's runs, in seconds
 
 
 def _within_the_limit(job: Job) -> tuple[Job, str, float]:
-    """`run`, if it may end in time by the longest of those before it."""
+    """Call `run` if the longest earlier run suggests that it ends in time."""
     global _longest
     if time.monotonic() + 1.1 * _longest > job.deadline:
         return job, LEFT_OUT, 0.0
@@ -279,8 +282,7 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; "" where there is
-    none."""
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, or "" without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         import torch

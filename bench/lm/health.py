@@ -1,8 +1,8 @@
-"""What gates and selection do, layer by layer: whether every branch is still used.
+"""Measures gates and selections per layer, which show whether every branch is used.
 
-A head here is one with gates of its own: a query head, or a key/value head whose query heads share
-them. A selection is always theirs together. Gates that are sigmoids add up to no number in
-particular, so entropy and the largest share use gates divided by their sum.
+A head here is a unit with separate gates: a query head, or a key/value head whose query heads
+share gates. The query heads of a key/value head always share a selection. Sigmoid gates have no
+fixed sum, so entropy and the largest share use gates divided by their sum.
 """
 
 import math
@@ -21,7 +21,8 @@ SMALL = 1e-9
 
 
 def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
-    """Of gates `[T, heads, 3]` and block indices `[T, heads, n]`, means over the tokens.
+    """Measure gates `[T, heads, 3]` and block indices `[T, heads, n]`, as means over the
+    tokens.
 
     Returns:
       compressed, selected, sliding: the gates, mean over heads.
@@ -46,8 +47,8 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
 
 
 def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
-    """Of the first row of `batch`, the mean over the processes, all of which call it; of dense
-    attention none."""
+    """The measures for the first row of `batch`, as the mean over the processes, all of which
+    must call it. Dense attention has none."""
     found = learner.ranks.gather([layer(*each) for each in learner.observe(batch)])
     return [
         {name: float(np.mean([each[name] for each in same])) for name in same[0]}
@@ -56,7 +57,9 @@ def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
 
 
 def overlap(indices: np.ndarray) -> float:
-    """Of block indices `[T, heads, n]`, -1 in empty slots."""
+    """The overlap of neighbours' block indices `[T, heads, n]`, which have -1 in empty
+    slots.
+    """
     now, before = indices[1:], indices[:-1]
     filled = now >= 0
     common = np.zeros(now.shape[:-1])

@@ -1,4 +1,4 @@
-"""Documents of a dataset of the Hugging Face Hub, read as they are needed.
+"""Streams the documents of a dataset of the Hugging Face Hub.
 
 The library `datasets` streams the files of a split in their order, and reads again where the
 network fails.
@@ -33,7 +33,7 @@ class Hub:
         return f"{self.name}:{self.config}" if self.config else self.name
 
     def pinned(self) -> "Hub":
-        """The same at the commit that its revision is now, so that a later run finds it.
+        """A copy whose revision is the current commit, so that a later run finds the same data.
 
         Raises:
           ConnectionError, FileNotFoundError, ValueError: as `take`.
@@ -76,7 +76,7 @@ class Hub:
             yield sources.text_of(example[self.column], f"{self} row {row}", self.column)
 
     def _asked[T](self, ask: Callable[[], T]) -> T:
-        """What `ask` gives; the errors of several libraries as those of Python."""
+        """Call `ask`, and convert the errors of several libraries to those of Python."""
         try:
             return ask()
         except Exception as error:

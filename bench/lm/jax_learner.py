@@ -39,9 +39,9 @@ class Rows(NamedTuple):
 class Step(NamedTuple):
     """A training step in two programs, on lists of arrays.
 
-    JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
-    step of a GPU may be: 694 arrays take 20 ms per call instead of 1 on a CPU. There are two
-    programs, so that the host reads the loss, which the first one makes, while the devices work
+    JAX flattens a list in C++ but the states of modules in Python, which can take longer than a
+    step on a GPU: 694 arrays take 20 ms per call instead of 1 ms. There are two programs, so
+    that the host reads the loss, which the first one makes, while the devices work
     on: at the second one, and at the first one of the next batch.
     """
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     update: jax.stages.Compiled  # of weights and moments, gradients, numbers and rate
 
     def peak_bytes(self) -> int | None:
-        """On one device, as the compiler lays them out."""
+        """The peak memory on one device in bytes, as the compiler plans it."""
         first, second = (x.memory_analysis() for x in self)
         if first is None or second is None:
             return None
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The gradients of a batch, which the devices may still be computing."""
+    """The gradients of a batch, whose computation may still be running."""
 
     batch: Batch
     compiled: Step
@@ -67,7 +67,9 @@ class Begun(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What the compiled functions are made of; learners with equal ones share them."""
+    """The properties that determine the compiled functions. Learners with equal properties
+    share them.
+    """
 
     graphdef: nnx.GraphDef[LM]  # of a device's part of the heads
     training: Training
@@ -86,12 +88,14 @@ class Program(NamedTuple):
         )
 
     def shown(self, tree):
-        """Within `jit`: the tree in a form that every process can read."""
+        """Within `jit`, convert the tree to a form that every process can read."""
         return tree if self.layout is None else self.layout.shown(tree)
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """The losses `[B, T]` of some rows, 0 where there is none; on a mesh: of a device's rows."""
+    """The losses `[B, T]` of some rows, or 0 for a token without a loss. On a mesh these are
+    the rows of a device.
+    """
     layout, embedding = program.layout, params["embedding"]
     if layout is None:
         params = jax.tree.map(lambda x: x.astype(program.dtype), params)
@@ -120,12 +124,12 @@ def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
 
 
 def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
-    """The sum of the losses of some rows, over `total`."""
+    """The sum of the losses of some rows, divided by `total`."""
     return _losses(program, params, tokens, segment_ids).sum() / total
 
 
 def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
-    """`_part` of a micro-batch, of all devices together."""
+    """The same as `_part` for a micro-batch, over all devices."""
     compute = functools.partial(_part, program)
     if program.layout is not None:
         compute = program.layout.summed(compute, params)
@@ -133,7 +137,7 @@ def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
 
 
 def _added(compute, rows: Rows):
-    """The sum of `compute(total, tokens, segment_ids)` over the micro-batches."""
+    """Sum `compute(total, tokens, segment_ids)` over the micro-batches."""
     parts = rows.tokens, rows.segment_ids
     first = jax.tree.map(lambda x: x[0], parts)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
@@ -169,8 +173,8 @@ def _finite(program: Program, leaves):
 
 @functools.cache
 def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
-    """`tree`: of weights and moments; `shapes`: of their leaves, of rate and rows, each as leaves
-    and their tree."""
+    """Compile the step. `tree` is the structure of weights and moments. `shapes` has the shapes
+    of their leaves, of the rate and of the rows, each as leaves and a tree."""
     leaves, rate, rows = (at.unflatten(each) for each, at in shapes)
     of_params = jax.tree.structure(tree.unflatten(leaves)[0])
 
@@ -210,12 +214,14 @@ def _gradients(program: Program, params, rows: Rows):
 
 
 def _leaves(grads, params) -> list[jax.Array]:
-    """What `_gradients` found of each of `params`."""
+    """The results of `_gradients` for each of `params`."""
     return grads if isinstance(grads, list) else jax_parallel.apart(grads, params)
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
-    """Weights and moments after a step, or those before it where loss or norm is not finite."""
+    """Weights and moments after a step. They are unchanged if the loss or the norm is not
+    finite.
+    """
     norm, clip = numbers[1], program.training.clip
     # As optax.clip_by_global_norm, which would sum up all squares again.
     grads = jax.tree.map(lambda x: jnp.where(norm < clip, x, x / norm * clip), grads)
@@ -230,19 +236,17 @@ def _update(program: Program, params, state, grads, numbers, rate):
 
 @functools.partial(jax.jit, static_argnames=("program", "graphdef"))
 def _observe(program: Program, graphdef, params, tokens):
-    """`LM.observe` of all heads, which `graphdef` has."""
+    """Call `LM.observe` for all heads of `graphdef`."""
     params = jax.tree.map(lambda x: x.astype(program.dtype), params)
     gates, indices = nnx.merge(graphdef, params).observe(tokens)
     return program.shown((gates.astype(jnp.float32), indices))
 
 
 class Learner:
-    """The model, its optimizer, and both in a folder.
-
-    Args:
-      task: The model and its training.
-      initial: file of `nsa_interop.weights` with the initial weights.
-      implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
+    """A model and its optimizer, which can be saved to a folder. Args:
+    task: The model and its training.
+    initial: file of `nsa_interop.weights` with the initial weights.
+    implementation: for NSA as in `nsa_jax.attention`; for dense attention "xla" or "cudnn".
     """
 
     def __init__(
@@ -278,8 +282,8 @@ class Learner:
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch of which this process has its
-        `share`.
+        """Train on a batch, of which this process has its `share`. Returns the loss, and the
+        gradient norm before clipping.
 
         `following` is the batch of the next step, if it is known: the devices begin with its
         gradients before the host reads the loss, so that they do not wait for the host.
@@ -312,8 +316,8 @@ class Learner:
         return Begun(batch, self.compiled, found)
 
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """Losses in nats of a batch of which this process has its `share`, added up by category
-        over all processes.
+        """The losses in nats of a batch, of which this process has its `share`, summed by
+        category over all processes.
 
         Args:
           categories: integers `[rows, T]` of the targets; those not below `count` are left out.
@@ -324,17 +328,17 @@ class Learner:
         return np.asarray(found).astype(np.float64)
 
     def parameters(self) -> int:
-        """Numbers in the weights."""
+        """The number of weights."""
         weights_only = nnx.filter_state(self.params, nnx.Param)
         return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
-        """Of a step on one device."""
+        """The peak memory of a step on one device, in bytes."""
         return None if self.compiled is None else self.compiled.peak_bytes()
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row of
-        process 0's `batch`; of dense attention nothing. Every process calls it."""
+        """For each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row
+        of `batch` of process 0. Dense attention has none. Every process must call it."""
         if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
             return []
         tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
@@ -357,7 +361,7 @@ class Learner:
                 weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
-        """Reads what `save` of either framework wrote after `step` steps."""
+        """Read files that `save` of either framework wrote after `step` steps."""
         state = self.state
         adam = state[0]._replace(
             count=jnp.int32(step),
@@ -373,11 +377,11 @@ class Learner:
 
     @property
     def state(self) -> Any:
-        """Of the optimizer."""
+        """The state of the optimizer."""
         return self._tree.unflatten(self.leaves)[1]
 
     def keep(self, params: nnx.State, state: Any) -> None:
-        """Goes on from these."""
+        """Continue from these weights and moments."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
         self.weights = len(jax.tree.leaves(params))  # come first
         self.compiled: Step | None = None  # for rows as those of the first step
@@ -419,7 +423,8 @@ class Learner:
         return Rows(self._placed(batch.tokens), np.float32(total), ids)
 
     def _make_room(self, documents: int) -> None:
-        """For so many in a row, the same in all processes, which run one program. It never
+        """Reserve space for this number of sequences per row, which must be equal in all
+        processes, since they run one program. It never
         shrinks: a program serves fewer of them.
         """
         if documents > (self.program.max_segments or 0):
@@ -453,13 +458,13 @@ ORDER = "embedding blocks norm_attention attention norm_mlp mlp norm head".split
 
 
 def _place(steps: tuple[Any, ...]) -> list[int | str]:
-    """Sorts paths into the weights as the model uses them."""
+    """Sort paths into the order of the model's weights."""
     known = {name: f"{i}" for i, name in enumerate(ORDER)}
     return [step if isinstance(step, int) else known.get(step, step) for step in steps]
 
 
 def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
-    """Leaves that say where arrays are, and their tree."""
+    """The leaves with the shardings of arrays, and their tree."""
     leaves, at = jax.tree.flatten(tree)
     return tuple(_placed(x, getattr(x, "sharding", None)) for x in leaves), at
 

@@ -36,7 +36,9 @@ def _linear(size_in: int, size_out: int, dtype, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class DenseAttention(nnx.Module):
-    """Causal attention to all keys; `implementation` as in `jax.nn.dot_product_attention`."""
+    """Causal attention to all keys. `implementation` is as in
+    `jax.nn.dot_product_attention`.
+    """
 
     def __init__(self, spec: LayerSpec, *, dtype, implementation, rngs: nnx.Rngs):
         self.spec, self.implementation = spec, implementation
@@ -148,8 +150,9 @@ class LM(nnx.Module):
         again: bool = False,
         max_segments: int | None = None,
     ):
-        """`prepare` makes the weights of a block of those that are stored, where it runs; for
-        the backward pass `again`, or they are kept. `max_segments`: See `varlen_metadata`."""
+        """`prepare` computes the weights of a block from the stored ones when the block runs.
+        With `again` the backward pass computes them again instead of storing them.
+        `max_segments`: See `varlen_metadata`."""
         x = self.embedding[...][tokens].astype(self.dtype)
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
         packed: dict[str, Any] = {}
@@ -175,7 +178,7 @@ class LM(nnx.Module):
         return self.head(self.norm(x))
 
     def observe(self, tokens):
-        """`Block.observe` of every block, for `tokens` [1, T]."""
+        """Call `Block.observe` for every block, with `tokens` [1, T]."""
         x, found = self.embedding[...][tokens].astype(self.dtype), []
         for block in self.blocks:
             found.append(block.observe(x))

@@ -1,4 +1,4 @@
-"""How JAX lays weights and rows out on a mesh of `(data, fsdp, tensor)` devices.
+"""The layout of weights and rows on a mesh of `(data, fsdp, tensor)` devices in JAX.
 
 Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp` and gathered where a
 block runs, in the dtype of the computation; their gradients are summed and divided again in
@@ -33,7 +33,7 @@ KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
 def spec_of(path: tuple[str, ...]) -> PartitionSpec:
-    """The spec of the weight at `path`; small weights are whole on every device."""
+    """The partition spec of the weight at `path`. Every device has all of a small weight."""
     *parents, name = path
     if name == "embedding":
         return PartitionSpec(None, FSDP)
@@ -85,25 +85,25 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def shown(self, tree: Any) -> Any:
-        """Within `jit`: `tree` whole on every device, so that any process can read it."""
+        """Within `jit`, replicate `tree` on every device, so that any process can read it."""
         return jax.lax.with_sharding_constraint(tree, self.replicated)
 
     def part(self, model: ModelSpec) -> ModelSpec:
-        """The model that a device has with its part of the heads."""
+        """The model of a device, with its part of the heads."""
         layer, tensor = model.layer, self.mesh.shape[TENSOR]
         heads = dict(n_heads=layer.n_heads // tensor, n_kv_groups=layer.n_kv_groups // tensor)
         layer = dataclasses.replace(layer, **heads)
         return dataclasses.replace(model, layer=layer, hidden=model.hidden // tensor)
 
     def placed(self, tree: Any) -> Any:
-        """Weights or moments, each in its sharding."""
+        """Place weights or moments with their shardings."""
 
         return jax.tree_util.tree_map_with_path(
             lambda path, x: _global(x, self._sharding(path, x)), tree
         )
 
     def pinned(self, tree: Any) -> Any:
-        """Within `jit`: `tree`, whose results have its sharding."""
+        """Within `jit`, constrain `tree` to its shardings."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(path, x)), tree
         )
@@ -118,7 +118,7 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, x)
 
     def gathered(self, stored: Any, dtype: Any) -> Any:
-        """The weights that a device has, with all that `fsdp` divides, in `dtype`."""
+        """The weights of a device in `dtype`, gathered along `fsdp`."""
 
         def gather(path, x):
             names = _names(path)
@@ -135,7 +135,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(gather, stored)
 
     def summed(self, compute: Any, params: Any) -> Any:
-        """`compute(params, total, tokens, segment_ids)` of each device's rows, added up."""
+        """Sum `compute(params, total, tokens, segment_ids)` over the rows of all devices."""
 
         def local(*inputs):
             return jax.lax.psum(compute(*inputs), ROWS)
@@ -180,12 +180,14 @@ class Layout:
 
 
 def together(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The numbers of all arrays in one, `[N]`."""
+    """Concatenate the elements of all arrays to `[N]`."""
     return jnp.concatenate([x.ravel() for x in arrays])
 
 
 def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
-    """Arrays of the shapes of `like`, which come first in what `together` gave."""
+    """Split the first elements of a result of `together` into arrays with the shapes of
+    `like`.
+    """
     ends = np.cumsum([x.size for x in like])
     return [
         jax.lax.slice(numbers, (end - x.size,), (end,)).reshape(x.shape)
@@ -202,7 +204,7 @@ def _varying(x: Any, axes: Iterable[str]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x, axis: int, dtype):
-    """All of the rows or columns of which a device has some, in `dtype`."""
+    """Gather all rows or columns of a divided weight, in `dtype`."""
     return jax.lax.all_gather(x.astype(dtype), FSDP, axis=axis, tiled=True)
 
 
@@ -219,7 +221,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def whole(tree: Any, ranks: Ranks) -> Any:
-    """`tree` with every array on this host."""
+    """Copy every array of `tree` to this host."""
     if ranks.size == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -228,7 +230,7 @@ def whole(tree: Any, ranks: Ranks) -> Any:
 
 
 def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """Process 0's `x`."""
+    """The value of `x` in process 0."""
     if ranks.size == 1:
         return x
     from jax.experimental import multihost_utils
@@ -237,7 +239,7 @@ def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
 
 
 def _global(x: Any, sharding: NamedSharding) -> jax.Array:
-    """`x`, which every process has whole, divided; or which is divided so already."""
+    """Divide `x`, which every process has as a whole, or which is divided already."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
     host = np.asarray(x)
@@ -245,6 +247,6 @@ def _global(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A path into an `nnx.State` as names, without what is a value of a variable."""
+    """A path into an `nnx.State` as names, without the entries for values of variables."""
     found = (str(getattr(step, "key", getattr(step, "name", step))) for step in path)
     return tuple(name for name in found if name != "value")

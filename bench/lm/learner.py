@@ -1,4 +1,4 @@
-"""What trains a model, in either framework."""
+"""The interface of learners, which train a model in either framework."""
 
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ class Learner(Protocol):
     """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
 
     `share` has its rows of a global batch, `graph` whether torch captures a step;
-    every rank of a run calls it alike.
+    every rank of a run must make the same calls.
     """
 
     ranks: Ranks

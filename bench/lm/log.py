@@ -1,7 +1,7 @@
 """The lines of `train.jsonl`. Times are in milliseconds, losses in nats per token.
 
-A run is known by its framework and attention. A resumed run appends; a later line of a step
-takes the place of an earlier one.
+Framework and attention identify a run. A resumed run appends, and a later line for a step
+replaces an earlier one.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ SCHEMA = 1
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Line:
-    """What every line has. `implementation` is what ran: of NSA that of the forward pass."""
+    """The fields of every line. `implementation` is the one that ran, for NSA that of the
+    forward pass.
+    """
 
     kind: ClassVar[str]
     framework: str
@@ -32,7 +34,7 @@ class Line:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Header(Line):
-    """What a run is, before its first step."""
+    """The description of a run, written before its first step."""
 
     kind: ClassVar[str] = "header"
     model: dict[str, Any]
@@ -53,7 +55,9 @@ class Header(Line):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Step(Line):
-    """One step; the loss is that before it, the gradient's norm that before clipping."""
+    """One step. The loss is that before the step, and the gradient norm is that before
+    clipping.
+    """
 
     kind: ClassVar[str] = "step"
     step: int
@@ -158,7 +162,7 @@ def read(path: str | Path) -> list[Line]:
 
 
 def _checked(data: Any, where: str) -> Line:
-    """The line that `data` is."""
+    """Check `data` and return the line."""
     if not isinstance(data, dict) or data.get("kind") not in KINDS:
         raise ValueError(f"{where}: kind must be one of {sorted(KINDS)}, got {data!r:.60}")
     if data.get("schema") != SCHEMA:

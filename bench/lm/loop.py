@@ -1,4 +1,4 @@
-"""One training run: steps, a line each, checkpoints, and the three ways in which it ends."""
+"""One training run: steps with a line each, checkpoints, and the three ways to end."""
 
 import dataclasses
 import functools
@@ -27,8 +27,8 @@ class Stop:
     Ctrl-C ends it at once.
 
     Attributes:
-      asked: whether one came.
-      by: its name; SIGTERM where it came to another rank.
+      asked: whether a signal came.
+      by: name of the signal; SIGTERM if another rank got it.
     """
 
     by = signal.SIGTERM.name
@@ -58,8 +58,8 @@ class Run:
 
     Attributes:
       variant, task, batches: The attention, the model and the data.
-      path: of the lines.
-      folder: of this run's checkpoints.
+      path: path of the file with the lines.
+      folder: folder of the checkpoints of this run.
       save_every: Steps between checkpoints. None means no checkpoint, even at the end.
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
@@ -92,23 +92,23 @@ class Run:
             log.append(self.path, [line])
 
     def checkpoint(self) -> Path | None:
-        """The last checkpoint there is."""
+        """The last checkpoint, or None."""
         return checkpoint.latest(self.folder)
 
     def held_out(self) -> measures.HeldOut:
-        """The text that the run is judged by."""
+        """The text on which the run is evaluated."""
         model = self.task.model
         batches = self.batches.evaluation(self.evaluated)
         return measures.HeldOut.of(batches, model.layer.w, model.vocabulary)
 
     def settings(self) -> dict:
-        """What a checkpoint must agree with."""
+        """The settings that a checkpoint must have."""
         return self.task.settings() | {"input_sha256": self.batches.sha256}
 
 
 def run(run: Run, stop: Stop) -> log.Summary:
-    """Trains from the last checkpoint on, if there is one, and writes every line of it. Every
-    rank calls it, and all end alike.
+    """Train from the last checkpoint, if there is one, and write all lines. Every rank must
+    call it, and all ranks end in the same way.
 
     The run ends `ok` after its steps, `stopped` by a signal with a checkpoint of the steps done,
     or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
@@ -163,8 +163,8 @@ def _run(run: Run, stop: Stop) -> log.Summary:
 def steps(
     run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
 ) -> log.Summary:
-    """The steps from `first` on. Each appends to `times_ms` the time since the end of the one
-    before, but for checkpoints and observations between the two."""
+    """The steps from `first` on. Each step appends to `times_ms` the time since the end of the
+    previous one, without checkpoints and observations."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
     following, held_out = None, run.held_out()
@@ -236,7 +236,7 @@ def _batch(run: Run, learner: Learner, step: int) -> Batch:
 
 
 def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:
-    """Looks at gates and selection after the step of `line`."""
+    """Observe gates and selection after the step of `line`."""
     devices = run.variant.parallel.devices
     device = variants.device(run.variant.framework)
     found = log.Watch(
@@ -255,7 +255,7 @@ def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Wa
 
 
 def _spread(run: Run, learner: Learner) -> dict | None:
-    """The field of a header about several devices or micro-batches."""
+    """The header's field about several devices or micro-batches."""
     spread = run.variant.parallel
     if spread == type(spread)():
         return None
@@ -267,7 +267,9 @@ def _save(run: Run, learner: Learner, step: int) -> Path:
 
 
 def _save_if_there_is_room(run: Run, save, step: int) -> None:
-    """A checkpoint on the way that cannot be written ends no run: the last one stays."""
+    """Save a checkpoint during the run. If it cannot be written, the run continues and the last
+    checkpoint remains.
+    """
     try:
         save(step)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is measured of held-out text, target by target, and of copies that selection must find.
+"""Measures of held-out text per target, and of copies that the selection must find.
 
 Each target (the token that is predicted) has a kind and a part of its row:
 
@@ -36,7 +36,7 @@ KNOWN = 7  # tokens of a copy that a query has read before its selection is judg
 
 
 def loss(learner: Learner, batch: Batch) -> float:
-    """The mean loss, in nats per token, of a batch of which this process has its `share`."""
+    """The mean loss in nats per token of a batch, of which this process has its `share`."""
     which = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), np.int32)
     total = sum(learner.ranks.gather(share.count(batch)))
     return float(learner.loss_sums(batch, which, 1)[0] / max(1, total))
@@ -77,7 +77,9 @@ def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
 
 
 def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """Mean losses, by name, of sums and counts of categories; those of which there are any."""
+    """Mean losses by name, computed from sums and counts of categories. Empty categories are
+    omitted.
+    """
     sums, counts = (x.reshape(len(KINDS), len(PARTS)) for x in (sums, counts))
     named = {"loss": (sums.sum(), counts.sum())}
     named |= {name: (sums[i].sum(), counts[i].sum()) for i, name in enumerate(KINDS)}
@@ -98,18 +100,20 @@ class HeldOut:
         return cls(batches, [categories(x, window, vocabulary) for x in batches])
 
     def every(self, count: int) -> "HeldOut":
-        """One in `count` of the batches, the first of them."""
+        """Every `count`-th batch, beginning with the first."""
         return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
-        """The means (`of`) of the current model; every process calls it."""
+        """The means (`of`) of the current model. Every process must call it."""
         counts = np.zeros(CATEGORIES)
         for which in self.categories:
             counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
         return of(self.sums(learner, CATEGORIES), counts)
 
     def sums(self, learner: Learner, count: int) -> np.ndarray:
-        """Losses by category, those below `count`, added up; every process calls it."""
+        """The sums of losses by category, for categories below `count`. Every process must call
+        it.
+        """
         found = np.zeros(count)
         for batch, which in zip(self.batches, self.categories, strict=True):
             mine = learner.share.of_whole(batch), learner.share.rows_of(which)
@@ -140,7 +144,7 @@ def copies(
     which[:, -PASSAGE:] = 0
 
     def loss(batch: Batch) -> float:
-        """Of the last tokens."""
+        """The loss of the last tokens."""
         parts = share.split(batch, len(held_out)), np.split(which, len(held_out))
         return float(HeldOut(*parts).sums(learner, 1)[0]) / (count * PASSAGE)
 
@@ -208,11 +212,11 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
-    """Hits of the head that finds copies best, and its hits with another text.
+    """The hits of the head that finds copies best, and its hits with another text.
 
     Args:
-      heads: `[layers, heads, 2, 2]`, of each half of the rows the two. The best head is chosen by
-        one half and measured by the other, so that the choice adds nothing.
+      heads: `[layers, heads, 2, 2]`, of each half of the rows the two. One half selects the
+        best head, and the other half measures it, so that the result is unbiased.
     """
     heads = heads.reshape(-1, 2, 2)
     best = (heads[..., 0] - heads[..., 1]).argmax(axis=0)

@@ -1,4 +1,6 @@
-"""Tokens cut into rows, each once: one stream, or documents in random order with boundaries."""
+"""Cuts tokens into rows, each once: one stream, or documents in random order with
+boundaries.
+"""
 
 import numpy as np
 
@@ -6,12 +8,12 @@ import numpy as np
 class Stream:
     """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without boundaries.
 
-    A row begins with the token that the row before it ends with, so that a token is predicted
-    once at most; the first begins at a place drawn from `seed` too.
+    A row begins with the last token of the previous row, so that a token is predicted at most
+    once. The first row begins at a random position, also drawn from `seed`.
 
     Args:
       tokens: integers `[total]`.
-      seed: of both.
+      seed: seed of the order and of the first position.
       width: tokens of a row.
     """
 
@@ -26,7 +28,9 @@ class Stream:
         self.order = random.permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """The tokens `[rows, width]` in places `indices` of the order, each below `count`."""
+        """The tokens `[rows, width]` at the positions `indices` in the order, each below
+        `count`.
+        """
         first = self.begin + self.order[indices] * (self.width - 1)
         return self.tokens[first[:, None] + np.arange(self.width)], None
 
@@ -34,15 +38,15 @@ class Stream:
 class Packed:
     """All documents once, in an order drawn from `seed`, as rows of `width` tokens.
 
-    A row begins with the token that the row before it ended with, so that every token but the
-    first is predicted once. Tokens at the end that fill no row are dropped. A document that is
-    longer than the rest of its row continues in the next one. The rows come
-    in an order of their own, so that a long document does not fill a batch.
+    A row begins with the last token of the previous row, so that every token except the first
+    is predicted once. Tokens at the end that fill no row are dropped. A document that is longer
+    than the rest of its row continues in the next one. The rows are shuffled, so that a long
+    document does not fill a batch.
 
     Args:
       tokens: integers `[total]`.
       starts: int64 `[documents + 1]`: where each document begins in `tokens`, and the end.
-      seed: of both orders.
+      seed: seed of both orders.
       width: tokens of a row.
     """
 
@@ -59,7 +63,7 @@ class Packed:
         self.order = np.random.default_rng((*seed, 1)).permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in places `indices` of the order, each below `count`.
+        """The rows at the positions `indices` in the order, each below `count`.
 
         Returns:
           tokens: `[rows, width]`.

@@ -16,14 +16,14 @@ class Parallel:
 
     Attributes:
       kind: "ddp": every device holds all weights; "fsdp": shards of them.
-      devices: in all, a multiple of `tensor`.
+      devices: total number, a multiple of `tensor`.
       tensor: devices that share the heads of a row, whole key/value heads each; JAX only.
-      accumulate: micro-batches of a batch.
-      compiled: torch's blocks run as `torch.compile` makes them.
-      safe: of `torch_parallel.DDPLearner`.
+      accumulate: number of micro-batches per batch.
+      compiled: whether blocks in torch run with `torch.compile`.
+      safe: the argument of `torch_parallel.DDPLearner`.
 
     Raises:
-      ValueError: the devices cannot be laid out so.
+      ValueError: the devices do not allow this layout.
     """
 
     kind: Kind = "none"
@@ -48,11 +48,11 @@ class Parallel:
 
     @property
     def replicas(self) -> int:
-        """Parts that the rows of a micro-batch are divided into."""
+        """The number of parts into which the rows of a micro-batch are divided."""
         return self.devices // self.tensor
 
     def check(self, task: Task) -> None:
-        """Raises `ValueError` where `task` cannot be divided so."""
+        """Raise `ValueError` if `task` cannot be divided in this way."""
         Share(task.training.batch, self.accumulate, 0, self.replicas)
         for name, size in (
             ("n_kv_groups", task.model.layer.n_kv_groups),

@@ -1,4 +1,6 @@
-"""How far a run is: a bar with the time left on a terminal, some lines elsewhere."""
+"""Shows the progress of a run: a bar with the remaining time on a terminal, otherwise some
+lines.
+"""
 
 import datetime
 import importlib.util
@@ -41,7 +43,7 @@ class Progress:
                   file=sys.stderr)  # fmt: skip
 
     def left(self, done: int) -> str:
-        """The time that the steps not done will take as those done did."""
+        """The estimated time of the remaining steps."""
         a_step = (time.monotonic() - self.start) / max(1, done - self.first)
         return str(datetime.timedelta(seconds=round(a_step * (self.steps - done))))
 

@@ -87,7 +87,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Runs that are alike but for the seed."""
+    """Runs that differ only in the seed."""
 
     label: str
     runs: Mapping[int, Ended]
@@ -107,7 +107,9 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A kind's measure less dense attention's, over `pairs` seeds; `dense`: its mean there."""
+    """The measure of a kind minus that of dense attention, over `pairs` seeds. `dense` is the
+    mean of the latter.
+    """
 
     mean: float
     error: float  # NaN of one pair
@@ -147,7 +149,7 @@ class Difference:
 
 
 def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
-    """Of the runs of files, by name.
+    """Group the runs of files, given by name.
 
     Raises:
       ValueError: a run did not end; a seed twice of one kind; runs without dense attention's of
@@ -164,7 +166,7 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
 
 
 def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
-    """The runs of files, one each, that are alike but for the seed.
+    """The runs of files with one run each, which differ only in the seed.
 
     Raises:
       ValueError: a file does not hold one run that ended, or has the seed of another.
@@ -226,14 +228,14 @@ def _copying(evaluations: Sequence[Evaluation]) -> float | None:
 
 
 def _alike(header: Header) -> str:
-    """What runs that are compared have in common."""
+    """The settings that compared runs must share."""
     training = {k: v for k, v in header.training.items() if k not in OWN}
     model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
     return repr((header.framework, header.dtype, header.input_sha256, training, model))
 
 
 def _settings(header: Header) -> dict[str, Any]:
-    """What makes the kind of a run."""
+    """The settings that determine the kind of a run."""
     model = header.model
     if header.attention == "dense":
         model = {name: x for name, x in model.items() if name in OF_DENSE}
@@ -291,7 +293,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
-    """None where a run lacks the measure."""
+    """The difference from dense attention, or None if a run lacks the measure."""
     pairs = [(run.values, dense.runs[seed].values) for seed, run in kind.runs.items()]
     if any(measure not in x for pair in pairs for x in pair):
         return None
@@ -330,7 +332,7 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
 
 
 def selection(group: Group, kind: Kind) -> list[Verdict]:
-    """Whether selections of NSA find copies; none where chance would.
+    """Whether selections of NSA find copies. There is no verdict if chance is high.
 
     Raises:
       NotImplementedError: there are too few runs to say.
@@ -350,14 +352,14 @@ def selection(group: Group, kind: Kind) -> list[Verdict]:
 
 
 def _chance_is_low(kind: Kind) -> bool:
-    """So that hits say something."""
+    """Whether chance is low enough for hits to be meaningful."""
     chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
     return bool(chance) and bool(np.mean(chance) < CHANCE)
 
 
 def _over_chance(kind: Kind) -> np.ndarray:
-    """Of each run, hits of passages at random places in the layer where they are highest on
-    average, less chance."""
+    """For each run, the hits for passages at random positions minus chance, in the layer with
+    the highest mean."""
     hits = np.array([run.hits for run in kind.runs.values() if len(run.hits)])
     over = hits[..., 0] - hits[..., 1]
     return over[:, over.mean(axis=0).argmax()]
@@ -565,7 +567,7 @@ def summary_rows(group: Group) -> list[list[str]]:
 
 
 def _decided(group: Group, kind: Kind) -> str:
-    """By the bounds."""
+    """The verdict from the bounds."""
     told, untold = _told(group, kind)
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
     if broken:
@@ -576,7 +578,7 @@ def _decided(group: Group, kind: Kind) -> str:
 
 
 def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
-    """What can be said, and why the rest cannot."""
+    """The verdicts that are possible, and the reasons for the missing ones."""
     told, untold = [], []
     for judge in (verdicts, selection):
         try:

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and the few words that they say to each other.
+"""The processes of a run, and the short messages between them.
 
 The messages are flags and short texts, on the host; tensors have their own collectives.
 """
@@ -24,7 +24,7 @@ class Ranks:
     rank, size, timeout_s = 0, 1, TIMEOUT_S
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of each rank (of JSON), in their order; every rank calls it.
+        """Gather the JSON `value` of each rank, in the order of ranks. Every rank must call it.
 
         Raises:
           LostError: a rank is gone.
@@ -32,11 +32,11 @@ class Ranks:
         return [value]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on any rank."""
+        """Whether the flag is set on any rank."""
         return any(self.gather(bool(flag)))
 
     def first(self, value: Any) -> Any:
-        """The value of rank 0."""
+        """The value from rank 0."""
         return self.gather(value)[0]
 
     def lost(self, error: Exception) -> LostError | None:
@@ -44,13 +44,13 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """Leaves the others."""
+        """Leave the group of processes."""
 
 
 @contextlib.contextmanager
 def debug_level(name: str) -> Iterator[None]:
-    """Within: torch makes process groups of this level. With "DETAIL" their collectives are
-    compared between the ranks before they run, with "OFF" they are not."""
+    """A context in which torch makes process groups with this debug level. With "DETAIL" their
+    collectives are compared between the ranks before they run, with "OFF" they are not."""
     import torch.distributed as dist
 
     before = dist.get_debug_level()
@@ -62,10 +62,10 @@ def debug_level(name: str) -> Iterator[None]:
 
 
 class TorchRanks(Ranks):
-    """Those of `torch.distributed`: gloo on the CPU, nccl for tensors on GPUs.
+    """The processes of `torch.distributed`, with gloo on the CPU and nccl for tensors on GPUs.
 
     Args:
-      timeout_s: after which a collective that some rank does not join is an error.
+      timeout_s: seconds after which a collective without all ranks is an error.
       compared: Whether collectives are compared, as in `debug_level`.
     """
 
@@ -109,7 +109,7 @@ class TorchRanks(Ranks):
 
     @contextlib.contextmanager
     def _others(self) -> Iterator[None]:
-        """Where a collective within fails for want of a rank, that is what is raised."""
+        """A context that raises `LostError` if a collective fails because a rank is missing."""
         try:
             yield
         except RuntimeError as error:
@@ -140,7 +140,7 @@ class TorchRanks(Ranks):
 
 
 class JaxRanks(Ranks):
-    """Those of `jax.distributed`.
+    """The processes of `jax.distributed`.
 
     Args:
       coordinator: Address and port of process 0, or "auto" for the cluster's own.

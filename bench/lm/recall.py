@@ -1,4 +1,4 @@
-"""A needle for a language model: does it predict a passage better that it has read before?
+"""Measures whether a language model predicts a passage better if it has read it before.
 
 A row of held-out text ends in a passage p that occurs in it before. Two further rows are the same
 except in one of the two positions, which has the text of another row:
@@ -40,7 +40,7 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | N
     Args:
       batch: two rows or more, of one sequence each.
       window: tokens between the passage and its copy, at least.
-      seed: of the places.
+      seed: seed of the positions.
 
     Returns:
       None if rows are packed or too short, or if there is only one.
@@ -53,8 +53,8 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | N
 
 
 def copies(batch: Batch, starts: np.ndarray) -> Copies:
-    """Of the rows of `batch`, whose passages begin at `starts`; other texts are those of the row
-    before."""
+    """Make the three kinds of rows from `batch`, whose passages begin at `starts`. The other
+    texts come from the previous row."""
     tokens = batch.tokens
     columns = starts[:, None] + np.arange(PASSAGE)
     passage = np.take_along_axis(tokens, columns, axis=1)

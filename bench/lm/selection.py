@@ -1,5 +1,5 @@
-"""A loss that trains what is selected, which the loss of the model does not: blocks are chosen, and
-a choice has no gradient.
+"""A loss that trains the selection. The loss of the model does not train it, since the choice
+of blocks has no gradient.
 
 The compressed scores are to say where the selected branch would attend if it read every block:
 
@@ -23,7 +23,9 @@ SMALL = 1e-9
 
 
 def loss(attention: NSAAttention, x: Tensor) -> Tensor:
-    """Of the layer's input `x` [B, T, dim], rows of one sequence; float32 []."""
+    """The loss (float32, a scalar) for the input `x` [B, T, dim] of a layer, with one sequence
+    per row.
+    """
     spec, config = attention.spec, attention.spec.config
     length = x.shape[1]
     where = torch.arange(length, device=x.device)
@@ -39,7 +41,7 @@ def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     blocks = config.num_blocks(length)
 
     def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
-        """Probabilities [B, g, h, t, keys] of keys that end at `last`."""
+        """The probabilities [B, g, h, t, keys] for the keys up to `last`."""
         logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
         return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)
 

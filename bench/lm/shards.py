@@ -40,7 +40,7 @@ DESCRIBED = {
 
 
 def key(part: str, name: str) -> str:
-    """How a tensor is called in shards."""
+    """The name of a tensor in shards."""
     return f"{part}/{name}"
 
 
@@ -52,7 +52,7 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
         """
         Raises:
-          ValueError: it names something else.
+          ValueError: the description names other objects.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             _Description(file).load()

@@ -34,11 +34,11 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch that are this process's."""
+        """The number of rows of this process per micro-batch."""
         return self.batch // (self.ranks * self.accumulate)
 
     def slices(self) -> list[slice]:
-        """One a micro-batch."""
+        """The slice of this process for each micro-batch."""
         whole = self.batch // self.accumulate
         starts = (i * whole + self.rank * self.rows for i in range(self.accumulate))
         return [slice(start, start + self.rows) for start in starts]
@@ -52,13 +52,13 @@ class Share:
         return np.concatenate([whole[rows] for rows in self.slices()])
 
     def of_whole(self, batch: Batch) -> Batch:
-        """`of` a batch that is at hand as a whole."""
+        """The same as `of`, for a batch that is available as a whole."""
         tokens, ids = batch
         return self.of(lambda rows: Batch(tokens[rows], None if ids is None else ids[rows]))
 
 
 def split(batch: Batch, count: int) -> list[Batch]:
-    """`batch` in `count` parts of as many rows."""
+    """Split `batch` into `count` parts of equal size."""
     rows = len(batch.tokens) // count
     places = [slice(i * rows, (i + 1) * rows) for i in range(count)]
     ids = batch.segment_ids
@@ -66,7 +66,9 @@ def split(batch: Batch, count: int) -> list[Batch]:
 
 
 def counted(batch: Batch) -> np.ndarray | None:
-    """The tokens that predict one of their own document, bool `[rows, length]`; None means all."""
+    """Whether a token predicts a token of its own document, bool `[rows, length]`. None means
+    that all do.
+    """
     ids = batch.segment_ids
     if ids is None:
         return None
@@ -74,21 +76,21 @@ def counted(batch: Batch) -> np.ndarray | None:
 
 
 def count(batch: Batch) -> int:
-    """How many tokens of the batch have a loss."""
+    """The number of tokens of the batch that have a loss."""
     which = counted(batch)
     rows, width = batch.tokens.shape
     return rows * (width - 1) if which is None else int(which.sum())
 
 
 def documents(batch: Batch) -> np.ndarray:
-    """How many each row of its inputs has, padding among them, `[rows]`."""
+    """The number of documents per row of the inputs, including padding, `[rows]`."""
     assert batch.segment_ids is not None
     ids = batch.segment_ids[:, :-1]
     return 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)
 
 
 def check_vocabulary(batch: Batch, vocabulary: int) -> None:
-    """Raises `ValueError` where a token is none of the model's."""
+    """Raise `ValueError` if a token is not in the vocabulary of the model."""
     tokens = batch.tokens
     if np.iinfo(tokens.dtype).max < vocabulary or not tokens.size:
         return

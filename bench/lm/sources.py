@@ -38,7 +38,7 @@ def files(pattern: str) -> list[Path]:
 
 
 def identity(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """What changes when a file does: path, size, time of the last change."""
+    """The identity of a file: path, size and time of the last change."""
     found = ((path.resolve(), path.stat()) for path in paths)
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
@@ -105,7 +105,7 @@ def text_of(value: object, where: object, column: str) -> str:
     """The text in a column.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is not text.
     """
     if not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} must be text, got {value!r:.60}")

@@ -1,4 +1,4 @@
-"""What is trained: the model, its optimizer, the work of one step. Knows no framework."""
+"""Describes the model, its optimizer and the work of a step, without a framework."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ class ModelSpec:
       attention: "nsa" or "dense".
       layers: blocks.
       hidden: width of the MLP.
-      vocabulary: tokens there are.
-      norm_eps: of the norms.
-      dense_first: blocks, the first ones, that attend densely in a model with NSA; torch only.
-      dense_every: The first of so many blocks attends densely, in a model with NSA. 0 means none;
-        torch only.
+      vocabulary: size of the vocabulary.
+      norm_eps: epsilon of the norms.
+      dense_first: number of first blocks with dense attention in a model with NSA; torch only.
+      dense_every: Every block at this distance, from the first, has dense attention in a model
+        with NSA. 0 means none; torch only.
       choice: the rule by which NSA selects key blocks, of `CHOICES` (see `choice.py`); torch
         only, and for rows of one sequence.
       key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
@@ -75,8 +75,8 @@ class ModelSpec:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every value by a name of its own, for a checkpoint's metadata; of `UNSTATED` those that
-        are not the default, which a checkpoint without them has.
+        """All values by name, for the metadata of a checkpoint. Values of `UNSTATED` are
+        omitted if they are the default.
         """
         own = dataclasses.asdict(self)
         for name in UNSTATED:
@@ -85,7 +85,7 @@ class ModelSpec:
         return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
 
     def is_dense(self, block: int) -> bool:
-        """Whether the block of this number attends densely."""
+        """Whether the block with this index has dense attention."""
         every = self.dense_every and block % self.dense_every == 0
         return self.attention == "dense" or block < self.dense_first or bool(every)
 
@@ -144,15 +144,15 @@ def model(
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How it is trained: AdamW on matrices and vectors, weight decay on matrices only.
+    """The training: AdamW on matrices and vectors, weight decay on matrices only.
 
     Attributes:
       steps, batch, seq_len: Optimizer steps, sequences per step, tokens per sequence.
-      lr, warmup: the highest learning rate, and the steps of its linear rise; then half a
-        cosine down to a tenth of it at `steps`.
+      lr, warmup: the maximum learning rate, and the number of steps of its linear rise. A half
+        cosine follows, down to a tenth at `steps`.
       beta1, beta2, eps, weight_decay: of AdamW.
       clip: the gradient is scaled down to this norm where its own is larger.
-      seed: of the initial weights and of the order of the data.
+      seed: seed of the initial weights and of the order of the data.
     """
 
     steps: int
@@ -205,20 +205,20 @@ class Task:
     dtype: str
 
     def settings(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and the steps after it."""
+        """The settings that must not change between a checkpoint and later steps."""
         model = self.model.as_dict() | self.model.layer.start()
         return model | dataclasses.asdict(self.training) | {"dtype": self.dtype}
 
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """The number of tokens per step."""
         return self.training.batch * self.training.seq_len
 
     def flops(self) -> int:
         """Useful FLOPs of a step.
 
-        Forward is two a multiply-add of `ModelSpec.products`, and attention as
-        `bench.harness.cost` counts it: pairs that a query sees, the selection not. Backward is
-        twice forward; nothing that is computed again counts. The embedding, the norms and the
+        The forward pass counts two per multiply-add of `ModelSpec.products`, and attention as
+        in `bench.harness.cost`: visible pairs, without the selection. Backward is twice
+        forward; nothing that is computed again counts. The embedding, the norms and the
         optimizer are not counted.
         """
         at, length = self.model.layer, self.training.seq_len

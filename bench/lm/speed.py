@@ -1,4 +1,4 @@
-"""What a training step costs: time, memory, share of the device's peak."""
+"""Measures the cost of a training step: time, memory, and share of the device's peak."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ def mfu(task: spec.Task, time_ms: float, device: str, devices: int) -> float | N
 
 
 def ok(found: timing.Timing, learner) -> dict[str, Any]:
-    """The fields of a `Speed` that a timing of steps of `learner` gives."""
+    """The fields of a `Speed` from timed steps of `learner`."""
     times = {k: v for k, v in dataclasses.asdict(found).items() if k != "timer"}
     return {"status": "ok", "peak_bytes": learner.peak_bytes(), **times}
 
@@ -56,7 +56,7 @@ def ok(found: timing.Timing, learner) -> dict[str, Any]:
 def measure(
     variant: variants.Variant, task: spec.Task, scratch: Path, batches: Batches, seconds: float
 ) -> dict[str, Any]:
-    """Times whole steps, the batch's way to the device included, for about `seconds`.
+    """Time whole steps for about `seconds`, including the transfer of the batch to the device.
 
     A refusal by the device or the attention becomes a status.
     """

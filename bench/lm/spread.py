@@ -14,7 +14,7 @@ COORDINATOR_HELP = (
 
 
 class Flags:
-    """Defines the flags in `values`, those of a command."""
+    """Define the flags in the flag values of a command."""
 
     def __init__(self, values: flags.FlagValues):
         self.given = cli.define(
@@ -92,10 +92,8 @@ class Flags:
                 raise ValueError("--jax_coordinator needs --jax_processes and --jax_process")
 
     def parallel(self, framework: str, among: Ranks) -> Parallel:
-        """How a run of `framework` is laid out.
-
-        Raises:
-          ValueError: the devices cannot be laid out so.
+        """The layout of a run of `framework`. Raises:
+        ValueError: the devices do not allow this layout.
         """
         devices = self.given.devices
         if devices is None:

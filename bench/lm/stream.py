@@ -1,9 +1,9 @@
-"""Batches of a dataset that comes over the network, document after document.
+"""Batches of a dataset that is streamed over the network.
 
 The stream is read in blocks of `buffer` documents, the shuffle buffer: the documents of a block
-are packed in random order, and so are its rows. A row follows from the seed and its number, as
-everywhere; only to find it, the stream must be read up to its block. Where each block begins is
-noted, in memory and in a folder, so that a resumed run reads no document before its block.
+are packed in random order, and so are its rows. The seed and the index determine a row. To find
+it, the stream must be read up to its block. Where each block begins is noted, in memory and in
+a folder, so that a resumed run reads no document before its block.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ HELD_OUT_EVERY = 16
 
 
 class Source(Protocol):
-    """What documents come from (`hub.Hub`); equal text, equal documents."""
+    """The source of documents (`hub.Hub`). Equal texts mean equal documents."""
 
     def take(
         self, state: dict[str, Any] | None, count: int
@@ -53,18 +53,18 @@ class Streamed(Batches):
     """Rows of a stream; every sixteenth document is held out.
 
     Held-out rows are those of the first block. After the stream's last document it begins
-    again, in another order. What a block leaves over at its end, less than a row, is dropped.
+    again, in another order. The remainder of a block that fills no row is dropped.
 
     Args:
-      source, by: of the documents, and of their tokens.
+      source, by: the source of the documents, and the tokenizer.
       batch, length, seed: See `Batches`.
       pack: "documents" gives the boundaries, "none" does not; the rows are the same.
       buffer: documents of a block, held in memory.
       notes: Folder for the positions of blocks. By default they are only in memory.
 
     Raises:
-      ConnectionError, FileNotFoundError, ValueError: as the source; ValueError too where the
-        documents do not fill a row.
+      ConnectionError, FileNotFoundError, ValueError: errors of the source. ValueError also if
+        the documents do not fill a row.
     """
 
     def __init__(

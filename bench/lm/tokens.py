@@ -1,5 +1,5 @@
-"""Text to tokens: bytes, or the vocabulary of a `tokenizers` file; documents of tokens, and the
-folder in which those of local files are kept.
+"""Converts text to tokens: bytes, or the vocabulary of a `tokenizers` file. Stores the tokens
+of local files in a folder.
 """
 
 import array
@@ -28,10 +28,10 @@ class Documents:
     """Documents one after the other.
 
     Attributes:
-      name: of the dataset, for messages.
+      name: name of the dataset, for messages.
       tokens: integers `[total]`, in memory or in a file.
       starts: int64 `[documents + 1]`: where each begins, and the end.
-      vocabulary: tokens there are; all of `tokens` are below it.
+      vocabulary: size of the vocabulary.
       sha256: The hash of the tokens and the boundaries.
       held_out: The number of last tokens that are held out; None if the reader decides.
     """
@@ -63,7 +63,7 @@ class Bytes:
 
 
 def tokenizer_file(path: str | Path) -> bytes:
-    """What the file of a tokenizer holds.
+    """The contents of the file of a tokenizer.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -143,10 +143,10 @@ def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
 def kept(
     name: str, texts: Iterable[str], by: Tokenizer, source: object, folder: Path | None
 ) -> Documents:
-    """As `gathered`, from the file that an earlier call with an equal `source` wrote.
+    """The same as `gathered`, but read from the file of an earlier call with an equal `source`.
 
     Args:
-      texts: read where there is no such file.
+      texts: the texts, which are read only if there is no such file.
       source: The origin of the texts, as JSON.
       folder: The folder of the files. Defaults to the user's cache.
 

@@ -41,7 +41,9 @@ class Rows(NamedTuple):
 
 
 def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
-    """The losses of the rows' targets in nats, `[B T]` or reduced; 0 where there is none."""
+    """The losses of the rows' targets in nats, `[B T]` or reduced. A target without a loss has
+    0.
+    """
     tokens, packing = rows.tokens.long(), rows.packing
     target = tokens[:, 1:]
     if packing is not None:
@@ -52,21 +54,22 @@ def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor
 
 
 def total_loss(network: nn.Module, rows: Rows) -> Tensor:
-    """The sum of the losses of the rows in nats, over `rows.total`."""
+    """The sum of the losses of the rows in nats, divided by `rows.total`."""
     return losses_of(network, rows, "sum") / rows.total
 
 
 class Learner:
-    """The model, its optimizer, and both in a folder; of one process.
+    """A model and its optimizer in one process, which can be saved to a folder.
 
     Args:
       task: The model and its training.
       initial: file of `nsa_interop.weights` with the initial weights.
-      implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
+      implementation: for NSA as in `nsa_torch.attention`; for dense attention a name of
+        `BACKENDS`.
       graph: forward and backward of a micro-batch are one CUDA graph, as JAX's step is one
         program; on the CPU nothing. What waits for the device meanwhile cannot be captured.
-      accumulate: micro-batches of a batch, whose gradients add up in float32.
-      compiled: blocks run as `torch.compile` makes them.
+      accumulate: number of micro-batches per batch, whose gradients are summed in float32.
+      compiled: whether blocks run with `torch.compile`.
     """
 
     ranks = Ranks()
@@ -112,8 +115,8 @@ class Learner:
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch of which this process has its
-        `share`. `following`, the batch of the next step, is not used.
+        """Train on a batch, of which this process has its `share`. Returns the loss, and the
+        gradient norm before clipping. `following`, the batch of the next step, is not used.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
@@ -134,8 +137,8 @@ class Learner:
 
     @torch.no_grad()
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """Losses in nats of a batch of which this process has its `share`, added up by category
-        over all processes.
+        """The losses in nats of a batch, of which this process has its `share`, summed by
+        category over all processes.
 
         Args:
           categories: integers `[rows, T]` of the targets; those not below `count` are left out.
@@ -148,16 +151,16 @@ class Learner:
         return self._summed(found[:count]).cpu().numpy()
 
     def parameters(self) -> int:
-        """Numbers in the weights."""
+        """The number of weights."""
         return sum(parameter.numel() for parameter in self.master.parameters())
 
     def peak_bytes(self) -> int | None:
-        """The most that torch's allocator has held; None on the CPU."""
+        """The peak memory of torch's allocator, or None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row of
-        `batch`; of dense attention nothing. Every process calls it."""
+        """For each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row
+        of `batch`. Dense attention has none. Every process must call it."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.attention.register_forward_pre_hook(
@@ -191,7 +194,7 @@ class Learner:
             weights.save(folder / f"{name}.safetensors", moments)
 
     def load(self, folder: Path, step: int) -> None:
-        """Reads what `save` of either framework wrote after `step` steps."""
+        """Read files that `save` of either framework wrote after `step` steps."""
         weights.load(folder / "weights.safetensors", self.master)
         found: dict[Tensor, dict[str, Tensor]] = {}
         for name, key in MOMENTS.items():
@@ -214,7 +217,7 @@ class Learner:
         return share.Share(batch, self.accumulate, self.ranks.rank, self.ranks.size)
 
     def _network(self) -> nn.Module:
-        """What computes: a copy of the weights in `dtype`."""
+        """The model that computes, with a copy of the weights in `dtype`."""
         model = copy.deepcopy(self.master)
         for name, parameter in model.named_parameters():
             if name != "embedding":  # its gradient adds up over many tokens
@@ -222,11 +225,13 @@ class Learner:
         return model
 
     def _trained(self) -> list[Tensor]:
-        """What the optimizer moves, in the order of the parameters and with their axes."""
+        """The weights that the optimizer updates, in the order and with the axes of the
+        parameters.
+        """
         return list(self.master.parameters())
 
     def _blocks(self) -> list[Block]:
-        """Those that run."""
+        """The blocks that run."""
         return [each for each in self.model.modules() if isinstance(each, Block)]
 
     @torch.no_grad()
@@ -234,11 +239,13 @@ class Learner:
         torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
 
     def _numbers(self, *numbers: Tensor) -> list[float]:
-        """A loss over this process's rows as that over all, then numbers that all have."""
+        """Convert the loss of this process's rows to that of all rows, followed by numbers that
+        are equal in all processes.
+        """
         return torch.stack(numbers).tolist()
 
     def _summed(self, numbers: Tensor) -> Tensor:
-        """Of all processes."""
+        """The sum over all processes."""
         return numbers
 
     def _rows(self, batch: Batch) -> list[Rows]:
@@ -262,15 +269,18 @@ class Learner:
         return found
 
     def _make_room(self, documents: int) -> None:
-        """For so many in a micro-batch, the same in all processes, whose graphs may have
-        collectives. It never shrinks: what was captured serves fewer of them.
+        """Reserve space for this number of sequences per micro-batch, equal in all processes,
+        whose graphs may contain collectives. It never shrinks, since a captured graph also
+        serves fewer sequences.
         """
         if documents > self.room:
             self.room = room(documents)
             self.captured.clear()  # before others take as much memory
 
     def _backward(self, rows: list[Rows]) -> Tensor:
-        """The loss; gradients in float32 in `trained`."""
+        """Run the backward pass. Returns the loss, and leaves float32 gradients in
+        `trained`.
+        """
         compute = self._replay if self.graph else self._gradients
         loss, grads = compute(rows[0])
         if len(rows) > 1:
@@ -298,7 +308,9 @@ class Learner:
         ]
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """`_gradients`, captured when rows of their shapes first come."""
+        """The same as `_gradients`, with a graph that is captured for the first rows of a
+        shape.
+        """
         leaves, form = tree_flatten(rows)
         # A leaf of rows without documents is None, in some versions of torch.
         given = [each for each in leaves if each is not None]
@@ -321,12 +333,12 @@ class Learner:
         return found
 
     def _own_backward(self, rows: list[Rows]) -> None:
-        """Leaves the gradients of this process's rows in `master`."""
+        """Store the gradients of this process's rows in `master`."""
         self._backward(rows)
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """What is not finite, the first of each kind, of the first rank where something is not
-        before the ranks' sum; clipping has left no gradient whole."""
+        """The first value of each kind that is not finite, on the first rank that has one
+        before the sum over ranks. Gradients after clipping do not show it."""
         found = [] if loss.isfinite().all() else ["loss"]
         self._own_backward(rows)
         named = list(self.master.named_parameters())
@@ -336,7 +348,7 @@ class Learner:
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """What the first rank has found that found anything."""
+    """The result of the first rank that found something."""
     for rank, each in enumerate(ranks.gather(found)):
         if each:
             return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")
@@ -344,7 +356,7 @@ def of_ranks(ranks: Ranks, found: list[str]) -> str:
 
 
 def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
-    """Those of the last forward pass, which blocks then no longer hold."""
+    """The selection losses of the last forward pass, which are then removed from the blocks."""
     found = []
     for block in blocks:
         if block.selection_loss is not None:
@@ -354,7 +366,7 @@ def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
 
 
 def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """`kind` and name of the first tensor that is not finite, if there is one."""
+    """The `kind` and name of the first tensor that is not finite, or None."""
     for name, tensor in named:
         if tensor is not None and not tensor.isfinite().all():
             return [f"{kind} {name}"]
@@ -366,7 +378,7 @@ def _shape(leaf: Tensor | VarlenMetadata) -> torch.Size:
 
 
 def _own(leaf: Any) -> Any:
-    """A copy."""
+    """A separate copy of a tensor."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     names = "max_seqlen", "total", "padded", "max_sequences", "config", "device"
@@ -377,7 +389,9 @@ def _own(leaf: Any) -> Any:
 def _packing(
     batch: Batch, config: NSAConfig, place: torch.device, max_sequences: int
 ) -> Packing | None:
-    """That of the inputs of `batch`; padding is a document of its own, without a loss."""
+    """The packing of the inputs of `batch`. Padding counts as a separate document without a
+    loss.
+    """
     which = share.counted(batch)
     if which is None or batch.segment_ids is None:
         return None
@@ -396,7 +410,7 @@ def _packing(
 
 
 def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """For the input `x` [1, T, dim] of a layer."""
+    """The observed values for the input `x` [1, T, dim] of a layer."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
     indices = choice.blocks(attention, query, key.compressed, key.selected)

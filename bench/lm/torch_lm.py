@@ -73,8 +73,8 @@ class ConvolvedKeys(nn.Linear):
 
 
 class DenseAttention(nn.Module):
-    """Causal attention to all keys by `scaled_dot_product_attention`, backend of `BACKENDS`; None:
-    the first one that can."""
+    """Causal attention to all keys with `scaled_dot_product_attention` and a backend of
+    `BACKENDS`. None means the first backend that can run."""
 
     def __init__(self, spec: LayerSpec, backend: str | None):
         super().__init__()
@@ -113,7 +113,9 @@ class DenseAttention(nn.Module):
         return out.transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Of documents without a mask, whose size is the square of the length."""
+        """Attention of documents without a mask, whose size would be the square of the
+        length.
+        """
         from torch.nn.attention.varlen import varlen_attn
 
         group = self.spec.n_heads // self.spec.n_kv_groups
@@ -195,7 +197,9 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """Logits `[B, T, vocabulary]` of integer tokens `[B, T]`, in the dtype of the head."""
+    """The model, from integer tokens `[B, T]` to logits `[B, T, vocabulary]` in the dtype of
+    the head.
+    """
 
     def __init__(self, spec: ModelSpec, implementation=None):
         super().__init__()
