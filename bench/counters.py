@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         watched(row)
         return exit_status.OK
     if not shutil.which("ncu"):
-        raise NotImplementedError("ncu is needed, of CUDA's toolkit")
+        raise NotImplementedError("ncu of the CUDA toolkit must be on PATH")
     commit = records.environment(FLAGS.commit)["commit"]
     for problem in run.chosen(FLAGS, run.EAGER):
         for found in measure(problem, commit):

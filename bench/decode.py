@@ -280,9 +280,9 @@ HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}  {'paged(ms)':>9}"
 
 def main(argv: Sequence[str]) -> int:
     if FLAGS["branch_force_mode"].present:
-        print("--branch_force_mode has no effect: no gate is forced, each branch runs alone")
+        print("--branch_force_mode has no effect: each branch runs separately")
     if FLAGS.paged == "none" and FLAGS.cache_dtype != "same":
-        raise ValueError("--cache_dtype is of the paged cache: not with --paged=none")
+        raise ValueError("--cache_dtype applies to the paged cache: not with --paged=none")
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     default = (512, 1024, 2048, 4096) if gpu else (512, 1024)

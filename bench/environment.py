@@ -136,7 +136,7 @@ def _device() -> list[str]:
     """Capability and name; asked in a process of its own, which gives the GPU's memory back."""
     status, said = _python(DEVICE)
     if status:
-        raise RuntimeError(f"torch does not say its device: {said.strip()[-2000:]}")
+        raise RuntimeError(f"torch does not report its device: {said.strip()[-2000:]}")
     return said.strip().splitlines()[-2:]
 
 

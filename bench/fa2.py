@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
             f"--kernels and --<branch>_kernel must be auto or fa2, got {other.pop()}"
         )
     if given := kernel_flags.thresholds().given():
-        print(f"note: --{' --'.join(given)} leaves out no row of bench.fa2", file=sys.stderr)
+        print(f"note: --{' --'.join(given)} excludes no row of bench.fa2", file=sys.stderr)
     runner = TorchRunner(FLAGS.device)
     gpu = runner.platform == "cuda"
     lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024) if gpu else (256, 512))

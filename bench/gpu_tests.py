@@ -69,7 +69,7 @@ def age() -> str:
         "git", "log", "-1", "--format=%cI", "--", *(f":/{x}" for x in FOLDERS)
     )
     if not changed:
-        raise NotImplementedError(f"git must say when {', '.join(FOLDERS)} were changed")
+        raise NotImplementedError(f"git must report when {', '.join(FOLDERS)} were changed")
     change = datetime.datetime.fromisoformat(changed)
     runs = [
         line | {"time": datetime.datetime.fromisoformat(line["time"])}

@@ -59,9 +59,11 @@ def load(name: str) -> list[Step]:
         step = config_files.build(Step, entry, f"{path.name}: step")
         before = [each.name for each in found]
         if step.name in before:
-            raise ValueError(f"{path}: two steps are called {step.name!r}")
+            raise ValueError(f"{path}: two steps have the name {step.name!r}")
         if missing := sorted(set(step.needs) - set(before)):
-            raise ValueError(f"{path}: {step.name} needs {missing}, which are not before it")
+            raise ValueError(
+                f"{path}: {step.name} needs {missing}, which no earlier step provides"
+            )
         found.append(step)
     return found
 

@@ -111,7 +111,7 @@ def problems(size: int) -> list[Problem]:
         chunks = len(context_layout.Shards(layout, size, 0, 1).order)
         if documents and sum(documents) != length:
             raise ValueError(
-                f"documents must be {length} tokens together, as --lengths says, got "
+                f"documents must be {length} tokens in total, as --lengths requires, got "
                 f"{sum(documents)}"
             )
         if length % chunks:

@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     matrix = matrix_of(gpu)
     if FLAGS.streams > 1 and (runner.framework, gpu) != ("torch", True):
         raise ValueError(
-            f"streams must be 1 but in torch on CUDA, got {FLAGS.streams} in "
+            f"streams must be 1 except in torch on CUDA, got {FLAGS.streams} in "
             f"{runner.framework} on {runner.platform}"
         )
     reference = matrix.ref or ("sdpa" if runner.framework == "torch" else "xla")

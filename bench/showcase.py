@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     lengths = command.integers("lengths", FLAGS.lengths, ())
     for mode in FLAGS.modes:
         if mode not in variants.RANGES:
-            raise ValueError(f"modes must be of {variants.RANGES}, got {mode!r}")
+            raise ValueError(f"modes must be in {variants.RANGES}, got {mode!r}")
     for length in lengths:  # a fault of a file is reported before anything runs
         config_file.read(_config(length), FLAGS.set)
     folder = command.folder(FLAGS.out)

@@ -82,7 +82,7 @@ def allow_list(path: str | Path) -> list[str]:
     found = []
     for entry in config_files.load(path, list):
         if not isinstance(entry, dict) or set(entry) != {"reason", "why"}:
-            raise ValueError(f"{path}: expected entries of reason and why, got {entry!r}")
+            raise ValueError(f"{path}: expected entries with reason and why, got {entry!r}")
         try:
             found.append(re.compile(entry["reason"]).pattern)
         except re.error as error:

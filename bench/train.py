@@ -133,19 +133,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"warning: {line}", file=sys.stderr)
     config_file.apply(values, (FLAGS, flags.FLAGS))
     if FLAGS.resume and FLAGS.out is None:
-        raise ValueError("--resume needs --out, the folder of the runs to go on with")
+        raise ValueError("--resume needs --out, the folder of the runs to continue")
     if FLAGS.dense == "all" and not FLAGS.throughput:
-        raise ValueError("--dense=all is for --throughput, got a training run")
+        raise ValueError("--dense=all requires --throughput, got a training run")
     if not FLAGS.gate or set(FLAGS.gate) - {*GATES}:
-        raise ValueError(f"--gate must be of {GATES}, got {FLAGS.gate}")
+        raise ValueError(f"--gate must be in {GATES}, got {FLAGS.gate}")
     if len(FLAGS.gate) > 1 and not FLAGS.throughput:
-        raise ValueError(f"several --gate are for --throughput, got {FLAGS.gate}")
+        raise ValueError(f"several values of --gate require --throughput, got {FLAGS.gate}")
     if not FLAGS.throughput:
         for flag in map(FLAGS.__getitem__, ("lengths", "tokens", "row_seconds")):
             if flag.value != flag.default:
-                raise ValueError(f"--{flag.name} is for --throughput, got a training run")
+                raise ValueError(f"--{flag.name} requires --throughput, got a training run")
     if FLAGS.throughput and (FLAGS.parallel, FLAGS.accumulate) != ("none", 1):
-        raise ValueError("--throughput measures one device, got --parallel or --accumulate")
+        raise ValueError(
+            "--throughput measures only one device, got --parallel or --accumulate"
+        )
     if FLAGS.graph and FLAGS.framework == "jax":
         raise ValueError("--graph needs --framework=torch, got jax")
     if None not in (FLAGS.batch, FLAGS.batch_size):
@@ -219,7 +221,7 @@ def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
     if ranks.rank == 0:
         print(
             f"{batch_size=} x accumulate={spread.accumulate} x {spread.replicas} replica(s): "
-            f"{batch=} rows a step"
+            f"{batch=} rows per step"
         )
     return {"batch": batch}
 
@@ -338,7 +340,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
     """Measures a step of every variant at every length; the exit status."""
     numbers = [length.isdigit() and int(length) for length in FLAGS.lengths]
     if not numbers or not all(numbers):
-        raise ValueError(f"lengths must be numbers over 0, got {FLAGS.lengths}")
+        raise ValueError(f"lengths must be positive numbers, got {FLAGS.lengths}")
     path, statuses = folder / "train.jsonl", list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         for framework, length in itertools.product(_frameworks(), map(int, FLAGS.lengths)):

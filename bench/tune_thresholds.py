@@ -93,7 +93,9 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
     if not wanted:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
     if len(found.devices) > 1:
-        raise ValueError(f"records of several devices, name one by --device: {found.devices}")
+        raise ValueError(
+            f"records of several devices: name one with --device, from {found.devices}"
+        )
     runtime: dict[str, policy.Length] = {}
     said: dict[str, Any] = {}
     for name in wanted:
@@ -235,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
         return int(any(not finding.ok for finding in findings))
     if FLAGS.dense:
         if files or FLAGS.csv:
-            raise ValueError("--dense stands alone: give no --records and no --csv")
+            raise ValueError("--dense must be used without --records and --csv")
         cli.refuse_beside(FLAGS["dense"], (FLAGS["margin"], FLAGS["threshold"]))
         return _write(folder, *_dense(FLAGS.dense, FLAGS.device))
     if not files and not FLAGS.csv:
@@ -262,7 +264,7 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
     if len(devices) > 1:
-        raise ValueError(f"records of several devices, name one by --device: {devices}")
+        raise ValueError(f"records of several devices: name one with --device, from {devices}")
     found = dense_crossover.lengths(rows)
     if not found:
         raise ValueError(

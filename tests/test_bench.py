@@ -51,7 +51,7 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("old", "new", "message"),
         [
-            (".{200}$", "", "not a whole JSON line"),
+            (".{200}$", "", "not a complete JSON line"),
             ('"schema": 2', '"schema": 7', "schema must be 2"),
             ('"time_ms": 2.0', '"time_ms": NaN', "time_ms must be"),
             ('"time_ms": 2.0', '"time_ms": -1', "time_ms must be"),
@@ -433,7 +433,7 @@ def test_forms_of_the_whole(run, framework, kernel, form, monkeypatch):
     expected = {"recompute": (2, True, False), "packed": (1, False, True)}[form]
     assert {*asked} == {(2, False, False), expected} and asked[-1] == expected
     if form == "recompute":
-        with pytest.raises(ValueError, match="give --mode fwdbwd"):
+        with pytest.raises(ValueError, match="pass --mode fwdbwd"):
             run("--recompute", *only, folder="forward")
 
 

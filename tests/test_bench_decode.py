@@ -250,7 +250,7 @@ def test_a_kernel_that_refuses_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--S_list=",), "S_list must be integers over 0"),
+        (("--S_list=",), "S_list must be positive integers"),
         (("--n_sel=2",), "num_selected must be >= num_initial"),
     ],
 )
@@ -265,7 +265,7 @@ def test_the_seeds_way_to_force_a_branch_is_accepted(capsys, monkeypatch):
     monkeypatch.setitem(decode.RUNNERS, "torch", lambda device: (_ for _ in ()).throw(ended))
     with pytest.raises(RuntimeError, match="far enough"):
         run(decode, Path("unused"), "--branch_force_mode=env")
-    assert "no gate is forced, each branch runs alone" in capsys.readouterr().out
+    assert "each branch runs separately" in capsys.readouterr().out
 
 
 def test_the_summary_of_what_decode_writes(folder, capsys):
@@ -302,7 +302,7 @@ GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
         (f"{GOOD}64,2,0.5,1\n", ":3: expected 9 cells, got 4"),
         (
             f"{GOOD}64,2,0.5,one,0.25,40,50,20,25\n",
-            ":3: ms_sel must be a number over 0, got 'one'",
+            ":3: ms_sel must be a positive number, got 'one'",
         ),
         (f"{GOOD}64,nan,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a number over 0"),
     ],

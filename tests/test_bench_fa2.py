@@ -51,7 +51,7 @@ def test_it_is_fa2_that_is_measured(tmp_path, capsys):
     lengths = "--S_list=40", "--rows=0", "--fa2_min_len_win=64", "--kernels=fa2"
     _, found, _ = run(fa2, tmp_path, *SMALL, *lengths)
     assert [r.implementation for r in found] == list(fa2.IMPLEMENTATIONS)
-    assert "note: --fa2_min_len_win leaves out no row" in capsys.readouterr().err
+    assert "note: --fa2_min_len_win excludes no row" in capsys.readouterr().err
 
 
 def fake(config, wrong=0):
@@ -126,8 +126,8 @@ def test_a_speed_up_needs_two_rows_that_count(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--S_list=63,x",), "S_list must be integers over 0, got '63,x'"),
-        (("--w_list=0",), "w_list must be integers over 0"),
+        (("--S_list=63,x",), "S_list must be positive integers, got '63,x'"),
+        (("--w_list=0",), "w_list must be positive integers"),
         (("--d=3",), "compress_block must be a multiple of compress_stride=3"),
         (("--heads=3", "--groups=2"), "heads must be a multiple of groups=2, got 3"),
     ],

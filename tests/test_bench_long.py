@@ -157,8 +157,8 @@ def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (prefill, ("--S_list=a",), "S_list must be integers over 0, got 'a'"),
-        (ranges, ("--S_list=-1",), "S_list must be integers over 0, got '-1'"),
+        (prefill, ("--S_list=a",), "S_list must be positive integers, got 'a'"),
+        (ranges, ("--S_list=-1",), "S_list must be positive integers, got '-1'"),
         (needle, ("--S=64", "--pos=63"), r"pos must be in 0\.\.62 for S=64, got 63"),
         (prefill, ("--l=6",), "compress_block must be a multiple of compress_stride=4"),
     ],

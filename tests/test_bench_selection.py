@@ -43,7 +43,7 @@ def test_spans_are_runs_that_do_not_touch(count, runs):
 
 @pytest.mark.parametrize(("blocks", "count", "runs"), [(10, 3, 4), (10, 9, 4), (10, 3, 0)])
 def test_spans_that_do_not_fit_are_refused(blocks, count, runs):
-    with pytest.raises(ValueError, match=f"cannot lie in {runs} runs"):
+    with pytest.raises(ValueError, match=f"cannot form {runs} runs"):
         selection_rows.spans(2, blocks, count, runs, seed=0)
 
 
@@ -144,7 +144,7 @@ def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
     ("arguments", "message"),
     [
         (("--L_list=12",), "L_list must be multiples of l_sel=8, got"),
-        (("--streams=2",), "streams must be 1 but in torch on CUDA, got 2"),
+        (("--streams=2",), "streams must be 1 except in torch on CUDA, got 2"),
         (("--ref=xla",), r"torch has .*'sdpa'.*, got 'xla'"),
     ],
 )

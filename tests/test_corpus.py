@@ -149,9 +149,9 @@ def test_a_second_epoch_has_the_same_rows_in_another_order():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda x: (x / "tokens.xz").write_bytes(b"no"), "is not a whole corpus"),
-        (lambda x: (x / "tokens.xz").unlink(), "is not a whole corpus"),
-        (lambda x: (x / "corpus.json").write_text("{}"), "is not a whole corpus"),
+        (lambda x: (x / "tokens.xz").write_bytes(b"no"), "is not a complete corpus"),
+        (lambda x: (x / "tokens.xz").unlink(), "is not a complete corpus"),
+        (lambda x: (x / "corpus.json").write_text("{}"), "is not a complete corpus"),
         (
             lambda x: (x / "tokenizer.json").write_text("{}"),
             "tokenizer must be that of the corpus",
@@ -200,7 +200,7 @@ def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
         ({"vocabulary": 100}, "vocabulary: Input should be greater than 256, got 100"),
         ({"held_out": {}}, "held_out: .* at least 1 item"),
         ({"held_out": {"x": "0" * 64}}, "held_out.x.*: String should match pattern '=='"),
-        ({"file_bytes": [500, 200]}, "file_bytes must be the lesser first"),
+        ({"file_bytes": [500, 200]}, "file_bytes must begin with the smaller number"),
         ({"package_bytes": True}, "package_bytes: Input should be a valid integer, got True"),
         ({"held_out": {"x==1": "g" * 64}}, "held_out.x==1: String should match pattern"),
         ({"tokens": 3}, "tokens: Input should be a valid string, got 3"),

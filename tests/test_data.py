@@ -157,7 +157,7 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
     assert load(texts / "a.jsonl").sha256 != first.sha256
     for kept in tmp_path.glob("cache/*/tokens"):
         kept.write_bytes(kept.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="are not as they were written: remove them"):
+    with pytest.raises(ValueError, match="have changed: remove them"):
         load(texts / "a.jsonl")
 
 
@@ -185,8 +185,8 @@ def test_a_row_shorter_than_a_document(load, tmp_path):
         ("x.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
         ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8"),
         ("x.txt", "short", "tokens of dataset .*x.txt must be over 144 for seq_len=8, got 5"),
-        ("x.csv", "a,b\n", "must be of files with one of .*, got .*x.csv"),
-        ("x.parquet", b"PAR1 cut off", "x.parquet is not a whole parquet file"),
+        ("x.csv", "a,b\n", "must consist of files with one of .*, got .*x.csv"),
+        ("x.parquet", b"PAR1 cut off", "x.parquet is not a complete parquet file"),
     ],
     ids=str,
 )
@@ -240,7 +240,9 @@ class TestParquet:
         whole = path.read_bytes()
         for name, content in (("cut", whole[:-9]), ("zero", b"\0" * 400 + whole[400:])):
             (tmp_path / f"{name}.parquet").write_bytes(content)
-            with pytest.raises(ValueError, match=f"{name}.parquet is not a whole parquet file"):
+            with pytest.raises(
+                ValueError, match=f"{name}.parquet is not a complete parquet file"
+            ):
                 load(tmp_path / f"{name}.parquet")
 
 
@@ -322,7 +324,7 @@ def test_a_stream_goes_on_exactly_where_it_was(streamed, capsys):
     # Of what was consumed only the block at hand is read again, and that is said.
     assert later.source.read[0] == 64
     said = capsys.readouterr().err
-    assert "to go on at row 160 the stream is read from document 64 of epoch 0 on" in said
+    assert "to continue at row 160 the stream is read from document 64 of epoch 0 on" in said
     assert "shuffle buffer of 16 documents is filled again; the order stays the same" in said
     unknown = streamed(notes=False)  # in another folder: by all that lies between
     same(unknown.train(59), expected[59])
@@ -458,7 +460,7 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
         "ValueError: dataset me/tiny: .*test",
         "ValueError: dataset me/tiny:big: .*big.*",
         "ValueError: me/tiny row 0: column 'id' must be text, got 0",
-        "ConnectionError: dataset me/tiny: .*; check the network and go on with --resume",
+        "ConnectionError: dataset me/tiny: .*; check the network and continue with --resume",
     )
     for error, message in zip(result["errors"], messages, strict=True):
         assert re.match(message, error), error

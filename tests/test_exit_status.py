@@ -76,23 +76,27 @@ def test_several_commands_end_as_the_worst(ends, expected):
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [
-        (tune_thresholds, "--dense=x --margin=3", "--margin says nothing with --dense"),
+        (tune_thresholds, "--dense=x --margin=3", "--margin has no effect with --dense"),
         (
             tune_thresholds,
             "--check --device=x --dry_run",
-            "--dry_run says nothing with --check",
+            "--dry_run has no effect with --check",
         ),
-        (gpu_tests, "--age --part=1/2", "--part says nothing with --age"),
-        (gpu_tests, "--gpus=2 --processes=3", "--processes says nothing with --gpus"),
-        (host_time, "--launch --form=each", "--form says nothing with --launch"),
-        (scale, "--predict=8 --records=x --weak", "--weak says nothing with --predict"),
+        (gpu_tests, "--age --part=1/2", "--part has no effect with --age"),
+        (gpu_tests, "--gpus=2 --processes=3", "--processes has no effect with --gpus"),
+        (host_time, "--launch --form=each", "--form has no effect with --launch"),
+        (scale, "--predict=8 --records=x --weak", "--weak has no effect with --predict"),
         (scale, "--records=x", "need --predict"),
         (decode, "--paged=none --cache_dtype=fp8", "not with --paged=none"),
-        (compare, f"{TINY} --packed --branch=selected", "--packed is of whole attention"),
+        (
+            compare,
+            f"{TINY} --packed --branch=selected",
+            "--packed applies only to whole attention",
+        ),
         (
             compare,
             f"{TINY} --recompute --mode=fwdbwd --branch=dense",
-            "--recompute is of whole attention",
+            "--recompute applies only to whole attention",
         ),
     ],
 )

@@ -105,11 +105,15 @@ def test_a_run_that_breaks_leaves_nothing_and_others_go_on(command, tmp_path, ca
     [
         ((), ("large",), "experiment must be one of"),
         (("--runs=fast",), ("small",), "--runs must be of"),
-        (("--runs=",), ("small",), r"--runs must be of .*, got \[\]"),
-        (("--seeds=a",), ("small",), r"--seeds must be integers from 0 on, got \['a'\]"),
-        (("--seeds=0,-1",), ("small",), "--seeds must be integers from 0 on"),
-        (("--seeds=",), ("small",), r"--seeds must be integers from 0 on, got \[\]"),
-        (("--corpus=nowhere",), ("small",), "--corpus must be what bench.lm.corpus built"),
+        (("--runs=",), ("small",), r"--runs must be in .*, got \[\]"),
+        (("--seeds=a",), ("small",), r"--seeds must be non-negative integers, got \['a'\]"),
+        (("--seeds=0,-1",), ("small",), "--seeds must be non-negative integers"),
+        (("--seeds=",), ("small",), r"--seeds must be non-negative integers, got \[\]"),
+        (
+            ("--corpus=nowhere",),
+            ("small",),
+            "--corpus must be a folder that bench.lm.corpus built",
+        ),
     ],
 )
 def test_what_is_refused(command, words, names, message):
@@ -273,7 +277,7 @@ def test_variants_of_the_model(changes, tmp_path):
         if not changes.get(name):
             continue
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
-        with pytest.raises(NotImplementedError, match=f"packed rows take no {name}"):
+        with pytest.raises(NotImplementedError, match=f"packed rows do not support {name}"):
             measures.loss(learner, packed)
 
 
@@ -286,7 +290,7 @@ def test_variants_of_a_model_that_are_refused():
         with pytest.raises(ValueError, match=f"{name} must be >= 0"):
             spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, **{name: -1})
     shared = dataclasses.replace(spec.MODELS["tiny"]["layer"], kv="shared")
-    with pytest.raises(ValueError, match="shared_window must be False where kv is 'shared'"):
+    with pytest.raises(ValueError, match="shared_window must be False if kv is 'shared'"):
         spec.ModelSpec(shared, "nsa", 2, 8, shared_window=True)
 
 

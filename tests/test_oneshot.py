@@ -170,7 +170,7 @@ def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([OK, OK], "two steps are called 'good'"),
+        ([OK, OK], "two steps have the name 'good'"),
         ([OK | {"needs": ["none"]}], r"good needs \['none'\]"),
         ([OK | {"timout": 1}], "step.timout: unknown key"),
         ("good", "expected a list `steps`"),

@@ -48,5 +48,5 @@ def test_rows_by_number(tmp_path):
     found = parts.measure(own, "none", rows, tmp_path)
     assert [r.implementation for (r,) in found] == ["good", "error"]
     own(["x", "--rows=3"])
-    with pytest.raises(ValueError, match=r"rows must be of 0\.\.2, got '3'"):
+    with pytest.raises(ValueError, match=r"rows must be in 0\.\.2, got '3'"):
         list(parts.measure(own, "none", rows, tmp_path))

@@ -118,8 +118,8 @@ def test_the_exit_status(command, rows, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (["--lengths=512,x"], ValueError, "lengths must be integers over 0"),
-        (["--modes=v3"], ValueError, "modes must be of .* got 'v3'"),
+        (["--lengths=512,x"], ValueError, "lengths must be positive integers"),
+        (["--modes=v3"], ValueError, "modes must be in .* got 'v3'"),
         (["--lengths=333"], FileNotFoundError, r"runbook_s333\.yaml"),
         (["--set=train.lrr=1"], ValueError, r"unknown key 'train\.lrr'"),
     ],

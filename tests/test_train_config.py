@@ -246,16 +246,15 @@ SEED_RUN = ("--set=train.batch_size=1", "--set=train.accumulate_grad_batches=4")
     ],
 )
 def test_the_seeds_batch_size_is_a_devices_micro_batch(command, capsys, arguments, replicas):
-    """1 x 4 of accumulation are 4 rows a step, of each device."""
+    """1 x 4 of accumulation are 4 rows per step, of each device."""
     small = "--attention=dense --steps=1 --seq_len=32 --corpus_bytes=65536"
     small += " --set=model.dim=32 --set=model.layers=1"
     status, found = command(*small.split(), *SEED_RUN, *arguments.split())
     header = next(line for line in found if isinstance(line, log.Header))
     assert status == 0 and header.training["batch"] == 4 * replicas
     assert header.parallel["accumulate"] == 4
-    told = (
-        f"batch_size=1 x accumulate=4 x {replicas} replica(s): batch={4 * replicas} rows a step"
-    )
+    rows = f"batch={4 * replicas} rows per step"
+    told = f"batch_size=1 x accumulate=4 x {replicas} replica(s): {rows}"
     assert told in capsys.readouterr().out
 
 

@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd
     _, summary, losses = trained(tmp_path)
     told = capfd.readouterr().err
     assert f"warning: {newest}: {path.name} is " in told
-    assert f"going on from {run.folder / 'step-000004'}" in told
+    assert f"continuing from {run.folder / 'step-000004'}" in told
     assert summary == whole[1]
     np.testing.assert_array_equal(losses, whole[2])
 
@@ -298,7 +298,7 @@ def test_bad_layouts_are_named(tmp_path, framework, spread, error, text):
 def test_more_devices_than_there_are(tmp_path):
     todo = task("dense", batch=64)
     run = run_of(tmp_path, Ranks(), Parallel("ddp", 64), todo, framework="jax")
-    with pytest.raises(ValueError, match="devices must be at most the 8 there are, got 64"):
+    with pytest.raises(ValueError, match="devices must be at most 8, got 64"):
         variants.learner(run.variant, run.task, tmp_path)
 
 
@@ -351,7 +351,7 @@ def test_what_a_graph_cannot_be_beside(beside):
             ["--framework=jax", "--parallel=ddp", "--jax_coordinator=a:1"],
             "needs --jax_processes and --jax_process",
         ),
-        (["--throughput", "--accumulate=2"], "--throughput measures one device"),
+        (["--throughput", "--accumulate=2"], "--throughput measures only one device"),
         (["--framework=jax", "--devices=2"], "parallel must be ddp or fsdp for 2 devices"),
         (["--framework=torch", "--graph", "--compile"], "--graph captures what a process"),
         (

@@ -207,7 +207,7 @@ def test_lengths_beside_dense_attention(run, write, tmp_path):
     }
     with pytest.raises(ValueError, match="no rows: --dense needs"):
         run("--dense", write(some[-4:-2], "few.jsonl"))
-    with pytest.raises(ValueError, match="--dense stands alone"):
+    with pytest.raises(ValueError, match="--dense must be used without"):
         run("--dense", "a", "--records", "b")
 
 
@@ -343,14 +343,14 @@ def damaged(change):
     "text,message",
     [
         ("", "bad.jsonl: holds no records"),
-        (damaged(lambda line: line[: len(line) // 2]), "bad.jsonl:1: not a whole JSON line"),
+        (damaged(lambda line: line[: len(line) // 2]), "bad.jsonl:1: not a complete JSON line"),
         (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": NaN')), "time_ms"),
         (
             damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": -1.0')),
             "time_ms must",
         ),
         (damaged(lambda line: line.replace('"T": 512', '"T": "x"')), "bad.jsonl:1: T must"),
-        ("\x80\n", "bad.jsonl:1: not a whole JSON line"),
+        ("\x80\n", "bad.jsonl:1: not a complete JSON line"),
     ],
     ids=range(6),
 )
@@ -404,7 +404,7 @@ def test_csv_files_say_the_same(run, tmp_path):
         (FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
         (FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
         (FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
-        (SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device; say --device"),
+        (SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device: pass --device"),
     ],
     ids=range(8),
 )

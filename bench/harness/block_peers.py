@@ -43,7 +43,7 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
     last = torch.arange(length - queries, length, device=key.device)
     if length % PAGE or not (full == (last // PAGE + 1).clamp(max=indices.shape[-1])).all():
         raise ValueError(
-            f"vllm takes whole blocks of {PAGE}, and as many of a query as it sees, up to n"
+            f"vllm supports blocks of {PAGE} tokens, with min(n, visible blocks) per query"
         )
     both = torch.cat([key, value], -1).detach().unflatten(2, (-1, PAGE)).transpose(1, 2)
     numbers = lambda x: torch.full((batch,), x, dtype=torch.int32, device=key.device)

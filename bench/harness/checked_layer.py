@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         plant(FLAGS.planted, FLAGS.name)
         return exit_status.OK
     if len(argv) != 2 or argv[1] not in LAYERS:
-        raise app.UsageError(f"one layer must be given, of: {'; '.join(LAYERS)}")
+        raise app.UsageError(f"one layer must be given; known: {'; '.join(LAYERS)}")
     found = check(LAYERS[argv[1]])
     print(json.dumps(found), flush=True)
     return exit_status.WRONG if found["fault"] else exit_status.OK

@@ -26,10 +26,12 @@ from . import exit_status, heartbeat, launchers, process, records, seed_env
 LOG = flags.DEFINE_list(
     "log",
     [],
-    f"Events to tell on stderr, of {', '.join(debug.EVENTS)}. timing and compare wait for the "
+    f"Events to print on stderr, from {', '.join(debug.EVENTS)}. timing and compare wait for the "
     "device after every step: the times of the command itself are then no measurements.",
 )
-LIMIT = flags.DEFINE_integer("log_limit", 100, "Lines an event of --log.", lower_bound=1)
+LIMIT = flags.DEFINE_integer(
+    "log_limit", 100, "Maximum number of lines per event of --log.", lower_bound=1
+)
 flags.register_validator(
     LOG,
     lambda events: set(events) <= set(debug.EVENTS),
@@ -131,7 +133,7 @@ def refuse_beside(
       ValueError: one of `others`, which then say nothing, is not its default.
     """
     if given := [other.name for other in others if other.value != other.default]:
-        raise ValueError(f"--{given[0]} says nothing with --{mode.name}")
+        raise ValueError(f"--{given[0]} has no effect with --{mode.name}")
 
 
 def run(

@@ -92,7 +92,7 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
     """
     given = list(map(str, default)) if values is None else [x.strip() for x in values]
     if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
-        raise ValueError(f"{name} must be integers over 0, got {','.join(given)!r}")
+        raise ValueError(f"{name} must be positive integers, got {','.join(given)!r}")
     return list(map(int, given))
 
 
@@ -190,7 +190,7 @@ class Results:
         self.table = Path(own.csv) if own.csv else self.folder / f"{bench}.csv"
         for path in (self.path, self.table):
             if path.exists():
-                raise ValueError(f"{path} exists; --out and --csv must name what is new")
+                raise ValueError(f"{path} exists; --out and --csv must name new files")
         self.commit = own.commit
         records.environment(own.commit)  # as it is at the start
         self.done: list[Record] = []
@@ -296,7 +296,7 @@ def positive(text: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{where} must be a number over 0, got {text!r}")
+        raise ValueError(f"{where} must be a positive number, got {text!r}")
     return value
 
 

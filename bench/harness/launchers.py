@@ -28,5 +28,5 @@ def check_one(together: str = "") -> None:
             raise ValueError(
                 f"{launcher} started {count} processes ({size}={count}), each of which would do "
                 f"all of the work and write the same files: {use}start one, or unset {size} "
-                "where each is a run of its own"
+                "if each is a separate run"
             )

@@ -138,7 +138,7 @@ def _asked(own: flags.FlagValues, rows: Sequence[Row]) -> dict[int, Row]:
     numbers = [x.strip() for x in own.rows]
     for x in numbers:
         if not x.isdecimal() or int(x) >= len(rows):
-            raise ValueError(f"rows must be of 0..{len(rows) - 1}, got {x!r}")
+            raise ValueError(f"rows must be in 0..{len(rows) - 1}, got {x!r}")
     return {int(x): rows[int(x)] for x in numbers}
 
 

@@ -260,7 +260,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
             try:
                 data = json.loads(line.decode())
             except ValueError as error:
-                raise ValueError(f"{where}: not a whole JSON line: {error}") from None
+                raise ValueError(f"{where}: not a complete JSON line: {error}") from None
             yield where, data
 
 

@@ -111,7 +111,7 @@ def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarra
     """
     free = blocks - count - (runs - 1)
     if not 1 <= runs <= count or free < 0:
-        raise ValueError(f"{count} of {blocks} blocks cannot lie in {runs} runs")
+        raise ValueError(f"{count} of {blocks} blocks cannot form {runs} runs")
     random = np.random.default_rng(seed)
     before = np.sort(random.integers(0, free + 1, (rows, runs)), axis=-1) + np.arange(runs)
     run = np.sort(np.arange(count) % runs)  # the run of a block; runs have similar sizes

@@ -127,12 +127,12 @@ def load_last(
                 break
             except DamagedError as error:
                 told.append(str(error))
-                print(f"warning: {error}; trying the one before", file=sys.stderr)
+                print(f"warning: {error}; trying the previous one", file=sys.stderr)
         if ranks.rank == 0 and wanted is None:
-            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(told)}")
+            raise ValueError(f"no checkpoint in {folder} is complete: {'; '.join(told)}")
     path = folder / ranks.first(wanted)
     if told:
-        print(f"warning: going on from {path}", file=sys.stderr)
+        print(f"warning: continuing from {path}", file=sys.stderr)
     return load(path, learner, settings)
 
 
@@ -149,7 +149,7 @@ def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
         if _checksum(path / name) != expected:
-            raise DamagedError(f"{path}: {name} is damaged: its checksum is another")
+            raise DamagedError(f"{path}: {name} is damaged: its checksum differs")
     return progress
 
 

@@ -92,9 +92,11 @@ class Wheels:
 
     def __post_init__(self) -> None:
         if both := self.train.keys() & self.held_out.keys():
-            raise ValueError(f"{min(both)} must be of train or of held_out, got both")
+            raise ValueError(f"{min(both)} must be in train or in held_out, got both")
         if self.file_bytes[0] > self.file_bytes[1]:
-            raise ValueError(f"file_bytes must be the lesser first, got {self.file_bytes}")
+            raise ValueError(
+                f"file_bytes must begin with the smaller number, got {self.file_bytes}"
+            )
 
     @property
     def all(self) -> dict[str, str]:
@@ -178,7 +180,7 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
                 left -= info.file_size
                 yield info.filename, text
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is no wheel: {error}") from None
+        raise ValueError(f"{path} is not a wheel: {error}") from None
 
 
 def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
@@ -310,14 +312,16 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
         packed = (folder / TOKENS).read_bytes()
         halves = lzma.LZMAFile(io.BytesIO(packed)).read()
     except (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"{folder} is not a whole corpus: {error}; build it again") from None
+        raise ValueError(
+            f"{folder} is not a complete corpus: {error}; build it again"
+        ) from None
     for name, path in ((TOKENIZER, folder / TOKENIZER), (TOKENIZER, tokenizer)):
         if path is None:
             continue
         got = sha256(tokenizer_file(path))
         if got != sums[name]:
             raise ValueError(
-                f"tokenizer must be that of the corpus {folder}, with SHA-256 {sums[name]}, got "
+                f"tokenizer must be that of the corpus {folder} with SHA-256 {sums[name]}, got "
                 f"{path} with {got}"
             )
     low, high = np.frombuffer(halves, np.uint8).reshape(2, -1).astype(np.uint16)

@@ -47,7 +47,7 @@ FLAGS = cli.define(
     limit=(float, "Seconds: no run begins that may end later.", None),
     model=(str, "Another model.", list(spec.MODELS)),
     steps=(int, "Another number of steps."),
-    batch=(int, "Other rows a step."),
+    batch=(int, "Other rows per step."),
     seq_len=(int, "Another length of rows."),
 )
 
@@ -265,13 +265,15 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         setting = dataclasses.replace(SETTINGS[at.setting], **given)
         wanted = at.runs if FLAGS.runs is None else FLAGS.runs
         if not wanted or set(wanted) - VARIANTS.keys():
-            raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
+            raise ValueError(f"--runs must be in {sorted(VARIANTS)}, got {wanted}")
         named = [*map(str, at.seeds)] if FLAGS.seeds is None else FLAGS.seeds
         if not named or not all(x.isdecimal() for x in named):
-            raise ValueError(f"--seeds must be integers from 0 on, got {FLAGS.seeds}")
+            raise ValueError(f"--seeds must be non-negative integers, got {FLAGS.seeds}")
         text = setting.text or FLAGS.corpus
         if text != data.TEXT and not corpus.is_corpus(text):
-            raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
+            raise ValueError(
+                f"--corpus must be a folder that bench.lm.corpus built, got {text}"
+            )
         end = math.inf if FLAGS.limit is None else began + FLAGS.limit
         for seed, variant in itertools.product(map(int, named), wanted):
             path = Path(FLAGS.out) / at.setting / f"{variant}-{seed}.jsonl"
@@ -298,7 +300,7 @@ def take_gpu(places: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        raise app.UsageError(f"experiments, of {', '.join(EXPERIMENTS)}")
+        raise app.UsageError(f"experiments, from {', '.join(EXPERIMENTS)}")
     todo = jobs(argv[1:], time.monotonic())
     if not todo:
         print(f"all runs are in {FLAGS.out}")

@@ -93,6 +93,6 @@ class Hub:
             if isinstance(error, ValueError):
                 raise ValueError(text) from error
             raise ConnectionError(
-                f"{text}; check the network and go on with --resume, or download files of it and "
+                f"{text}; check the network and continue with --resume, or download its files and "
                 "give --dataset their path"
             ) from error

@@ -63,12 +63,10 @@ class Layout:
             divided, or projections divided by heads have biases.
         """
         if parallel.tensor > 1 and model.layer.bias:
-            raise ValueError(f"bias must be False where tensor={parallel.tensor}, got True")
+            raise ValueError(f"bias must be False if tensor={parallel.tensor}, got True")
         devices = jax.devices()
         if len(devices) < parallel.devices:
-            raise ValueError(
-                f"devices must be at most the {len(devices)} there are, got {parallel.devices}"
-            )
+            raise ValueError(f"devices must be at most {len(devices)}, got {parallel.devices}")
         if jax.process_count() > 1 and len(devices) > parallel.devices:
             raise ValueError(
                 f"devices must be all {len(devices)} of the {jax.process_count()} processes, got "

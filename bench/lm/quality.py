@@ -179,7 +179,7 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
             raise ValueError(f"{name} must hold one run") from None
         ended = _ended(name, run, lines)
         if runs.setdefault(ended.seed, ended) is not ended:
-            raise ValueError(f"{name} must have a seed of its own, got {ended.seed} again")
+            raise ValueError(f"{name} must have a separate seed, got {ended.seed} again")
     return Kind(label, dict(sorted(runs.items())))
 
 
@@ -257,7 +257,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
         label = " ".join([own["attention"], *stated])
         if run.seed in kinds.setdefault(label, {}):
             raise ValueError(
-                f"{name} must have a seed of its own of {label}, got {run.seed} again"
+                f"{name} must have a separate seed of {label}, got {run.seed} again"
             )
         kinds[label][run.seed] = run
     about = runs[0][1].header
@@ -265,9 +265,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     rows = f"{at['steps']} steps of {at['batch']} x {at['seq_len']} on {about.framework}"
     dense = [label for label in kinds if label.startswith("dense")]
     if not dense:
-        raise ValueError(
-            f"runs of {rows} must have dense attention's beside them, got {[*kinds]}"
-        )
+        raise ValueError(f"runs of {rows} must include dense attention, got {[*kinds]}")
     for label, of in kinds.items():
         alone = of.keys() - kinds[dense[0]].keys()
         if alone:

@@ -78,7 +78,7 @@ class TorchRanks(Ranks):
             if not dist.is_torchelastic_launched():
                 raise ValueError(
                     "--parallel of torch needs processes: torchrun --nproc-per-node=N -m "
-                    "bench.train ..., got a process started by itself"
+                    "bench.train ..., got a single process"
                 )
             # Flags and texts go by gloo, so that they do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

@@ -68,7 +68,7 @@ class _Description(pickle.Unpickler):
         found = getattr(described, global_name, None)
         if isinstance(found, type) and found.__module__ == module_name == described.__name__:
             return found
-        raise ValueError(f"shards must be described by tensors' sizes alone, got {place}")
+        raise ValueError(f"shards must be described only by the sizes of tensors, got {place}")
 
 
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:

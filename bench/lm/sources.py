@@ -33,7 +33,7 @@ def files(pattern: str) -> list[Path]:
         )
     for x in found:
         if x.suffix not in SUFFIXES:
-            raise ValueError(f"dataset must be of files with one of {SUFFIXES}, got {x}")
+            raise ValueError(f"dataset must consist of files with one of {SUFFIXES}, got {x}")
     return sorted(found)
 
 
@@ -98,7 +98,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         # Arrow raises OSError where a column chunk is damaged.
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        raise ValueError(f"{path} is not a whole parquet file: {error}") from None
+        raise ValueError(f"{path} is not a complete parquet file: {error}") from None
 
 
 def text_of(value: object, where: object, column: str) -> str:

@@ -65,12 +65,12 @@ class ModelSpec:
         if self.choice not in CHOICES:
             raise ValueError(f"choice must be one of {CHOICES}, got {self.choice!r}")
         if self.shared_window and not self.layer.separate:
-            raise ValueError("shared_window must be False where kv is 'shared', got True")
+            raise ValueError("shared_window must be False if kv is 'shared', got True")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
             raise ValueError(
-                "bias must be False and qk_norm_eps None where attention is dense, got "
+                "bias must be False and qk_norm_eps None if attention is dense, got "
                 f"{self.layer.bias} and {self.layer.qk_norm_eps}"
             )
 

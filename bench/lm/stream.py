@@ -131,7 +131,7 @@ class Streamed(Batches):
             self.block = self.first
             return
         print(
-            f"dataset {self.source}: to go on at row {row} the stream is read from document "
+            f"dataset {self.source}: to continue at row {row} the stream is read from document "
             f"{at.document} of epoch {at.epoch} on, with row {at.row}, nothing before it. Its "
             f"shuffle buffer of {self.buffer} documents is filled again; the order stays the same",
             file=sys.stderr,

@@ -188,7 +188,7 @@ class Block(nn.Module):
         for name in ("choice", "key_taps", "selection_loss"):
             if getattr(spec, name):
                 raise NotImplementedError(
-                    f"packed rows take no {name}, got {getattr(spec, name)!r}"
+                    f"packed rows do not support {name}, got {getattr(spec, name)!r}"
                 )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]

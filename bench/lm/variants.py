@@ -166,14 +166,14 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
         raise NotImplementedError("selection_loss must be 0 on several devices")
     if spread.devices != ranks.size:
         raise ValueError(
-            f"devices must be the {ranks.size} processes that there are, got {spread.devices}"
+            f"devices must be {ranks.size}, the number of processes, got {spread.devices}"
         )
     from . import torch_parallel
 
     sharded = spread.kind == "fsdp"
     if variant.graph:
         if spread.safe or spread.compiled:
-            raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe is about")
+            raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe needs")
         kind = torch_parallel.FSDPGraphLearner if sharded else torch_parallel.GraphLearner
         return kind(*at, ranks=ranks, **options)
     kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner

@@ -221,7 +221,7 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
             )
         here = row.get("device") or device
         if here is None:
-            raise ValueError(f"{where}: no column device; say --device")
+            raise ValueError(f"{where}: no column device: pass --device")
         kernel, branch, over = row.get("kernel") or "triton", "selected", PORTABLE["torch"]
         if fa2:
             kernel, branch, over = "fa2", row["branch"], MASKED
