@@ -1,14 +1,14 @@
-"""Is this checkout slower than another one, on this GPU, and does it compute the same bits?
+"""Compares the speed and the bits of this checkout with those of another one, on this GPU.
 
     git worktree add ../before <commit>
     python -m bench.against --checkout ../before
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
-Both checkouts run in processes of their own on one machine: all compile side by side, then
-they are timed in turn (before, after, after, before, ...), calls in a row, one on the GPU. A
-row is slower where the median of its ratios exceeds `--margin`. Exit status 1: a row is slower
-or not bit-equal (`--allow_other_bits` for a change that may round differently), or a process
-failed. Kernels: `mosaic`, so a Hopper GPU.
+Both checkouts run in separate processes on one machine. All compile in parallel. Then
+consecutive calls are timed in turn (before, after, after, before, ...), with one process on the
+GPU at a time. A row is slower where the median of its ratios exceeds `--margin`. Exit status 1:
+a row is slower or not bit-equal (`--allow_other_bits` for a change that may round differently),
+or a process failed. Kernels: `mosaic`, so a Hopper GPU.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
 
 
 def waves(problems: Iterable[Problem], memory_gib: float) -> list[list[Problem]]:
-    """Those that fit on the GPU together, twice each: about ten tensors like the output a
-    process, and CUDA."""
+    """Group the problems that fit on the GPU together, each in two processes. A process needs
+    about ten tensors of the output's size, and CUDA."""
     found, left = list[list[Problem]](), 0.0
     for p in problems:
         gib = 2 * (1.5 + 10 * 2 * p.B * p.T * p.H * max(p.D, 128) / 2**30)
@@ -75,7 +75,7 @@ class Child:
         )
 
     def answer(self, asked: str = "") -> dict[str, Any]:
-        """The next line; compiling comes before the first."""
+        """The next line of the process. The first line comes after compiling."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(asked)
         self.process.stdin.flush()
@@ -94,7 +94,7 @@ def measured(
     """A row per problem and mode; the times of the rounds are in milliseconds.
 
     Args:
-      broken: gets why others have none.
+      broken: list that gets the reasons of rows without times.
     """
     with contextlib.ExitStack() as ends:
         pairs = [[Child(folder, p) for folder in folders] for p in wave]

@@ -92,7 +92,7 @@ def drawn(seed: int = 0) -> Callable[..., Tensor]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the precision of an oracle."""
+    """Convert to the precision of the oracle."""
     return x.double() if x.dtype == torch.float32 else x.float()
 
 
@@ -205,7 +205,7 @@ class Mode:
     lists_apart: float | None = None  # at most; None if there are no lists
 
     def call(self, name: str) -> Callable[..., Any]:
-        """What is timed."""
+        """The call that is timed."""
         raise NotImplementedError
 
     def checked(self, name: str, to: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
@@ -220,7 +220,7 @@ class Mode:
         raise NotImplementedError
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
-        """Of each implementation that was asked for, and why ours is wrong."""
+        """The errors of each requested implementation, and the reasons why ours is wrong."""
         found = {name: ({}, "") for name in FLAGS.implementation if name in self.names}
         lists = {} if self.lists_apart is None else {"lists": self.apart()}
         exact = self.exact() if self.results else []
@@ -286,7 +286,7 @@ class Attention(Mode):
 
 
 class Gradients(Attention):
-    """The output, and the gradients for it as its own."""
+    """The output, and the gradients for the output itself as cotangent."""
 
     names = tuple(x for x in WHOLE if x != "vllm")
     results = "out", "query", "key", "value"
@@ -304,7 +304,7 @@ class Gradients(Attention):
 
 
 class Indexer(Mode):
-    """MiniMax-M3's, with random weights, on hidden states."""
+    """The indexer of MiniMax-M3 with random weights, on hidden states."""
 
     names, results, lists_apart = (*OURS, "eager"), (), LISTS_APART
 
@@ -402,7 +402,7 @@ class Loss(Mode):
         return self.run(None, self.arrays)
 
     def checked(self, name, to=lambda x: x):
-        """For the last queries."""
+        """Results for the last queries."""
         last = slice(-FLAGS.checked, None)
         query, key, lse, index_query, index_key, lists = self.arrays
         query, lse, index_query, lists = (x[:, last] for x in (query, lse, index_query, lists))
@@ -416,7 +416,7 @@ class Listed(Mode):
     lists: Tensor | None = None
 
     def attend(self, implementation: Any, to=lambda x: x, lists: Any = None) -> list[Tensor]:
-        """The lists, made where there are none, and the output."""
+        """The lists, which are made if they are not given, and the output."""
         raise NotImplementedError
 
     @property
@@ -430,12 +430,14 @@ class Listed(Mode):
         return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
     def checked(self, name, to=lambda x: x):
-        """On our lists."""
+        """Results on our lists."""
         return self.attend("torch" if name == "plain" else None, to, self.lists)[1:]
 
 
 class Decode(Listed):
-    """A token of each row: its blocks from pages of index keys, its attention to them."""
+    """A decode step: blocks from pages of index keys for one token per row, and attention to
+    them.
+    """
 
     def __init__(self, length: int):
         make, rows, page = drawn(), FLAGS.B, FLAGS.block
@@ -466,14 +468,14 @@ class Decode(Listed):
         return [lists, nsa_torch.paged_block_attention(*arrays, **self.reading, **how)]
 
     def call(self, name):
-        """A graph, where there are any."""
+        """The call, as a CUDA graph if graphs are supported."""
         step = lambda: self.attend("torch" if name == "plain" else None)
         replay = step if device() == "cpu" else timing.cuda_graph(step)[0]
         return lambda _=0: replay()
 
 
 class Qsa(Listed):
-    """Lists and attention of whole rows, of QSA's layer."""
+    """Lists and attention of QSA's layer for whole rows."""
 
     names, elsewhere = ("nsa_torch", "sdpa"), ("sdpa",)
 
@@ -511,7 +513,7 @@ class Qsa(Listed):
 
 
 class QsaDecode(Decode):
-    """The same of QSA's layer."""
+    """The decode step of QSA's layer."""
 
     def __init__(self, length: int):
         make, rows = drawn(), FLAGS.B
@@ -564,7 +566,7 @@ def why_not(name: str) -> str | None:
 
 
 def measured(mode: Mode, name: str) -> dict[str, Any]:
-    """What an implementation takes."""
+    """Measure an implementation."""
     if reason := why_not(name):
         return {"status": "unsupported", "reason": reason}
     try:

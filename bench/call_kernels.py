@@ -1,13 +1,14 @@
-"""What each Mosaic kernel of a call takes, forward and backward, on this GPU.
+"""Times each Mosaic kernel of a call on this GPU, forward and backward.
 
     python -m bench.call_kernels
     python -m bench.call_kernels --only 64k --only 8k --out variants.jsonl
 
 The steps of `nsa_torch.attention` with gradients run as in a first call, each kernel between two
-CUDA events, while the GPU is kept busy until the host has queued all of them. Milliseconds,
-medians of `--rounds`; L2 holds what the kernel before left there. A column is a branch of a pass;
-`rest` has the kernels of no column, merges and lists among them; `whole` is the call, with the
-operators of torch between kernels. Hopper; the shapes are those of `bench.against`.
+CUDA events, while the GPU is kept busy until the host has queued all of them. Times are medians
+of `--rounds` in milliseconds. L2 contains the data of the previous kernel. A column is a branch
+of a pass; `rest` has the kernels of no column, merges and lists among them; `whole` is the
+call, with the operators of torch between kernels. Hopper; the shapes are those of
+`bench.against`.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -59,7 +60,9 @@ BUSY_CYCLES = 40_000_000  # 20 ms: longer than the host takes to queue a call
 
 
 def column(kernel: Kernel) -> str:
-    """Of the table: a kernel of intervals has all tokens as keys, or the compressed ones."""
+    """The column of the table for a kernel. The keys of an interval kernel are all tokens or
+    the compressed ones.
+    """
     spec: Any = kernel.spec
     name = OF_BRANCH.get(kernel.name, REST)
     if "{" not in name:
@@ -72,7 +75,7 @@ def column(kernel: Kernel) -> str:
 
 
 class Timed(TorchOps):
-    """Runs kernels between events."""
+    """Run kernels between events."""
 
     def __init__(self):
         self.spans = []
@@ -83,7 +86,7 @@ class Timed(TorchOps):
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """What is queued within counts in this column."""
+        """A context whose kernels count in this column."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
@@ -100,7 +103,7 @@ class Timed(TorchOps):
 
 
 def prepared(problem: Problem):
-    """A call with gradients. Its kernels are built, side by side."""
+    """Prepare a call with gradients, and build its kernels in parallel."""
     nsa_torch.prepare(
         heads=problem.H,
         kv_heads=problem.Hkv,
@@ -112,7 +115,7 @@ def prepared(problem: Problem):
 
 
 def measure(problem: Problem) -> None:
-    """Prints and keeps milliseconds by column."""
+    """Print and record milliseconds by column."""
     call, found = prepared(problem), []
     for _ in range(1 + FLAGS.rounds):  # the first is not timed
         ops = Timed()

@@ -6,12 +6,12 @@
     python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
-Each of several lengths has its own process. All compile and are judged side by side, then
-they are timed in turn, one at a time. The last example is how the report's first chart is measured
-(docs/benchmarks.md).
+With several lengths, each has its own process. All compile and are compared with the oracle in
+parallel, then they are timed one after the other. The last example is how the report's first
+chart is measured (docs/benchmarks.md).
 
-Parity first, then time: a path that is wrong is not timed. A path that was named on the
-command line and refuses was not measured, and that is the exit status.
+Parity first, then time: a path that is wrong is not timed. If a path that is named on the
+command line refuses, it was not measured, which the exit status shows.
 """
 
 import dataclasses
@@ -86,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def side_by_side(lengths: Sequence[int]) -> int:
-    """Starts a process per length. They compile together and are timed in turn; the worst status.
-
-    All records are in `compare.jsonl`, other files of a length in the folder of its name.
+    """Start a process per length. They compile in parallel and are timed in turn. Returns the
+    worst status. All records are in `compare.jsonl`, and other files of a length are in its
+    folder.
     """
     lines, statuses = command.new_file(FLAGS.out, "compare.jsonl"), []
     for _, status, done in turns.of_lengths("seq_len", lengths, lines, FLAGS.framework):
@@ -99,7 +99,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
 
 def of_length(length: int | None) -> int:
-    """Explains or measures one length, by default the config's; the exit status."""
+    """Explain or measure one length, by default that of the config. Returns the exit status."""
     names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
@@ -132,7 +132,7 @@ type JobsOfRunners = list[tuple[Any, Job]]
 
 
 def plan_of(runners, settings, mode: str) -> JobsOfRunners:
-    """The rows that the flags ask for."""
+    """The rows that the flags request."""
     branches = [name for name in problems.BRANCHES if name in FLAGS.branch]
     if mode == "fwdbwd":  # no gradient flows through a selection
         branches = [name for name in branches if name != "scores"]
@@ -169,8 +169,8 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
 
 
 def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
-    """Measures the jobs of each mode, writes a line after each, then table and plot; returns the
-    exit status."""
+    """Measure the jobs of each mode. Write a line after each job, and then a table and a plot.
+    Returns the exit status."""
     lines = command.new_file(FLAGS.out, "compare.jsonl")
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
     how: dict[str, Any] = {"seconds": FLAGS.row_seconds}
@@ -210,7 +210,7 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
-    """The rows that decide how the command ends: all that were named, and of others the best of
+    """The rows that determine the exit status: all named ones, and otherwise the best row of
     each branch. Dense attention among other branches is only their baseline."""
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:

@@ -70,7 +70,7 @@ METRICS = (TIME, TENSOR, L2, HITS, HBM, ISSUED, *map(STALL.format, STALLS))
 
 
 class Named(TorchOps):
-    """Prints the kernels that run: name and column of the table."""
+    """Print the name and the column of each kernel that runs."""
 
     def run(self, kernel, *tensors):
         print(f"{kernel.name}\t{call_kernels.column(kernel)}")
@@ -128,16 +128,14 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
 
 
 def number(row: Mapping[str, str], metric: str) -> float:
-    """NaN where ncu has none."""
+    """The value of a counter, or NaN if ncu has none."""
     text = row[metric].replace(",", "")
     return float(text) if text and text != "n/a" else float("nan")
 
 
 def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
-    """A record per kernel.
-
-    Raises:
-      ChildProcessError: ncu failed; the message has what it said.
+    """Measure a record per kernel. Raises:
+    ChildProcessError: ncu failed. The message has its output.
     """
     # In this process, since building kernels replaces ncu's driver.
     call_kernels.prepared(problem)

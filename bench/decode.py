@@ -6,8 +6,8 @@
     python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
-On a GPU each of several lengths has its own process. All compile and are judged side by side,
-then they are timed in turn, one at a time.
+On a GPU each of several lengths has its own process. All compile and are compared with the
+oracle in parallel, then they are timed one after the other.
 
 `S` counts the tokens in the cache with the new ones, which are `--q_len` (more than one: guesses
 that are verified). `ms_total` is `cached_attention`: it appends the tokens and attends;
@@ -85,7 +85,9 @@ TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.it
 
 
 def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
-    """Useful work of one step. The whole reads what its branches read, not all keys."""
+    """The useful work of one step. The whole step reads the keys of its branches, not all
+    keys.
+    """
     steps = {"selected": ("scores", "selected"), "all": ("compressed", "selected", "sliding")}
     parts = [cost.cost(step, shape, config) for step in steps.get(branch, (branch,))]
     return cost.Cost(
@@ -122,7 +124,7 @@ class Case:
         self.paged_kernel = FLAGS.paged
 
     def judge(self) -> None:
-        """Compiles each step and compares it with the oracle; only the timing is left."""
+        """Compile each step and compare it with the oracle. Only the timing remains."""
         own = {"status": "unsupported", "reason": self.refusal}
         if not self.refusal:
             own = guarded("selection", self._freeze, library=False)
@@ -134,7 +136,9 @@ class Case:
             self._judge(f"dense_{name}", "dense", {}, lambda name=name: self._dense(name))
 
     def _judge(self, key: str, branch: str, own: dict[str, Any], prepare: Callable) -> None:
-        """`own`: why there is no such row; `prepare`: its step, checker and arguments."""
+        """Judge a row. `own` is the reason why the row does not exist; `prepare` returns its
+        step, checker and arguments.
+        """
         name, library = f"decode {key}", branch == "dense"
 
         def take():
@@ -147,8 +151,8 @@ class Case:
         self.waiting.append((key, branch, row))
 
     def run(self, how: dict[str, Any]) -> None:
-        """Times every step. The branches come first, since the whole cannot be faster than one of
-        them."""
+        """Time every step. The branches come first, since the whole cannot be faster than a
+        branch."""
         for key, branch, row in self.waiting:
             found = row.timed(**how)
             if key == "all" and "status" not in found:
@@ -163,12 +167,12 @@ class Case:
 
     @property
     def kernel(self) -> str:
-        """What runs each step, in their order; one name where that is the same."""
+        """The implementations of the steps in order, or one name if all are the same."""
         names = [self.labels[step] for step in STEPS]
         return names[0] if len(set(names)) == 1 else "/".join(names)
 
     def _freeze(self) -> dict[str, Any]:
-        """From here on the selection is the path's own; it is judged as `scores`."""
+        """Use the selection of the path from here on. It is judged as `scores`."""
         self.checker = Checker(self.settings, self.inputs, backward=False)
         self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.chosen)
         chosen = self.cached.chosen()
@@ -211,8 +215,8 @@ class Case:
         return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
 
     def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses the times where a part takes longer than the whole by more than noise, which
-        a few samples do not tell."""
+        """Refuse the times if a part takes longer than the whole by more than noise. A few
+        samples cannot show this."""
         enough = timing.MIN_SAMPLES
         longer = [
             f"{branch} {part.time_ms:.4g} ms"
@@ -234,7 +238,7 @@ class Case:
         )
 
     def row(self) -> dict[str, Any]:
-        """Values of the row of the table."""
+        """The values of a row of the table."""
         done, whole, paged = self.records, self.records["all"], self.records.get("paged")
         each, rows = self.config.reads(whole.S), whole.B * whole.Hkv
         reads: dict[str, Any] = {"expected": each, "expected_all": each * rows}

@@ -1,4 +1,4 @@
-"""What is installed here, on which device, and whether the pairs that must fit do.
+"""Lists installed packages and the device, and checks that pairs of packages fit.
 
     python -m bench.environment                 # print it
     python -m bench.environment --out env.json  # and keep it
@@ -123,17 +123,19 @@ def cuda_runtimes(device: str) -> Pair:
 
 
 def device_name() -> str:
-    """The GPU that torch sees, as in a record, or `cpu`."""
+    """The name of the GPU that torch uses, as in a record, or `cpu`."""
     return _device()[1]
 
 
 def is_hopper() -> bool:
-    """Whether the GPU has what the Mosaic kernels need."""
+    """Whether the GPU supports the Mosaic kernels."""
     return _device()[0] == "9 0"
 
 
 def _device() -> list[str]:
-    """Capability and name; asked in a process of its own, which gives the GPU's memory back."""
+    """Capability and name of the GPU. A separate process reads them, so that GPU memory is
+    freed.
+    """
     status, said = _python(DEVICE)
     if status:
         raise RuntimeError(f"torch does not report its device: {said.strip()[-2000:]}")

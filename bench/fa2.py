@@ -4,13 +4,13 @@
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
     python -m bench.fa2 --sliding_kernel=fa2 --log=timing
 
-`masked` is one `scaled_dot_product_attention` under the whole boolean mask `[T, S]`, made
-before the clock starts. `fa2` is FlashAttention-2 on the same arrays,
-by one of two calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`.
-`sdpa` is the library's portable path, which runs where FA-2 does not pay: thresholds compare
-these two. All three are measured at every length: a kernel that is named must be `fa2`, and
-thresholds (`--fa2_min_len_win`) leave out no row. All are compared with the reference before they
-are timed. Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
+`masked` is one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
+made before the time measurement. `fa2` is FlashAttention-2 on the same arrays, by one of two
+calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`. `sdpa` is the
+portable path of the library, which runs if FA-2 is not faster. Thresholds compare these two.
+All three are measured at every length: a kernel that is named must be `fa2`, and thresholds
+(`--fa2_min_len_win`) leave out no row. All are compared with the reference before they are
+timed. Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
 """
 
 import sys
@@ -44,7 +44,7 @@ IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
 
 
 def masked(branch: str, config: NSAConfig):
-    """Attention under the whole mask, which the first call makes."""
+    """Attention with the whole mask, which the first call makes."""
     made: list[tuple[Tensor, Tensor]] = []
 
     def call(given):
@@ -62,7 +62,7 @@ def masked(branch: str, config: NSAConfig):
 
 
 def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """What each query sees `[T, S]`, and which sees nothing `[T]`."""
+    """The mask of visible keys `[T, S]`, and whether a query sees no key `[T]`."""
     row = torch.arange(query.shape[2], device=query.device)[:, None]
     column = torch.arange(key.shape[2], device=query.device)
     if branch == "sliding":
@@ -81,7 +81,7 @@ def _arrays(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def varlen(branch: str, config: NSAConfig, kv_len: int):
-    """The library's own call."""
+    """FA-2 as the library calls it."""
     function = getattr(fa2, f"{branch}_attention")
     return lambda given: {"out": function(*_arrays(given), config=config, kv_len=kv_len)[0]}
 
@@ -193,7 +193,7 @@ class Problem(parts.Problem):
 
 
 def path() -> str:
-    """Which call of FA-2 is measured."""
+    """The call of FA-2 that is measured."""
     return "dense" if FLAGS.path == "dense" else "varlen"
 
 

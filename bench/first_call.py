@@ -49,13 +49,13 @@ def problem(length: int) -> Problem:
 
 
 def used_mib() -> float:
-    """The memory of the GPU that is in use."""
+    """The used memory of the GPU in MiB."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**20
 
 
 def cold() -> dict:
-    """All kernels of the layer, on disk and loaded."""
+    """Build and load all kernels of the layer."""
     import nsa_torch
 
     layer = {"heads": FLAGS.H, "kv_heads": FLAGS.Hkv, "key_width": FLAGS.D}

@@ -1,4 +1,4 @@
-"""Every test that needs a GPU, on this machine's GPU; and how old the last such run is.
+"""Runs every test that needs a GPU, and reports the age of the last such run.
 
     python -m bench.gpu_tests --save_records
     python -m bench.gpu_tests --part 1/2
@@ -44,7 +44,7 @@ PROCESS_BYTES = 5 << 30
 
 
 def pytest_arguments() -> list[str]:
-    """Which tests run, in how many processes."""
+    """The arguments of pytest: the tests to run, and the number of processes."""
     if FLAGS.gpus == "2":
         return ["-m", "two_gpus"]
     room = torch.cuda.get_device_properties(0).total_memory // PROCESS_BYTES
@@ -54,7 +54,7 @@ def pytest_arguments() -> list[str]:
 
 
 def whole(parts: set[str | None]) -> bool:
-    """Whether these runs together are one of all tests."""
+    """Whether these runs together contain all tests."""
     counts = {int(part.split("/")[1]) for part in parts if part}
     return None in parts or any(parts >= {f"{k}/{n}" for k in range(1, n + 1)} for n in counts)
 
@@ -63,7 +63,7 @@ def age() -> str:
     """Whether all tests ran on one GPU since the newest change, with the dates of both.
 
     Raises:
-      NotImplementedError: git does not say when the newest change was.
+      NotImplementedError: git does not report the time of the newest change.
     """
     changed = records.output(
         "git", "log", "-1", "--format=%cI", "--", *(f":/{x}" for x in FOLDERS)

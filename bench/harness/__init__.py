@@ -1,4 +1,4 @@
-"""What every command shares: flags, inputs, processes, timing, records.
+"""Code that all commands share: flags, inputs, processes, timing, records.
 
 | module | what it is |
 |---|---|

@@ -1,5 +1,6 @@
-"""Other libraries' kernels for attention to chosen blocks of 128, as `bench.block_selection` calls
-them. Both run if they can be imported; their Triton and CuTe kernels need a GPU.
+"""Kernels of other libraries for attention to selected blocks of 128 keys, for
+`bench.block_selection`. Both run if they can be imported; their Triton and CuTe kernels need a
+GPU.
 """
 
 import importlib
@@ -35,7 +36,7 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
     """The arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
 
     Raises:
-      ValueError: it has no rule for these sizes or lists.
+      ValueError: the kernel does not support these sizes or lists.
     """
     batch, kv_heads, length, width = key.shape
     queries = indices.shape[2]

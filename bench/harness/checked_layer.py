@@ -37,8 +37,8 @@ class Layer(Problem):
     """A problem with a config.
 
     Attributes:
-      cu_seqlens: of packed rows; tokens after the last sequence are padding.
-      kernels: those that have to run; where `gathered_merge` is one, tiles must be gathered.
+      cu_seqlens: boundaries of packed rows; tokens after the last sequence are padding.
+      kernels: kernels that must run. If `gathered_merge` is among them, tiles must be gathered.
     """
 
     config: NSAConfig = PAPER
@@ -72,7 +72,7 @@ def symbol(name: str) -> str:
 
 
 def plant(tool: str, name: str) -> None:
-    """Runs the kernel with the fault; its symbol is like that of a Mosaic kernel."""
+    """Run the kernel with the fault. Its symbol looks like that of a Mosaic kernel."""
     name = symbol(name)
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)
@@ -82,10 +82,10 @@ def plant(tool: str, name: str) -> None:
 
 
 class Watch(TorchOps):
-    """Runs kernels, and records which.
+    """Run kernels and record their names.
 
     Attributes:
-      launches: by the kernel's name.
+      launches: number of launches by kernel name.
       gathered_tiles: tiles whose far blocks were gathered forward, of all calls.
     """
 

@@ -1,4 +1,5 @@
-"""How every command starts: its flags, variables `NSA_*` (`seed_env`), the debug log, then `main`.
+"""The start of every command: flags, variables `NSA_*` (`seed_env`), the debug log, then
+`main`.
 
     cli.run(main)                # a command whose flags are the program's
     cli.run(main, FLAGS)         # its own until it is the main program: others have such names
@@ -47,10 +48,11 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
     """Defines flags by name in `own`, by default in new values that also have `--commit`.
 
     Args:
-      known: default, help, and perhaps a bound or what may be chosen; or the name of the flag that
-        it is another name of. The flag has the type of its default: a list is given between commas,
-        each value of a tuple by a flag of its own. A type in place of a default: None. A bound is
-        the least number, or both ends; by default 1 of integers, and 0 of others.
+      known: default, help, and optionally a bound or the allowed values; or the name of the
+        flag of which this is an alias. The flag has the type of its default. A list is
+        separated by commas, and each value of a tuple is a separate flag. A type instead of a
+        default means that the default is None. A bound is the minimum, or both ends. It
+        defaults to 1 for integers and to 0 for other numbers.
     """
     if own is None:
         own = flags.FlagValues()
@@ -86,7 +88,7 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
 
 
 def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str | None]:
-    """Defines `--commit`, which `records.environment` takes."""
+    """Define `--commit`, which `records.environment` reads."""
     what = "The commit that this tree is a copy of; default: git's."
     return flags.DEFINE_string("commit", None, what, flag_values=own)
 
@@ -113,10 +115,8 @@ ONLY = (), "Rows whose names begin so (repeatable)."  # a flag, as `define` take
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Those that begin with one of `only`; all where that is empty.
-
-    Raises:
-      ValueError: there is none.
+    """The names that begin with one of `only`, or all if it is empty. Raises:
+    ValueError: there is none.
     """
     names = list(names)
     if found := [name for name in names if name.startswith(tuple(only) or "")]:
@@ -127,10 +127,8 @@ def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
 def refuse_beside(
     mode: flags.Flag | flags.FlagHolder, others: Iterable[flags.Flag | flags.FlagHolder]
 ) -> None:
-    """Of a flag that changes what the command does.
-
-    Raises:
-      ValueError: one of `others`, which then say nothing, is not its default.
+    """Refuse flags that have no effect with a flag that changes the command. Raises:
+    ValueError: one of `others`, which then have no effect, differs from its default.
     """
     if given := [other.name for other in others if other.value != other.default]:
         raise ValueError(f"--{given[0]} has no effect with --{mode.name}")
@@ -143,12 +141,12 @@ def run(
     arguments: bool = False,
     several: bool = False,
 ) -> None:
-    """Parses the command line and exits with what `main` returns.
+    """Parse the command line and exit with the result of `main`.
 
     Args:
       own: flags that are not in `flags.FLAGS` while the module is only imported.
-      arguments: whether the command takes any that are no flags.
-      several: whether it looks itself at the processes that a launcher started.
+      arguments: whether the command accepts arguments that are not flags.
+      several: whether the command itself handles several processes of a launcher.
     """
     main_flags = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
     if own is not None:
@@ -167,18 +165,18 @@ def run(
 
 
 def _typed(spec) -> str:
-    """How the command was called: `nsa-compare`, `python -m bench.compare`."""
+    """The form of the call: `nsa-compare` or `python -m bench.compare`."""
     script = Path(sys.orig_argv[-len(sys.argv) :][0]).name
     return script if script.startswith("nsa-") else f"python -m {spec.name}"
 
 
 def _command(program: str) -> str:
-    """Its name in `bench`."""
+    """The name of the command in `bench`."""
     return re.split(r"[.-]", program)[-1]
 
 
 def _fault(error: Exception, program: str) -> int:
-    """Says what is wrong with the command line; the exit status."""
+    """Report the fault of the command line, and return the exit status."""
     print(
         f"error: {process.module(str(error))}\n{program} --help shows the flags",
         file=sys.stderr,
@@ -187,7 +185,7 @@ def _fault(error: Exception, program: str) -> int:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """The command line, whose faults end with status 2 and not with absl's 1; `--help` is no
+    """Parse the command line. Faults end with status 2, not with absl's 1. `--help` is not a
     fault."""
     try:
         return flags.FLAGS(argv)
@@ -224,7 +222,7 @@ def _start(main, arguments, argv, several=False):
 
 
 def _thresholds() -> policy.Thresholds:
-    """Those of the command line, where the command has such flags."""
+    """The thresholds of the command line, if the command has such flags."""
     names = (field.name for field in dataclasses.fields(policy.Thresholds))
     given = {name: flags.FLAGS[name].value for name in names if name in flags.FLAGS}
     return policy.Thresholds(**given)

@@ -1,4 +1,4 @@
-"""What the commands share: their flags, the folder they write to, the exit status.
+"""Code that commands share: flags, the output folder, the exit status.
 
 A command's flags are its own until it is the main program, since others have the same names:
 `FLAGS = command.flag_values()` at its head, `cli.run(main, FLAGS)` at its end.

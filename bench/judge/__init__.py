@@ -1,1 +1,1 @@
-"""Whether a path is right: the float64 oracle, error bounds, selections."""
+"""Judges whether a path is right: the float64 oracle, error bounds, selections."""

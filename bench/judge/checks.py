@@ -1,4 +1,4 @@
-"""Whether a path fulfils the contract, by its results on the checked rows."""
+"""Checks whether a path fulfils the contract, from its results on the checked rows."""
 
 import concurrent.futures
 import copy
@@ -20,7 +20,9 @@ ROUNDED = "selected", "sliding", "all"  # branches that `compute_dtype` is about
 
 
 class Checker:
-    """Compares results of either framework with the oracle, which it computes once each."""
+    """Compares results of either framework with the oracle, which is computed once per
+    branch.
+    """
 
     def __init__(
         self,
@@ -57,8 +59,8 @@ class Checker:
         return other
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
-        """Runs `step` of one branch and compares everything that it returns; of the whole
-        (`all`) a step that was given the inputs' own selection.
+        """Run `step` of one branch and compare all results. For the whole (`all`) the step has
+        the selection of the inputs.
 
         `arguments` are those of `step`, in the arrays of the runner's framework.
         """
@@ -103,7 +105,7 @@ class Checker:
         return parity.merge(parts)
 
     def sources(self, runner, arguments) -> tuple:
-        """What a step is called with: the arguments, and in backward mode the cotangent."""
+        """The inputs of a step: the arguments, and in backward mode the cotangent."""
         return (arguments, runner.load(self.cotangent)) if self.backward else (arguments,)
 
     def _scores(self, compressed_key) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The dense reference on slabs of query rows, with which results are compared.
+"""The dense reference on slabs of query rows, to which results are compared.
 
 Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
 themselves, with `kv_len` up to `b`, or if T < S to `b + S - T`. Long problems are checked
@@ -49,11 +49,11 @@ class Slabs(NamedTuple):
         offset: int = 0,
         most_rows: int | None = None,
     ) -> "Slabs":
-        """All rows of a small problem, chosen rows of a large one.
+        """Choose all rows of a small problem, and some rows of a large one.
 
         Args:
           row_elements: logits of one query position, `B * H * S`.
-          most_rows: no more rows than that are chosen, of a small problem too; 12 at least.
+          most_rows: maximum number of rows, also for a small problem; at least 12.
         """
         on_cpu = jax.default_backend() == "cpu"
         limit = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
@@ -79,7 +79,7 @@ class Slabs(NamedTuple):
 
     @property
     def skips(self) -> tuple[int, ...]:
-        """Rows at the head of each slab that an earlier one has already."""
+        """The number of first rows of each slab that an earlier slab contains."""
         ends = (0, *(start + self.size for start in self.starts[:-1]))
         pairs = zip(self.starts, ends, strict=True)
         return tuple(max(0, end - start) for start, end in pairs)
@@ -204,7 +204,7 @@ def _backward_slab(branch, config, slabs, low):
 
 
 def compiled(slab):
-    """Not tuned: on a GPU trying out kernels takes longer than the oracle runs."""
+    """Compile without tuning, which would take longer on a GPU than the oracle itself."""
     gpu = jax.default_backend() != "cpu"
     return jax.jit(slab, compiler_options={"xla_gpu_autotune_level": 0} if gpu else None)
 

@@ -1,4 +1,5 @@
-"""The one tolerance rule: how far a path may be from the oracle. NumPy in, for any framework.
+"""The tolerance rule: how far a path may be from the oracle. Arrays are NumPy arrays from any
+framework.
 
 `oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
 reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`
@@ -51,7 +52,8 @@ CHUNK = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """How far a path was from the oracle and how far it may be; `reason` is empty when ok.
+    """The errors of a path relative to the oracle, and their bounds. `reason` is empty if all
+    bounds hold.
 
     `error_rms` and `bound_rms` are None for indices, `slope` if there are too few elements.
     """
@@ -71,7 +73,7 @@ class Parity:
 
     @property
     def share(self) -> float:
-        """The part of its bound that the largest error uses up; above 1 it is broken."""
+        """The largest error divided by its bound. Above 1 the bound is broken."""
         pairs = [(self.error_max, self.bound_max), (self.error_mean, self.bound_mean)]
         if self.error_rms is not None and self.bound_rms is not None:
             pairs.append((self.error_rms, self.bound_rms))
@@ -83,7 +85,7 @@ class Parity:
 
 @dataclasses.dataclass
 class Norms:
-    """Maximum, mean and root mean square of magnitudes that come a chunk at a time."""
+    """Maximum, mean and root mean square of magnitudes, computed chunk by chunk."""
 
     count: int = 0
     max: float = 0.0
@@ -122,7 +124,7 @@ def check_parity(
       name: The name of the array, for the reason.
       actual: the path's result.
       dtype: The path's precision, if `actual` was converted. Defaults to that of `actual`.
-      selection: it is the output of the selected branch.
+      selection: whether the array is the output of the selected branch.
       in_float8: Whether products are in e4m3, for the baseline too.
     """
     dtype = np.dtype(actual.dtype if dtype is None else dtype)
@@ -285,7 +287,9 @@ def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
 
 
 def merge(parts: Sequence[Parity]) -> Parity:
-    """The part that uses most of its bound speaks for all; the first broken one before it."""
+    """Merge results: the first that breaks its bound, otherwise the one with the largest share
+    of its bound.
+    """
     broken = [part for part in parts if not part.ok]
     worst = broken[0] if broken else max(parts, key=lambda part: part.share)
     differ = [part.rows_differ for part in parts if part.rows_differ is not None]

@@ -52,7 +52,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The part of its bound that the shortfall uses up."""
+        """The shortfall divided by its bound."""
         return math.inf if self.shortfall is None else self.shortfall / self.bound
 
     @property

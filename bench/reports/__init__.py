@@ -1,1 +1,1 @@
-"""How records are shown: `sources` reads, `render` makes tables, the others draw."""
+"""Presents records: `sources` reads them, `render` makes tables, the other modules draw."""

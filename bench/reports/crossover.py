@@ -49,7 +49,7 @@ class Run:
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
-    """What records and training logs say of whole attention and of dense attention."""
+    """Runs of whole attention and of dense attention, from records and training logs."""
     for r in records:
         compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
@@ -72,7 +72,9 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
 
 
 def _is_plain(implementation: str) -> bool:
-    """Whether it is ours, in no form of a call (`mosaic packed`, `mosaic recompute`)."""
+    """Whether a record is from our kernel in its plain form, unlike `mosaic packed` or `mosaic
+    recompute`.
+    """
     return " " not in implementation and implementation not in PEERS
 
 
@@ -144,13 +146,13 @@ class Panel:
 
     @property
     def about(self) -> str:
-        """What was measured: the problem, and by which of our kernels."""
+        """The measured problem, and our kernel."""
         ours = self.points[-1].ours
         return f"{ours.about}; NSA by {ours.kernel}"
 
     @property
     def rows(self) -> list[Record | Speed]:
-        """All that is compared."""
+        """All compared rows."""
         return [run.row for point in self.points for run in (point.ours, *point.dense)]
 
     @property
@@ -159,7 +161,7 @@ class Panel:
 
     @property
     def answer(self) -> str:
-        """In words that follow the question's name."""
+        """The answer as text, to follow the name of the question."""
         known = [point for point in self.points if point.faster is not None]
         if not known:
             return "not measured beside dense attention"

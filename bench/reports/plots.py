@@ -44,7 +44,9 @@ class Plot:
 
 
 def length(record: Record) -> tuple[int, str]:
-    """What the row is drawn over, and its name: `bench.selection` varies the selected keys."""
+    """The value of the horizontal axis for a row, and its name. `bench.selection` varies the
+    number of selected keys.
+    """
     if record.bench == "selection":
         keys = record.config["num_selected"] * record.config["select_block"]
         return keys, "selected keys a query"
@@ -118,8 +120,8 @@ def answers(each: Sequence[Panel]) -> str:
 
 
 def _draw(panel: Panel, axes) -> None:
-    """NSA is faster above 1. A hollow dot means that a fast dense kernel was not measured there,
-    a word is the status of a row without a time."""
+    """Draw an answer. NSA is faster above 1. A hollow dot means that a fast dense kernel was
+    not measured there. A word is the status of a row without a time."""
     for name, curve in panel.curves.items():
         tokens, ratios, failed, missing = zip(*curve, strict=True)
         own = {"linewidth": 1.0, "markersize": 2.5, "color": COLORS.get(name, OTHER)}
@@ -189,8 +191,8 @@ def _by_length(shown, label: str, value: Callable, level: float | None = None):
 
 
 def _log_log(axes, title: str, x: str, y: str) -> None:
-    """Scales, labels and grid; the vertical axis spans a factor of 4 at least, so that noise is
-    no slope and has a number at its side."""
+    """Set scales, labels and grid. The vertical axis spans a factor of at least 4, so that
+    noise does not look like a slope."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
@@ -212,7 +214,7 @@ def _log_log(axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(figure, columns: int = 4) -> None:
-    """Below the panels, each label once."""
+    """Draw the legend below the panels, with each label once."""
     known = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()

@@ -1,4 +1,4 @@
-"""What a report is made from: records, training logs, and the files of their devices."""
+"""Reads the sources of a report: records, training logs, and the files of their devices."""
 
 import dataclasses
 import json
@@ -33,7 +33,9 @@ class Report:
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """What differs between runs: device, commit, versions; rows and first and last time."""
+        """The environments of the runs: device, commit, versions, number of rows, first and
+        last time.
+        """
         found: dict[str, dict[str, Any]] = {}
         for record in self.records:
             about = {

@@ -1,5 +1,6 @@
-"""What `tune_thresholds` pairs and checks.
+"""Functions for `tune_thresholds`.
 
 `threshold_evidence` pairs the records of a kernel
-with those of its baseline; `threshold_check` asks whether choice obeys a threshold.
+with those of its baseline; `threshold_check` checks that the automatic choice follows a
+threshold.
 """

@@ -1,4 +1,5 @@
-"""From which length NSA is faster than dense attention, by heads and pass, from records.
+"""Derives from records the length from which NSA is faster than dense attention, by heads and
+pass.
 
 Of one sequence with the paper's sizes and random inputs, on which NSA is slowest. What counts as
 faster: `reports/crossover.py`. Of one length nothing follows where NSA is faster there.

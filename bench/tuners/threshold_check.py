@@ -1,4 +1,5 @@
-"""Whether automatic choice switches from the portable path to the kernel at a file's lengths.
+"""Checks whether the automatic choice switches from the portable path to the kernel at the
+lengths of a file.
 
 Two ways. The decision: a problem of one length less and of that length is described, on a GPU
 of the file's device, and the registry is asked between the kernel and the portable path, both
@@ -143,8 +144,7 @@ def _decided(
 def ran(
     runner: JaxRunner | TorchRunner, device: Device, name: str, length: int, expected: str
 ) -> Finding:
-    """What `attention` calls for the step, with the kernels that the threshold is not about
-    out of the way."""
+    """The function that `attention` calls for the step, with all other kernels disabled."""
     step, watched = policy.DECIDES[name][0], {}
     tokens = length if step != "selected" else 1024
     config = _config(name, length, NSAConfig().select_block)
@@ -164,7 +164,7 @@ def ran(
 
 
 def _applied(device: Device):
-    """The thresholds of the file, where it is not the one that choice reads anyway."""
+    """Apply the thresholds of the file, unless the automatic choice reads this file already."""
     if policy.of(device.device) == device:
         return contextlib.nullcontext()
     limits = {name: device.limit(name) for name in device.runtime.given()}

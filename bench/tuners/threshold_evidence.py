@@ -48,14 +48,14 @@ class Pair:
 
     @property
     def length(self) -> int:
-        """Tokens, or selected keys."""
+        """The length in tokens, or in selected keys."""
         if self.row.branch == "selected":
             return self.row.config["num_selected"] * self.row.config["select_block"]
         return max(self.row.T, self.row.S)
 
     @property
     def kernel_ms(self) -> float | None:
-        """None if it failed, which `problem` states."""
+        """The time of the kernel, or None if it failed. `problem` then has the reason."""
         return None if self.row.times_ms is None else self.row.times_ms[0]
 
     @property
@@ -68,12 +68,14 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
-        """Of the kernel over what decides; 0 where it failed."""
+        """The speed-up of the kernel over its baseline, or 0 if the kernel failed."""
         return self.over_ms / self.kernel_ms if self.kernel_ms and self.over_ms else 0.0
 
     @property
     def over_portable(self) -> float | None:
-        """Of the kernel over the portable path, where another decides and both have a time."""
+        """The speed-up of the kernel over the portable path, if the baseline is another one and
+        both have times.
+        """
         if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
             return None
         return self.portable_ms / self.kernel_ms
@@ -89,7 +91,7 @@ class Pair:
 
 
 class Evidence:
-    """All pairs that were found, and the rows that were left out, by the reason."""
+    """All pairs, and the excluded rows by reason."""
 
     def __init__(self):
         self.pairs: list[Pair] = []
@@ -111,7 +113,7 @@ class Evidence:
         return [pair for pair in found if pair.row.implementation == first]
 
     def left_out(self) -> list[str]:
-        """One line for each reason."""
+        """The excluded rows as one line per reason."""
         notes = {text: list(places) for text, places in self.notes.items()}
         for threshold in policy.DECIDES:
             used = self.of(threshold)
@@ -126,7 +128,7 @@ class Evidence:
         ]
 
     def add(self, rows: Iterable[Row], device: str | None = None) -> None:
-        """Adds the pairs of rows, of one device where it is named."""
+        """Add the pairs of rows, from one device if it is named."""
         groups: dict[str, list[Row]] = {}
         for where, record in rows:
             if not any(record.branch == branch for branch, _ in policy.DECIDES.values()):
