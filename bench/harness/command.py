@@ -78,17 +78,17 @@ class _Names(flags.MultiFlag):
 def define_names(
     name: str, known: Iterable[str], help: str, own: flags.FlagValues = flags.FLAGS
 ) -> flags.FlagHolder[list[str]]:
-    """Defines a flag of some names of `known`, a list between commas and repeatable; none by
-    default."""
+    """Define a repeatable flag with names of `known`, separated by commas. By default it is
+    empty."""
     flag = _Names(flags.EnumParser(list(known)), flags.ArgumentSerializer(), name, [], help)
     return flags.DEFINE_flag(flag, own)
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
-    """The numbers of a list flag; `default` where it is not given.
+    """The numbers of a list flag, or `default` if it is not given.
 
     Raises:
-      ValueError: something is no integer over 0.
+      ValueError: a value is not a positive integer.
     """
     given = list(map(str, default)) if values is None else [x.strip() for x in values]
     if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
@@ -110,7 +110,7 @@ def sampling(
 
 
 def config_of(own: flags.FlagValues) -> NSAConfig:
-    """NSA's sizes, from the short names."""
+    """The config of NSA from the short names."""
     names = ("l", "d", "l_sel", "n_sel", "w")
     return NSAConfig.from_seed(**{name: getattr(own, name) for name in names})
 
@@ -155,8 +155,8 @@ def settings(
 
 
 def folder(out: str | None) -> Path:
-    """Where a run writes: `out`, or a folder of `bench/results` that bears the time: of the
-    checkout, or, where the library is installed, of the current folder."""
+    """The output folder of a run: `out`, or a folder in `bench/results` with the time in its
+    name. An installed library uses the current folder in place of the checkout."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     return Path(out) if out else records.FOLDER.with_name("results") / stamp
 
@@ -174,14 +174,14 @@ def new_file(out: str | None, name: str) -> Path:
 
 
 def speed_up(slow: Record, fast: Record) -> float | None:
-    """How many times faster; None unless both rows count."""
+    """The speed-up, or None unless both rows are valid."""
     if slow.times_ms is None or fast.times_ms is None:
         return None
     return slow.times_ms[0] / fast.times_ms[0]
 
 
 class Results:
-    """The records and the table of one run, written and printed as they come."""
+    """The records and the table of one run, written and printed one by one."""
 
     def __init__(self, bench: str, own: flags.FlagValues):
         self.bench, self.save = bench, own.save_records
@@ -198,7 +198,7 @@ class Results:
         self.rows: list[dict[str, Any]] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Writes records; `beside`: they are what others are compared with, not the question."""
+        """Write records. `beside` marks baselines, which are not what the command measures."""
         records.append(self.path, made)
         self.done += made
         if beside:
@@ -289,7 +289,7 @@ def positive(text: str, where: str) -> float:
     """A number of a CSV file.
 
     Raises:
-      ValueError: it is none over 0.
+      ValueError: it is not a positive number.
     """
     try:
         value = float(text)

@@ -3,13 +3,13 @@
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the
     softmax, the gates, the compression and the top-n are not counted.
-  - The selected branch takes `min(n, blocks there are)` blocks, the query's own among them
+  - The selected branch reads `min(n, existing blocks)` blocks, including the query's own
     (`num_local >= 1`), of which only the keys up to the query count.
   - Backward is five products, `3 * 2 D + 2 * 2 Dv` a pair: the logits once more, dV, dP, dQ
     and dK. The selection has no gradient.
   - `all` is the sum of the branches; the scores use the logits of the compressed branch.
   - Traffic: every input is read once and every output written once, float32 lse and int32
-    indices included. What a kernel reads twice is not useful traffic.
+    indices included. Repeated reads are not useful traffic.
 """
 
 import dataclasses
@@ -58,7 +58,9 @@ LIMITS = {
 
 
 def visible_pairs(branch: str, T: int, S: int, config: NSAConfig) -> int:
-    """(query, key) pairs that one head of one sequence may use, compressed tokens as keys."""
+    """The number of visible (query, key) pairs of one head of one sequence. Compressed tokens
+    count as keys.
+    """
     position = np.arange(S - T, S, dtype=np.int64)
     if branch in ("compressed", "scores"):
         block, stride = config.compress_block, config.compress_stride
@@ -112,7 +114,7 @@ def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> in
 
 
 def limits(device: str) -> Limits | None:
-    """What is known of the device that the driver calls so."""
+    """The known limits of the device with this driver name."""
     known = _known(device)
     return None if known is None else LIMITS[known]
 

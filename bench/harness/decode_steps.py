@@ -1,7 +1,7 @@
 """The steps of decoding the last tokens on a filled cache, as `bench.decode` times and counts them.
 
-A step does not change the length of the cache, so that all calls are equal: torch writes the
-tokens to the same slots of the same buffers, JAX gets the cache back with its length restored.
+A step does not change the length of the cache, so that all calls are equal. torch writes the
+tokens to the same slots, and JAX restores the length of the returned cache.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Cached:
         self.full = self._read(self._updated(self.cache, *last))
 
     def _updated(self, cache, key, value):
-        """The cache with more tokens, in torch in its memory."""
+        """The cache with more tokens, in torch in place."""
         if not self.torch:
             return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
         count = key.selected.shape[1]
@@ -62,7 +62,7 @@ class Cached:
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
     def _read(self, cache) -> dict[str, Any]:
-        """What the branches read: as many tokens, raw and compressed, as there are, by name."""
+        """The existing raw and compressed tokens that the branches read, by name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
         for branch, kind in itertools.product(Branches._fields, ("key", "value")):
@@ -74,7 +74,7 @@ class Cached:
         return found
 
     def step(self, branch: str) -> "Step":
-        """The step of one branch; of `all`: the tokens are appended, then attend."""
+        """The step of one branch. The step of `all` appends the tokens and then attends."""
         if branch == "all":
             return self._whole()
         function = functools.partial(self._branch, branch)
@@ -124,8 +124,8 @@ class Cached:
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
 
     def reads(self, branch: str) -> np.ndarray:
-        """Keys that the last query takes in by the branch, `[B, Hkv]`, counted: see
-        `bench.decode`.
+        """The counted keys that the last query reads in the branch, `[B, Hkv]` (see
+        `bench.decode`).
         """
         zeros = self.query * 0
         given = {"query": zeros, "cache": self.full}
@@ -138,7 +138,9 @@ class Cached:
 
 
 class Paged:
-    """A paged cache of the tokens of a `Cached`, its pages in no order, and the same step."""
+    """A paged cache with the tokens of a `Cached` and pages in random order, and the same
+    step.
+    """
 
     def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
         self.cached, self.implementation = cached, implementation
@@ -159,7 +161,9 @@ class Paged:
         return cache if self.cached.torch else after
 
     def stored(self) -> dict[str, Any]:
-        """What a cache in fp8 has of the tokens, by the names of `problems.Inputs`, float32."""
+        """The tokens as a cache in fp8 stores them, by the names of `problems.Inputs`, in
+        float32.
+        """
         config, (table, _) = self.cached.config, (self.runner.numpy(x) for x in self.at)
 
         def array(x):
@@ -187,7 +191,7 @@ class Paged:
 
     @property
     def name(self) -> str:
-        """What runs."""
+        """The name of the implementation that runs."""
         found = self._attend.explain(*self._arguments(), implementation=self.implementation)
         return found.implementation
 
@@ -219,7 +223,7 @@ class Paged:
         return x.reshape(-1, self.cached.new, *x.shape[1:])
 
     def step(self) -> "Step":
-        """The tokens are appended, then attend."""
+        """The step appends the tokens and then attends."""
         query, gates, *_ = self._arguments()
         options: dict[str, Any] = {"implementation": self.implementation}
 
@@ -243,7 +247,7 @@ class Paged:
 
 
 class Step:
-    """`call(i)`, the i-th time; arguments that a `Checker` gives are not looked at."""
+    """A step `call(i)`, where `i` counts the calls. Arguments from a `Checker` are ignored."""
 
     def __init__(self, runner, call: Callable[[int], dict[str, Any]]):
         self.runner, self.call = runner, call
@@ -252,14 +256,14 @@ class Step:
         return self.at(0)
 
     def at(self, index: int) -> dict[str, Any]:
-        """One call; in torch without gradients."""
+        """Make one call, in torch without gradients."""
         if self.runner.framework == "jax":
             return self.call(index)
         with self.runner.torch.no_grad():
             return self.call(index)
 
     def timed(self, how: Mapping[str, Any]) -> tuple[timing.Timing, str]:
-        """Its time, and whether a CUDA graph replayed it, or why not."""
+        """The time, and whether a CUDA graph replayed the step, or the reason why not."""
         if self.runner.framework == "jax":
             return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
         if self.runner.platform != "cuda":
@@ -289,7 +293,7 @@ def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
 
 
 def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:
-    """A step of JAX whose cache is given away, and comes back."""
+    """A step of JAX that donates its cache and gets it back."""
     step, held = jax.jit(function, donate_argnums=0), rotated(jax.tree.map(jnp.copy, cache))
 
     def run(index):
@@ -301,5 +305,5 @@ def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step
 
 
 def flat(arrays: Iterable[Any]) -> Any:
-    """`[B T, ..]` of each `[B, T, ..]`."""
+    """Reshape each `[B, T, ..]` to `[B T, ..]`."""
     return Branches(*(x.reshape(-1, *x.shape[2:]) for x in arrays))

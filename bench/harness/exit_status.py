@@ -1,4 +1,4 @@
-"""How every command ends, in one table, which `--help` shows."""
+"""The exit statuses of all commands, as a table that `--help` shows."""
 
 from collections.abc import Iterable
 
@@ -20,14 +20,14 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
     """The status of a run.
 
     Args:
-      asked_for: the rows that the command is about.
-      beside: Their baselines, which are no answer without them.
+      asked_for: the rows that the command measures.
+      beside: The baselines of these rows.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))
 
 
 def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
-    """As `of`, of the rows' own statuses."""
+    """The same as `of`, for the statuses of rows."""
     asked_for = list(asked_for)
     if {"wrong", "error"} & {*asked_for, *beside}:
         return WRONG
@@ -35,6 +35,8 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """The status of a command that ran several; any other status means that one broke."""
+    """The status of a command that ran several commands. Any other status means that one of
+    them failed.
+    """
     found = {end if end in range(4) else WRONG for end in ends}
     return next((end for end in (WRONG, USAGE, NOT_MEASURED, OK) if end in found), NOT_MEASURED)

@@ -12,7 +12,7 @@ TILE = 128  # queries and keys that FlexAttention skips or takes together
 def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
     """The `BlockMask` of indices `[B, Hkv, Sq, n]`, -1 in empty slots; the queries are the last.
 
-    Nothing of queries times keys but a bool for each query and block.
+    It allocates one bool per query and block, and no array of queries times keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -12,13 +12,13 @@ _doing = ""
 
 
 def say(doing: str) -> None:
-    """Names the step for the next lines; prints nothing."""
+    """Set the name of the step for the next lines, without output."""
     global _doing
     _doing = doing
 
 
 class _Watched:
-    """A stream that knows when it was written to last."""
+    """A stream that records the time of the last write."""
 
     def __init__(self, stream: TextIO):
         self.stream, self.last = stream, time.monotonic()
@@ -33,7 +33,9 @@ class _Watched:
 
 @contextlib.contextmanager
 def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """Within: a line on stderr whenever stdout and stderr were silent for `silence_s`."""
+    """A context that writes a line to stderr whenever stdout and stderr were silent for
+    `silence_s`.
+    """
     start, before, ended = time.monotonic(), (sys.stdout, sys.stderr), threading.Event()
     out, err = map(_Watched, before)
 

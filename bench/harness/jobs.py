@@ -1,4 +1,4 @@
-"""Which rows a comparison has: every implementation of every branch, or the ones named."""
+"""The rows of a comparison: every implementation of every branch, or the named ones."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from .runners import forward
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One row to measure, or why there is nothing to measure."""
+    """One row to measure, or the reason why there is nothing to measure."""
 
     branch: str
     label: str  # the implementation and its form
@@ -109,8 +109,8 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
 
 
 def in_form(form: str, runner, job: Job, settings) -> Job:
-    """The whole of `job`: `recompute` keeps no branch's output for the backward pass; `packed` is
-    on one packed row of all rows, whose metadata is made before."""
+    """The whole attention of `job` in another form. `recompute` stores no branch outputs for
+    the backward pass. `packed` uses one packed row with metadata that is made before."""
     run, config = settings.runtime, settings.nsa
     meta = runner.metadata(run.batch, run.seq_len, config) if form == "packed" else None
 

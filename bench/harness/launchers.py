@@ -1,4 +1,6 @@
-"""Whether a launcher started this process as one of several, by the variables that it sets."""
+"""Detects whether a launcher started this process as one of several, from its environment
+variables.
+"""
 
 import os
 
@@ -13,10 +15,10 @@ LAUNCHERS = {
 
 
 def check_one(together: str = "") -> None:
-    """Refuses to be one of several processes that do not know each other.
+    """Raise an error if this is one of several processes that do not communicate.
 
     Args:
-      together: the flags by which they would be one run, if there are any.
+      together: the flags that would make the processes one run, if the command has any.
 
     Raises:
       ValueError: a launcher started several.

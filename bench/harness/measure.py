@@ -18,9 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> dict[str, Any]:
-    """The fields from `take`, or status and reason of its exception.
-
-    `library`: the code measured is not ours and may refuse in its own ways.
+    """The fields from `take`, or status and reason of its exception. `library` names measured
+    code of others, which may raise other exceptions.
     """
     heartbeat.say(name)
     try:
@@ -45,7 +44,7 @@ class Judged:
     time: Callable[..., dict[str, Any]] | None = None
 
     def timed(self, **how: Any) -> dict[str, Any]:
-        """The fields of the record; `how`: as `timing` takes it."""
+        """The fields of the record. `how` has arguments of `timing`."""
         time = self.time
         if time is None:
             return self.found
@@ -76,7 +75,9 @@ def judge(
     mode: str = "forward",
     load: Callable | None = None,
 ) -> Judged:
-    """Compiles `job` and compares it with the oracle; `load`: `runner.load`, or `once` of it."""
+    """Compile `job` and compare it with the oracle. `load` is `runner.load`, or `once` of
+    it.
+    """
     name = f"{runner.framework} {job.branch} {job.label}"
     if job.unsupported:
         return Judged(name, job.library, {"status": "unsupported", "reason": job.unsupported})
@@ -89,7 +90,7 @@ def judge(
 
 
 def once(load: Callable) -> Callable:
-    """`load` that loads each array once, and keeps it."""
+    """A version of `load` that loads each array once and caches it."""
     known: dict[int, tuple[Any, Any]] = {}
 
     def one(array):
@@ -173,7 +174,7 @@ def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]
 
 
 def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
-    """The compressed keys and the blocks that the whole attention of `job` makes on its way."""
+    """The compressed keys and the blocks that the whole attention of `job` computes."""
     name = job.named("selected")
     if isinstance(name, str) and name not in runner.registry.names("scores"):
         name = None

@@ -1,9 +1,10 @@
-"""Rows of a table by several processes: made ready side by side, timed one process at a time.
+"""Measures the rows of a table in several processes, which prepare in parallel and are timed
+one at a time.
 
-Each process has some of the rows. One that dies, or is longer than `ROW_S` over a row, loses
-that row: its other rows go to a new process. So a kernel that crashes or hangs is one failed row,
-and compilation uses all cores of the machine. A process times its rows twice, and the least time
-of each call counts, so that a short disturbance of the host does not.
+Each process has some of the rows. If a process ends, or needs more than `ROW_S` for a row, this
+row is lost, and a new process gets its other rows. So a kernel that crashes or hangs is one
+failed row, and compilation uses all cores of the machine. A process times its rows twice, and
+the least time of each call counts, so that a short disturbance of the host does not.
 """
 
 import dataclasses
@@ -33,11 +34,13 @@ class Row(Protocol):
     """What a command measures for one row of its table."""
 
     def judge(self) -> Callable[[], list[Record]]:
-        """Does everything before timing; returns the function that times and gives the records."""
+        """Do all work before timing. Returns the function that times and returns the
+        records.
+        """
         ...
 
     def lost(self, reason: str) -> list[Record]:
-        """The same records where the process ended over them."""
+        """The records of a row whose process ended."""
         ...
 
 
@@ -46,8 +49,8 @@ class Problem:
 
     Attributes:
       calls: fields of each record.
-      how: as `timing` takes it.
-      refusal: why there is no such problem, or nothing.
+      how: arguments of `timing`.
+      refusal: the reason why the problem does not exist, or an empty string.
     """
 
     bench = ""
@@ -65,7 +68,7 @@ class Problem:
         raise NotImplementedError
 
     def jobs(self, inputs: problems.Inputs) -> Iterator[Job]:
-        """One for each of `calls`."""
+        """One job for each of `calls`."""
         raise NotImplementedError
 
     def judge(self) -> Callable[[], list[Record]]:
@@ -109,7 +112,9 @@ FLAGS = {
 
 
 def child(own: flags.FlagValues, rows: Sequence[Row]) -> int:
-    """Measures for another process, which keeps what this one measures: where there is `--turn`."""
+    """Whether this process measures for another process, which stores the results (flag
+    `--turn`).
+    """
     measure_for_parent(_asked(own, rows), Path(own.turn))
     return 0
 
@@ -176,21 +181,21 @@ def by_processes(
 
 
 def _split(numbers: Sequence[int], count: int) -> Iterator[list[int]]:
-    """`numbers` in at most `count` runs of sizes alike."""
+    """Split `numbers` into at most `count` runs of similar sizes."""
     count = min(count, len(numbers))
     for i in range(count):
         yield list(numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count])
 
 
 def _ended(status: int, log: Path) -> str:
-    """How a process ended, in one line."""
+    """One line about the end of a process."""
     faults = [found[0] for found in FAULT.finditer(log.read_text(errors="replace"))]
     return ": ".join([f"its process ended with status {status}", *faults[-1:]])
 
 
 def measure_for_parent(rows: Mapping[int, Row], folder: Path) -> None:
-    """One of those processes: `<number>.jsonl` in `folder` for each row, `<number>.begun`
-    while it is at it."""
+    """Measure as one of these processes. It writes `<number>.jsonl` in `folder` for each row,
+    and `<number>.begun` during the measurement."""
     faulthandler.enable(STDERR)
     begun = {number: folder / f"{number}.begun" for number in rows}
     times = {number: _guarded(row.judge, begun[number]) for number, row in rows.items()}
@@ -202,7 +207,9 @@ def measure_for_parent(rows: Mapping[int, Row], folder: Path) -> None:
 
 
 def _better(first: Record, second: Record) -> Record:
-    """The faster of two measurements of one call; one that does not count wins."""
+    """The faster of two measurements of one call. An invalid measurement replaces a valid
+    one.
+    """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 
 

@@ -46,7 +46,9 @@ NOTES = {
 
 
 def why_not(problem: Problem, branch: str) -> str | None:
-    """Why the package cannot run the branch, or None. Asks without importing it."""
+    """The reason why the package cannot run the branch, or None. It does not import the
+    package.
+    """
     config = problem.config
     if records.version(PACKAGE) is None:
         return f"{PACKAGE} is not installed: pip install git+https://github.com/XunhaoLai/{PACKAGE}"
@@ -84,7 +86,7 @@ def jobs(problem: Problem, branches) -> Iterator[Job]:
 
 
 def _rows(x):
-    """`[B, T, heads, width]` as `[B T, heads, width]`."""
+    """Reshape `[B, T, heads, width]` to `[B T, heads, width]`."""
     return x.flatten(0, 1)
 
 
@@ -151,7 +153,9 @@ def _compress(config: NSAConfig, x):
 
 
 def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A branch; `own` gives the compressed keys and the blocks that the whole makes."""
+    """A call of a branch. `own` returns the compressed keys and the blocks that the whole
+    computes.
+    """
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]

@@ -1,4 +1,4 @@
-"""What is measured: settings from a config file, and the inputs that they come to."""
+"""Problems to measure: settings from a config file, and inputs for them."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Those that replace the device's."""
+        """The thresholds that replace those of the device."""
         names = (field.name for field in dataclasses.fields(Thresholds))
         return Thresholds(**{name: getattr(self, name) for name in names})
 
@@ -97,7 +97,7 @@ class Inputs:
         return self.key.selected.shape[1]
 
     def arguments(self, branch: str) -> dict[str, Any]:
-        """The arrays that a branch takes, by the names of its arguments."""
+        """The arrays for a branch, by the names of its arguments."""
         if branch not in ARGUMENTS:
             raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
         found = {name: getattr(self, name) for name in ARGUMENTS[branch]}
@@ -119,7 +119,7 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Within: the debug log is off. What makes inputs is not what a command is asked about."""
+    """A context without the debug log, since making inputs is not part of the measurement."""
     on, debug.on = debug.on, False
     try:
         yield
@@ -206,7 +206,7 @@ def correlated(query, rho: float) -> jax.Array:
 
 @jax.jit
 def overlap(block_indices) -> jax.Array:
-    """Mean share of a query's blocks that the query before it selected as well."""
+    """The mean share of a query's blocks that the previous query also selected."""
     now, before = block_indices[:, 1:], block_indices[:, :-1]
     filled = now >= 0
 

@@ -1,6 +1,6 @@
 """A command as a step of a longer run: a process with a timeout, a log and a result.
 
-The process leads a group of its own, so that what it starts ends with it.
+The process has a separate process group, so that its children end with it.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Result:
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM came."""
+    """SIGINT or SIGTERM was received."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -66,8 +66,8 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT or SIGTERM raises `Interrupted` where the main thread is; once, so that nothing
-    keeps the step at hand from being ended."""
+    """A context in which SIGINT or SIGTERM raises `Interrupted` in the main thread, once, so
+    that the current step can be ended."""
     numbers = signal.SIGINT, signal.SIGTERM
 
     def stop(number, frame):
@@ -94,8 +94,8 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
-    """The words of a command, `{name}` replaced; an empty word is left out, and one with
-    `{records}` is repeated for each of them."""
+    """The words of a command with `{name}` replaced. An empty word is omitted, and a word with
+    `{records}` is repeated for each record."""
     found = []
     for word in shlex.split(template):
         each = records if "{records}" in word else [""]
@@ -128,8 +128,8 @@ def run(
     for torch.
 
     Args:
-      budget: whether `timeout_s` is what the whole run has left, for the reason.
-      before: a command that runs this one.
+      budget: whether `timeout_s` is the remaining time of the whole run, for the reason.
+      before: a command that starts this one.
       variables: Environment variables in addition to those of this process.
     """
     command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]
@@ -180,7 +180,9 @@ def answer(
 
 
 def end_all() -> None:
-    """Ends what `run` has started in other threads, each of which then returns a `Result`."""
+    """End the processes that `run` has started in other threads. Each call then returns a
+    `Result`.
+    """
     with _lock:
         children = [*_running]
     for child in children:

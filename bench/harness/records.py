@@ -34,7 +34,9 @@ type Milliseconds = Annotated[float, Field(gt=0)] | None
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class Record:
-    """A measurement, or why there is none. Lengths in tokens, times in milliseconds."""
+    """A measurement, or the reason why there is none. Lengths are in tokens, times in
+    milliseconds.
+    """
 
     schema: Literal[2] = 2
     bench: str  # which command measured
@@ -99,13 +101,13 @@ class Record:
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
-        """Median, p20 and p80 of a row that counts; None of any other."""
+        """Median, p20 and p80 of a valid row, otherwise None."""
         return times_of(self)
 
     @property
     def bound_share(self) -> float | None:
-        """The part of its bound that the largest error uses up, of the maximum, mean, rms and
-        slope; None where there is no bound.
+        """The largest of the errors (maximum, mean, rms, slope) divided by its bound, or None
+        without a bound.
         """
         # In 8 bits the limit of the slope follows from the baseline.
         judged = "compute_dtype" not in self.config
@@ -121,7 +123,7 @@ class Record:
 
 
 def times_of(row: Any) -> tuple[float, float, float] | None:
-    """`Record.times_ms` of anything that has its times and its status."""
+    """The same as `Record.times_ms`, for any object with times and a status."""
     times = row.time_ms, row.p20_ms, row.p80_ms
     return None if row.status != "ok" or None in times else times
 
@@ -155,7 +157,7 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     """Adds one JSON line a mapping, all in one write, to the file at `path`.
 
     Raises:
-      OSError: there is no room for all of them; the file is as before.
+      OSError: the disk is full. The file is unchanged.
       ValueError: its last line is truncated.
     """
     path = Path(path)
@@ -187,7 +189,7 @@ def check_appendable(path: str | Path) -> None:
 
 
 def _check_end(file: BinaryIO, path: Path) -> int:
-    """The size of a file of whole lines."""
+    """The size of a file, which must end with a whole line."""
     if end := file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -196,7 +198,7 @@ def _check_end(file: BinaryIO, path: Path) -> int:
 
 
 def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> Record:
-    """Of `<device>/kernel_log/variants.jsonl`: the time of one that is not in use."""
+    """A line of `<device>/kernel_log/variants.jsonl`: the time of a variant of a kernel."""
     what = {"kernel": kernel, "shape": shape, "variant": name, "in_use": False}
     return Record(
         bench="variant", time_ms=round(time, 3), commit=commit and commit[:7], extra=what
@@ -227,7 +229,7 @@ def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def checked[T](kind: type[T], data: Any, where: str) -> T:
-    """What `data` is, a line that was read at `where`.
+    """Check `data`, a line that was read at `where`, and return it.
 
     Raises:
       ValueError: it is not one of `kind`.
@@ -252,7 +254,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The data in each line of the file at `path`, with its location `<path>:<line>`.
 
     Raises:
-      ValueError: a line is not whole.
+      ValueError: a line is incomplete.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -265,12 +267,12 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def folder_of(device: str) -> Path:
-    """Where the records of a device are kept: `bench/records/<slug of its name>`."""
+    """The folder of the records of a device: `bench/records/<slug of its name>`."""
     return FOLDER / config_files.slug(device)
 
 
 def shown(path: str | Path) -> str:
-    """A path without the part that is only true of this machine."""
+    """A path without the part that depends on this machine."""
     full, root = Path(path).resolve(), FOLDER.parent.parent.resolve()
     return str(full.relative_to(root)) if full.is_relative_to(root) else full.name
 
@@ -305,7 +307,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def head(folder: Path) -> str | None:
-    """The commit that is checked out in `folder`, None where there is no git."""
+    """The commit that is checked out in `folder`, or None without git."""
     return output("git", "-C", str(folder), "rev-parse", "HEAD")
 
 
@@ -315,7 +317,7 @@ def _driver() -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """What the command prints, None where it cannot run or fails."""
+    """The output of the command, or None if it cannot run or fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,6 @@
-"""How each framework runs a step: the same arguments in, named results out, time and memory."""
+"""Runs a step in each framework, with the same arguments and named results, and measures time
+and memory.
+"""
 
 import math
 import os
@@ -43,7 +45,7 @@ def problem(
     capability: tuple[int, int] | None = None,
     device: str | None = None,
 ) -> Problem:
-    """What the registry of `framework` is asked about; `step` is filled in later."""
+    """The problem for the registry of `framework`. `step` is set later."""
     model, run = settings.model, settings.runtime
     return Problem(
         framework=framework,
@@ -180,12 +182,12 @@ class TorchRunner:
         self.dense_names = ("flash", "cudnn") if cuda else ("flash",)
 
     def metadata(self, batch: int, length: int, config) -> Any:
-        """As of `JaxRunner`."""
+        """The same as in `JaxRunner`."""
         borders = self.torch.arange(batch + 1, dtype=self.torch.int32) * length
         return self.api.varlen_metadata(borders, config=config, device=self.platform)
 
     def load(self, arguments: Any) -> Any:
-        """The same values as tensors of their own."""
+        """Copy the values to new tensors."""
 
         def tensor(x):
             array = np.array(x)
@@ -295,7 +297,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _choose(device: str) -> None:
-    """Keeps JAX, which makes both frameworks' inputs and oracles, where it is asked to be."""
+    """Restrict JAX, which makes inputs and oracles for both frameworks, to the requested
+    device.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
     if device == "cpu":
@@ -303,7 +307,9 @@ def _choose(device: str) -> None:
 
 
 def _is_causal(queries: int, keys: int) -> bool:
-    """The libraries' causal masks are aligned top left: right for T = S; one query sees all."""
+    """Whether a causal mask is needed. Masks of the libraries are aligned to the top left,
+    which fits T = S. A single query sees all keys.
+    """
     if queries not in (1, keys):
         raise NotImplementedError(f"dense needs T = S or T = 1, got T={queries}, S={keys}")
     return queries > 1

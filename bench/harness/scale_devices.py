@@ -55,8 +55,9 @@ def _drawn(problem: Problem) -> list[jax.Array]:
 
 
 def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., Any]:
-    """A compiled function of block indices or None, query, key, value and gates: the output, and
-    where they are asked for the gradients for it as its own; without a mesh on one device."""
+    """A compiled function of block indices or None, query, key, value and gates. It returns the
+    output, and if requested the gradients with the output as cotangent. Without a mesh it runs
+    on one device."""
     several = mesh is not None and mesh.size > 1
     if several:
         options |= {"context_axis": "context", "context_layout": problem.layout}
@@ -75,7 +76,7 @@ def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., 
 
 
 def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
-    """As `scale_ranks.Measured.parity`."""
+    """The same as `scale_ranks.Measured.parity`."""
     if mesh.size == 1 or problem.S > problem.checked:
         return {"errors": None}
     whole = jax.jit(lambda: _drawn(problem))()

@@ -1,4 +1,4 @@
-"""What one sequence on R devices moves and takes: counts, and a prediction for more devices.
+"""The traffic and the time of one sequence on R devices, with a prediction for more devices.
 
     moved(R)    bytes that a device receives. Keys and values of each head are gathered once
                 forward and once more backward, in their own dtype; their gradients are summed
@@ -21,7 +21,7 @@ FLOAT32 = 4
 
 
 def moved_bytes(row: dict[str, Any], devices: int, itemsize: int = 2) -> float:
-    """That a device receives in one call of the problem `row` on `devices`."""
+    """The bytes that a device receives in one call of the problem `row` on `devices`."""
     columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
     times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
     return (devices - 1) / devices * columns * times
@@ -54,7 +54,7 @@ def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
 
 
 def problem(row: dict[str, Any]) -> tuple:
-    """What rows of the same problem have in common."""
+    """The common fields of rows of the same problem."""
     names = "framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv"
     return *(row[name] for name in names), *row.get("documents", ())
 
@@ -67,5 +67,5 @@ def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 
 
 def alone(rows: Iterable[dict[str, Any]]) -> float | None:
-    """Time on one device; None where there is none."""
+    """The time on one device, or None."""
     return next((x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")), None)

@@ -1,4 +1,4 @@
-"""A sequence of `bench.scale`, as both frameworks take it, and how its results are judged."""
+"""A sequence of `bench.scale` for both frameworks, and the rule for its results."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ class Problem:
       S: tokens of the whole sequence.
       mode: `forward` or `fwdbwd`.
       layout: `zigzag` or `contiguous`.
-      checked: longest sequence whose results are judged: one device has to hold it.
-      documents: tokens of each, of a packed row; none: one sequence.
-      recompute: of `nsa_torch.attention`.
+      checked: longest sequence whose results are judged, since one device must hold it.
+      documents: number of tokens of each document of a packed row; empty for one sequence.
+      recompute: argument of `nsa_torch.attention`.
       by_rows: whether a few rows are judged (`scale_rows`), of a sequence of any length.
     """
 
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of a token's query, key, value and gates."""
+        """The shapes of query, key, value and gates of a token."""
         return [(self.H, self.D), (self.Hkv, self.D), (self.Hkv, self.Dv), (self.H, 3)]
 
     @property

@@ -32,7 +32,7 @@ def devices(size: int) -> Iterator[DeviceMesh]:
 
 
 def row(problem: Problem, mesh: DeviceMesh, samples: int) -> dict[str, Any]:
-    """Memory runs out on every rank alike."""
+    """Measure a row. If memory runs out, it does so on every rank."""
     return Measured(problem, mesh, samples).row()
 
 
@@ -105,7 +105,7 @@ class Measured:
         return found | (self.rows() if self.problem.by_rows else self.parity())
 
     def transport(self, tensors) -> Callable[[], None]:
-        """Moves what a call moves of keys and values, and computes nothing."""
+        """Transfer the keys and values of a call without computation."""
         _, key, value, _ = tensors
         ranks = context_ranks.Ranks(self.mesh, key.device)
         payload = torch.cat([key, value], dim=-1).detach()[0].transpose(0, 1).contiguous()
@@ -121,8 +121,8 @@ class Measured:
         return run
 
     def parity(self) -> dict[str, Any]:
-        """`judged` of all ranks' results, on a selection that is given: a block more or less is no
-        error of arithmetic."""
+        """Judge the results of all ranks with a given selection, since a different block is not
+        an arithmetic error."""
         problem = self.problem
         if self.size == 1 or problem.S > problem.checked:
             return {"errors": None}
@@ -171,7 +171,7 @@ class Measured:
         del out, do
 
         def of_all_ranks(x):
-            """`x` of the rows, float32."""
+            """The rows of `x` from all ranks, in float32."""
             whole = torch.zeros(len(rows), *x.shape[2:], device=device)
             whole[own] = x.detach()[0, at].float()
             dist.all_reduce(whole)
@@ -198,7 +198,9 @@ class Measured:
         return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
 
     def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
-        """Milliseconds: of the slowest rank, and of this one; ranks start together."""
+        """The time in milliseconds of the slowest rank and of this rank. Ranks start
+        together.
+        """
 
         wait = torch.cuda.synchronize if self.cuda else lambda: None
         own = []
@@ -218,8 +220,8 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """Within: data of other ranks are replaced with this rank's own, so that a call does all its
-    work and waits for no other rank. Its results are nonsense."""
+    """A context that replaces the data of other ranks with those of this rank, so that a call
+    does all its work without waiting. Its results are meaningless."""
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum
 

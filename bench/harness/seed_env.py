@@ -26,8 +26,8 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What a variable is here. With `flags` it is one of them: each is set to its value, where
-    that is a text when the variable is true, and to the variable's own value where it is None.
+    """The meaning of a variable. If it has `flags`, each is set to its text if the variable is
+    true, or to the value of the variable if the text is None.
     """
 
     flags: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
@@ -169,7 +169,7 @@ def _word(flag: str, value: str) -> str:
 
 
 def _same(text: str, default: str) -> bool:
-    """Whether a value is the default, in other words too."""
+    """Whether a value equals the default, possibly in another spelling."""
     given, known = text.strip().lower(), default.lower()
     if given == known or not given:
         return True
@@ -188,7 +188,7 @@ def _measures(values) -> bool:
 
 
 def _set(flag, text: str, name: str) -> None:
-    """As the command line would; a list grows by it."""
+    """Set a flag as the command line would. A list flag is extended."""
     if isinstance(flag.value, list) and flag.value:
         text = ",".join([*flag.value, text])
     try:

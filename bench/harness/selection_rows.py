@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """Why there is no such problem, or nothing."""
+        """The reason why the problem does not exist, or an empty string."""
         if self.runs <= self.count:
             return ""
         needed = f"{self.runs} runs need {self.runs} blocks of {self.l_sel}"
@@ -53,10 +53,10 @@ class Matrix:
     Attributes:
       L: Selected keys per query, by the layout of their blocks (`SPANS`).
       l_sel: tokens of a selection block: the first of which `L` holds one for every run.
-      streams: calls at once.
+      streams: number of concurrent calls.
       kernel: The implementation to measure. Defaults to the automatic choice.
       ref: The baseline. Defaults to the portable path.
-      beside: Further implementations, with columns of their own.
+      beside: Further implementations, with separate columns.
       dtype: A name of `problems.PRECISIONS`. Defaults to the command's.
       iters, warmup: Samples of a row, and calls before them. Default to the command's.
 

@@ -39,7 +39,7 @@ class Corpus(NamedTuple):
 
 
 class TextInputs(NamedTuple):
-    """What the model makes of the tokens."""
+    """The arrays that the model computes from the tokens."""
 
     query: jax.Array  # [B, T, H, D]
     key: Branches[jax.Array]  # [B, S, Hkv, D]
@@ -127,7 +127,7 @@ def _norm(x):
 
 
 def _context(embedded):
-    """What is known at each token: the last bytes in their order, and the mean of many."""
+    """The context of each token: the last bytes in their order, and the mean of many."""
     length, dim = embedded.shape[1:]
 
     def earlier(x, by):  # x shifted to later tokens, zeros first

@@ -151,7 +151,7 @@ def cuda_graph(call):
 
 
 def digest(results) -> str:
-    """Of the bytes of all results."""
+    """The hash of the bytes of all results."""
     found = hashlib.sha256()
     for x in results:
         if hasattr(x, "detach"):

@@ -1,4 +1,5 @@
-"""Milliseconds of one call: warmed up, the device idle before and after, compilation outside.
+"""Measures the milliseconds of one call after a warm-up, without compilation. The device is
+idle before and after.
 
 On CUDA torch is timed with CUDA events, the L2 cache overwritten between samples. JAX has no
 events, so its samples are host time around enough calls in a row that a sample lasts 5 ms;
@@ -70,8 +71,8 @@ def time_host(
     """Host clock around `call(i)` for consecutive `i`, then `sync` on the last result.
 
     Args:
-      seconds: about as long, but 5 samples at least and 50 at most.
-      iters: as many samples, however long they take.
+      seconds: approximate duration, with at least 5 and at most 50 samples.
+      iters: number of samples, regardless of their duration.
       warmup: calls before the first sample.
     """
 

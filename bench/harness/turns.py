@@ -1,4 +1,4 @@
-"""Commands that get ready side by side, and are timed one after the other.
+"""Runs commands that prepare in parallel and are timed one after the other.
 
 A child is a command that prints `ready` when only the timing is left, and times when its
 standard input asks for it. So compilation uses all cores of the machine, and one process at a time
@@ -22,7 +22,7 @@ ALONE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
 def wait() -> None:
-    """In a child: all is ready; returns when it is its turn.
+    """In a child, report that all is ready, and return when it is its turn.
 
     Raises:
       EOFError: The process that gives the turns has ended.
@@ -57,7 +57,7 @@ class Child:
         return f"ended after {time.monotonic() - self.start:.0f} s"
 
     def take_turn(self) -> tuple[int, str]:
-        """Its exit status and its output."""
+        """Give the child its turn. Returns its exit status and its output."""
         printed, _ = self.process.communicate(GO)
         return self.process.returncode, self.printed + printed
 
