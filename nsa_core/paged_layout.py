@@ -440,8 +440,8 @@ def check_tables(
             validate.borders("cu_seqlens_q", starts.tolist(), count)
     elif count % rows:
         raise ValueError(
-            f"{name} must have a multiple of {rows} tokens, the rows of lengths, where "
-            f"cu_seqlens_q is None, got {count}"
+            f"{name} must have a multiple of {rows} tokens without cu_seqlens_q, as "
+            f"lengths has that number of rows, got {count}"
         )
     if needed is None:
         return

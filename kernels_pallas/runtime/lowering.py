@@ -37,6 +37,6 @@ def lower(kernel: Kernel) -> bytes:
         ):
             return attributes["mhlo.backend_config"]["module"].value_bytes
     raise ValueError(
-        f"{kernel.name} must be one Mosaic GPU kernel that takes all arguments and gives all "
-        f"results in their order and writes to no argument, got\n{module}"
+        f"{kernel.name} must be one Mosaic GPU kernel with all arguments and results in "
+        f"their order, which must not write to its arguments, got\n{module}"
     )
