@@ -161,7 +161,7 @@ NOT_ONE = {
 
 @pytest.mark.parametrize("name", NOT_ONE)
 def test_anything_but_one_kernel_is_refused(name):
-    with pytest.raises(ValueError, match="sample must be one Mosaic GPU kernel that takes all"):
+    with pytest.raises(ValueError, match="sample must be one Mosaic GPU kernel with all"):
         lower(NOT_ONE[name])
 
 
