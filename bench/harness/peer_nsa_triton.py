@@ -15,9 +15,9 @@ the starts of sequences.
 They compute what this library computes: compressed tokens are means of `l` tokens every `d`,
 seen from their last token on; scores are summed over a group by Eq. 9; the first `init_blocks`
 and, with the query's own as the last, `local_blocks` are forced; blocks ascend, with -1 at the
-end; the scale is `D**-0.5`. So every branch is judged by the oracle, the whole too: its window
-is flash_attn's with `w` keys (that of the package's module has one more), its gated sum ours.
-No function returns a log-sum-exp.
+end; the scale is `D**-0.5`. Therefore the oracle judges every branch and the whole. The window
+runs on flash_attn with `w` keys (the package's module uses one more), and the gated sum is
+ours. No function returns a log-sum-exp.
 """
 
 import functools

@@ -165,7 +165,7 @@ def draw(
     Args:
       header: the header of one of the runs, for the title.
       bound: The bound of the differences, and its number of steps; None means all steps.
-      below_is: the name of its axis.
+      below_is: the name of the axis of the differences.
     """
     import matplotlib
 
