@@ -123,7 +123,9 @@ def random_blocks(
 def similar_blocks(
     batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
 ) -> Tensor:
-    """`random_blocks`, but each of the others is drawn again with probability `1 - overlap`."""
+    """The same as `random_blocks`, except that each other block is drawn again only with
+    probability `1 - overlap`.
+    """
     draw = torch.Generator(device).manual_seed(0)
     shape = batch, kv_heads, length, chosen - 1
     token = torch.arange(length, device=device)[:, None]

@@ -78,8 +78,8 @@ class Named(TorchOps):
 
 
 def watched(problem: Problem) -> None:
-    """In the process that ncu watches: one call with gradients between start and stop of the
-    profiler; prints a line per kernel."""
+    """Run one call with gradients between start and stop of the profiler, in the process that
+    ncu observes. Print a line per kernel."""
     call = torch_calls(problem)[0]["fwdbwd"]
     with plans.unplanned(TorchOps()):
         call()
@@ -92,7 +92,7 @@ def watched(problem: Problem) -> None:
 
 
 def lines(problem: str, printed: str, written: str, commit: str | None) -> Iterator[Record]:
-    """Of `--out`, from what `watched` printed and what ncu wrote as CSV.
+    """The lines for `--out`, from the output of `watched` and the CSV output of ncu.
 
     Raises:
       ValueError: ncu saw other launches than ran.

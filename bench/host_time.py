@@ -84,7 +84,7 @@ def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
 
 @contextlib.contextmanager
 def form(name: str) -> Iterator[None]:
-    """Within: launches in a row are graphs, or each is a launch."""
+    """A context in which consecutive launches become a graph, or each remains a launch."""
     from kernels_pallas.runtime import sequence
 
     before = sequence.GRAPH_AFTER
@@ -96,7 +96,7 @@ def form(name: str) -> Iterator[None]:
 
 
 def probes() -> dict[str, float]:
-    """What this host takes for work that is not ours, ms."""
+    """The time of this host for work outside the library, in ms."""
 
     def additions():
         total = 0
@@ -147,7 +147,7 @@ def kernel() -> Kernel:
 
 
 def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
-    """What the last of `count` launches writes."""
+    """The output of the last of `count` launches."""
     for _ in range(count):
         (x,) = run(kernel(), gate, x)
     return x
@@ -176,7 +176,7 @@ def of_jax(count: int) -> Callable[[], Any]:
 
 
 def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
-    """Of a launch of `of_torch` or `of_jax`."""
+    """The time of a launch of `of_torch` or `of_jax`, in us."""
     import jax
 
     launch.prepare([kernel()], 0)

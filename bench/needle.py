@@ -61,7 +61,7 @@ def forced(block: int, length: int, config) -> bool:
 
 
 class Search:
-    """What the whole attention of one plan does with the needle."""
+    """The result of a search: how the whole attention of one plan treats the needle."""
 
     def __init__(self, runner, settings, inputs, position: int, what: Job):
         self.runner, self.settings, self.inputs = runner, settings, inputs
@@ -121,7 +121,7 @@ class Search:
         return judged(checker.check(self.runner, step, "all", {}), rows=1)
 
     def _weight(self, indices, last: np.ndarray) -> np.ndarray:
-        """`[B, H]`: the weight of the needle in selected attention of the last query."""
+        """The weight of the needle in the selected attention of the last query, `[B, H]`."""
         runner, value = self.runner, jnp.zeros_like(self.inputs.value.selected)
         value = value.at[:, self.position].set(1)
         given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}

@@ -92,15 +92,17 @@ class Run:
     """The steps of one run, one after the other, and its summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
-        """`about`: Further fields of the summary; its `hopper` decides between commands."""
+        """`about` has further fields of the summary. Its field `hopper` determines the
+        commands.
+        """
         self.plan, self.folder, self.results = plan, folder, list[Result]()
         self.start = time.monotonic()
         self.about = {"schema": SCHEMA, "device": device, **about, "start": records.utc_now()}
         self.status = "running"
 
     def left_s(self, step: Step) -> float:
-        """What the budget has left for a step; the steps made from others come last and are
-        provided for."""
+        """The remaining budget for a step. Time for the last steps, which use the results of
+        others, is reserved."""
         spent = time.monotonic() - self.start
         later = 0.0
         if not step.last:
@@ -139,7 +141,7 @@ class Run:
         return status
 
     def one(self, step: Step) -> Result:
-        """What becomes of a step, which runs unless there is a reason against it."""
+        """Run a step unless there is a reason against it, and return its result."""
         template = template_of(step, bool(self.about.get("hopper")))
         made = [str(path) for path in sorted(self.folder.glob("*/*.jsonl"))]
         words = {
@@ -189,7 +191,7 @@ class Run:
             print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
 
     def write(self) -> None:
-        """`summary.json`, at once whole."""
+        """Write `summary.json` atomically."""
         summary = self.about | {
             "end": records.utc_now(),
             "seconds": round(time.monotonic() - self.start, 2),

@@ -60,7 +60,7 @@ def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> No
 
 
 def chosen(own: Any, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Those of `problems` that `--only` names, on a GPU."""
+    """The `problems` that `--only` names, on a GPU."""
     known = {p.name: p for p in problems}
     names = cli.chosen(own.only, known)
     if not torch.cuda.is_available():

@@ -177,7 +177,7 @@ def predict(path: str) -> int:
 
 
 def work(size: int) -> None:
-    """In a process of a run: prints a line of JSON for each problem."""
+    """Measure in a process of a run, and print a line of JSON for each problem."""
     kind = "scale_ranks" if FLAGS.framework == "torch" else "scale_devices"
     measure = importlib.import_module(f".harness.{kind}", __package__)
     with measure.devices(size) as mesh:

@@ -118,7 +118,7 @@ def threshold_lines(folder: Path, device: str) -> list[str]:
 
 
 def last_lines(folder: Path, step: str) -> list[str]:
-    """What a bench printed, as its log has it."""
+    """The output of a command, from its log."""
     log = folder / f"{step}.log"
     text = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]

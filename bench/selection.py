@@ -206,7 +206,9 @@ class Selection(parts.Problem):
 
 
 def at_once(torch, function, count: int):
-    """`function` on `count` CUDA streams, which wait for the current one, and it for them."""
+    """Run `function` on `count` CUDA streams. They wait for the current stream, which then
+    waits for them.
+    """
     streams = [torch.cuda.Stream() for _ in range(count)]
 
     def call(given):

@@ -54,7 +54,7 @@ SHAPES: Mapping[str, Problem] = {
 
 
 def settings(p: Problem) -> dict[str, dict[str, int]]:
-    """Of `bench.compare`, on top of configs/base.yaml."""
+    """The settings of `bench.compare` that override configs/base.yaml."""
     model = {"n_heads": p.H, "n_kv_groups": p.Hkv, "d_k": p.D, "d_v": p.Dv}
     return {"model": model, "runtime": {"seq_len": p.T, "batch": p.B}}
 

@@ -114,8 +114,8 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """Within: nvidia-smi, if it is installed, writes a line per second to `path` about the GPU of
-    the row's process, which is the first visible one.
+    """A context in which nvidia-smi, if it is installed, writes a line per second to `path`
+    about the first visible GPU.
     """
     if shutil.which("nvidia-smi") is None:
         yield path

@@ -1,4 +1,4 @@
-"""From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
+"""Derives the thresholds of a device in `configs/devices/<device>.yaml` from records.
 
     python -m bench.tune_thresholds artifacts/<commit>
     python -m bench.tune_thresholds bench/results/*/fa2.jsonl bench/results/*/selection.jsonl

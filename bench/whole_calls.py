@@ -1,4 +1,4 @@
-"""What whole calls take in a row, after a rest of the GPU, and as a CUDA graph.
+"""Times whole calls: consecutive, after a rest of the GPU, and as a CUDA graph.
 
     python -m bench.whole_calls
     python -m bench.whole_calls --only 64k --out variants.jsonl

@@ -1,4 +1,4 @@
-"""What a run costs: an upper bound before it, and the share of it that was used after it.
+"""Computes the cost of a run: an upper bound before it, and the used share after it.
 
     python cloud/cost.py cloud/sky/l4.yaml                     # before
     python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
@@ -39,7 +39,9 @@ def task_minutes(task: dict) -> float:
 
 
 def hourly_limit(task: dict) -> float | None:
-    """What all nodes of a task may cost an hour; its resources are those of one node."""
+    """The maximum cost of all nodes of a task per hour. The task file has the resources of one
+    node.
+    """
     limit = task["resources"].get("max_hourly_cost")
     return None if limit is None else limit * task.get("num_nodes", 1)
 

@@ -1,4 +1,4 @@
-"""`bench.oneshot` on one GPU of Modal; what it wrote comes back to artifacts/ here.
+"""Runs `bench.oneshot` on one GPU of Modal, and copies its results to artifacts/.
 
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
     GPU=L4 modal run cloud/modal_app.py --quick     # or A100, L40S, A10G
@@ -57,7 +57,7 @@ def main(quick: bool = False, minutes: float = 10.0):
     """Runs it there, unpacks here, and fails where it failed."""
     print(f"{NAME}: at most ${cost.dollars(HOURLY, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
-        raise SystemExit("the tree has changes, which the results could not name: commit first")
+        raise SystemExit("the working tree has changes without a commit: commit first")
     arguments = [f"--minutes={minutes}", f"--commit={_git('rev-parse', 'HEAD')}"]
     start = time.monotonic()
     status, packed = oneshot.remote([*arguments, *(["--quick"] if quick else [])])

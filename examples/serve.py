@@ -200,7 +200,9 @@ def by_manager(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> It
 def by_rows(
     flags: argparse.Namespace, lm: Any, texts: list[list[int]], cache: str | None = None
 ) -> Iterator[Run]:
-    """`generate` of one batch; `cache`: its `cache_implementation`, None: pages on a GPU."""
+    """Serve one batch with `generate`. `cache` is its `cache_implementation`; None means pages
+    on a GPU.
+    """
     given = greedy(flags, cache_implementation=cache)
     lm.generation_config.eos_token_id = None
 
@@ -279,7 +281,7 @@ SERVED: dict[str, Any] = {
 
 
 def gpu_seconds(call: Callable[[], Any]) -> float:
-    """Of all kernels and copies that `call` runs."""
+    """The time of all kernels and copies that `call` runs, in seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()

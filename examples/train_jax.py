@@ -49,7 +49,7 @@ class LM(nnx.Module):
         self.head = nnx.Linear(spec.dim, 256, rngs=rngs)
 
     def hyper_parameters(self):
-        """What a file of weights must agree with."""
+        """The hyper-parameters that a file of weights must have."""
         return self.blocks[0].attention.spec.as_dict() | {"layers": len(self.blocks)}
 
     def __call__(self, tokens, segments=None, caches=None):

@@ -161,7 +161,7 @@ def _arguments(kernel: Kernel) -> list[list[tuple[tuple[int, ...], int, torch.dt
 
 @functools.lru_cache(DESCRIPTIONS)
 def _bound(kernel: Kernel, index: int) -> BoundKernel:
-    """`kernel` on a GPU."""
+    """The `kernel` bound to a GPU."""
     _check_may_load([kernel.for_any_length()], index)
     return loaded.bound(kernel, index, _prefetched)
 

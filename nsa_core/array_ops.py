@@ -188,11 +188,11 @@ class ArrayOps(Protocol):
         ...
 
     def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:
-        """`x` with `count` more entries `value` at the end of `axis`."""
+        """Append `count` entries with `value` to the end of `axis` of `x`."""
         ...
 
     def product(self, subscripts: str, x: Any, y: Any) -> Any:
-        """`einsum` of two arrays, exact, in float32 at least."""
+        """Compute the `einsum` of two arrays exactly, in float32 or wider."""
         raise NotImplementedError
 
     def top(self, x: Any, count: int) -> Any:
@@ -204,7 +204,7 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def stop_gradient(self, x: Any) -> Any:
-        """`x`, through which no gradient passes."""
+        """Return `x` without its gradient."""
         raise NotImplementedError
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:

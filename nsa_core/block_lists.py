@@ -89,7 +89,9 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
-    """`[.., max(G, Hkv), parts n]`: indices of split blocks, -1 for entries outside `keys`."""
+    """The indices of split blocks, `[.., max(G, Hkv), parts n]`, with -1 for entries outside
+    `keys`.
+    """
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices
     if parts > 1:

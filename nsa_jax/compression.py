@@ -17,7 +17,8 @@ from nsa_jax.numerics import precision_of, put, rotated, wide
 def apply_phi(
     windows: Float[Array, "B C l Hkv D"], params: CompressParams, first: Int[Array, "#B C"]
 ):
-    """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`.
+    """Apply `phi` to each window, accumulating in float32. The result is `[B, C, Hkv, D]` in
+    the dtype of `windows`.
 
     Args:
       first: The position of each window's first token in its sequence; `[1, C]` serves all rows.
@@ -57,8 +58,8 @@ def _mlp(windows, params):
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None, first=0):
-    """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
-    it is packed: `[B, C, Hkv, D]`.
+    """Apply `phi` to the windows of `x` [B, S, Hkv, D], which begins at position `first` (0 in
+    a packed row). The result is `[B, C, Hkv, D]`.
 
     In a packed batch the windows of all sequences are in the order of their first token, without
     gaps. The remaining slots at the end are zero.

@@ -68,7 +68,8 @@ def unshard_sequence(
 
 
 def _along(function, x, axis: int, length: int):
-    """`function` of `x` with the axis moved to the front and back, with `length` entries.
+    """Apply `function` to `x` with the axis moved to the front. The result has `length` entries
+    on this axis, which is moved back.
 
     Over explicit axes of a mesh too, which reshape and indexing do not take: the result is sharded
     as `x` is, but along an axis that cannot be cut so.
@@ -100,8 +101,8 @@ class _Shards(layouts.Shards):
     axis: str
 
     def gather(self, x):
-        """`[B, T, ...]` of each device as `[B, S, ...]`, in the order of the sequence; `T` may be
-        any number that a chunk divides. None stays None.
+        """Gather `[B, T, ...]` of each device to `[B, S, ...]` in the order of the sequence. A
+        chunk must divide `T`. None remains None.
         """
         if x is None:
             return None
@@ -109,7 +110,7 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """`name`: the argument that has `local_length`."""
+    """The shards of a rank. `name` is the argument with `local_length` tokens."""
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
@@ -174,7 +175,7 @@ def compress(
     context_axis: str,
     context_layout: Layout = "zigzag",
 ):
-    """`nsa_jax.compress` of the whole sequence, on every device.
+    """Apply `nsa_jax.compress` to the whole sequence. Every device gets the result.
 
     Args:
       x: `[B, T, Hkv, D]`, the device's own tokens.
@@ -291,7 +292,7 @@ def attention(
     context_axis,
     context_layout,
 ):
-    """`api.attention` of this device's queries, with the same arguments."""
+    """Compute `api.attention` for this device's queries, with the same arguments."""
     validate.in_dtype_of_query(config, "context parallelism")
     shard = _shards(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():

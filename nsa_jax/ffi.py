@@ -53,7 +53,8 @@ def serves(kernel: Kernel) -> bool:
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
-    """`kernel` as a custom call, under any transform but those that batch or differentiate.
+    """Run `kernel` as a custom call, under any transform except those that batch or
+    differentiate.
 
     Args:
       arrays: as `Kernel.__call__`.

@@ -103,7 +103,7 @@ def query_layout(
 
 
 def layout_of(query, keys: int, config: NSAConfig, kv_len, segment_ids) -> QueryLayout:
-    """That of `query` `[B, T, H, D]`; `kv_len` None means `keys`."""
+    """The layout of `query` `[B, T, H, D]`. If `kv_len` is None, it is `keys`."""
     at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     return query_layout(*query.shape[:2], **at, config=config)
 

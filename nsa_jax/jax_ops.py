@@ -29,7 +29,9 @@ _posed = contextvars.ContextVar("posed", default=None)
 
 @contextlib.contextmanager
 def compiled_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Within: kernels are compiled for a GPU that need not be there (lowering, tests)."""
+    """A context in which kernels are compiled for a GPU that need not exist (lowering,
+    tests).
+    """
     token = _posed.set(capability)
     try:
         yield

@@ -33,7 +33,7 @@ class Geometry:
 
     @property
     def key_index(self) -> Tensor:
-        """`[B, T]`: the index of the query's own token in the key array, -1 for padding."""
+        """The index of the query's own token in the key array, `[B, T]`, or -1 for padding."""
         return torch.where(self.position < 0, -1, self.key_start + self.position)
 
     @property
@@ -42,7 +42,9 @@ class Geometry:
         return self.cu_seqlens is not None or self.offset is None or self.offset < 0
 
     def sees_compressed(self, queries: slice, count: int, config: NSAConfig) -> Tensor:
-        """`[B, Q, count]`: position `p` sees token `i` iff `p >= i*d + l - 1`."""
+        """Whether a query sees a compressed token, `[B, Q, count]`: position `p` sees token `i`
+        iff `p >= i*d + l - 1`.
+        """
         slot = torch.arange(count, device=self.position.device)
         local = slot - self.compressed_start[:, queries, None]
         last_token = local * config.compress_stride + config.compress_block - 1

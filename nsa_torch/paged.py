@@ -343,7 +343,7 @@ def append(
 def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
-    """`append` of tokens that were checked."""
+    """Append tokens that were checked."""
     at, means = (page_table, lengths, cu_seqlens_q), new.are_means
     by_kernel = _kernel(cache, new.key, page_table, cu_seqlens_q, means, implementation)
     if by_kernel is not None:

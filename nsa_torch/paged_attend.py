@@ -311,7 +311,7 @@ class Step(NamedTuple):
         return found and (found, one, self.cache.contents, tuple(self.made_with))
 
     def keep(self, inputs: Inputs, out: Tensor) -> Tensor:
-        """`out`, of the step that has just run, which is known from now on."""
+        """Remember the step that has just run, and return `out`."""
         given, device = self.given(), self.query.device
         as_given = isinstance(self.gates, Tensor) and self.gates.dtype is inputs.gates.dtype
         key = self._key(given) if as_given and device.type in call.DEVICE_TYPES else None
@@ -553,7 +553,7 @@ def _copy(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Pair:
-    """Keys and values of a branch."""
+    """Copy the keys and values of a branch."""
     names = f"{branch}_key", f"{branch}_value"
     key, value = (getattr(cache, name) for name in names)
     in_order = key.is_contiguous() and value.is_contiguous()

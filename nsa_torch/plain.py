@@ -87,7 +87,7 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def is_last_pass() -> bool:
-    """In a backward pass: whether no other can follow through the same graph."""
+    """In a backward pass, whether no other pass through the same graph can follow."""
     return not _keeps_graph()
 
 
@@ -112,7 +112,7 @@ MESSAGE = (
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` of a `torch.autograd.Function`.
+    """Decorate the `backward` of a `torch.autograd.Function`, which has no second derivative.
 
     Raises:
       NotImplementedError: autograd records it.
@@ -134,7 +134,7 @@ def check_first_order() -> None:
 
 
 def once(x: Tensor) -> Tensor:
-    """`x` without second derivatives, for the results of other libraries' kernels."""
+    """Return `x` without second derivatives, for results of other libraries' kernels."""
     return _Once.apply(x)
 
 

@@ -335,7 +335,7 @@ class BoundPlan:
         ]
 
     def _launch(self, start, arguments, allocated, drops) -> Step:
-        """`start` of the addresses in the slots `arguments`."""
+        """Call `start` with the addresses in the slots `arguments`."""
         device, buffers = self.device, self.plan.buffers
         made = [
             (n, buffers[n].shape, _dtype(buffers[n].dtype), self.slots[n]) for n in allocated

@@ -31,8 +31,8 @@ class TorchOps(ArrayOps):
         return launch(kernel, *tensors, out=out)
 
     def run_in_place(self, kernel, *tensors):
-        """`run` of a kernel of Triton that writes to its arguments, or to tuples of them: none is
-        copied, all are contiguous.
+        """Run a Triton kernel that writes to its arguments, or to tuples of them. All must be
+        contiguous, and none is copied.
         """
         for i, x in enumerate(tensors):
             if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):

@@ -63,7 +63,7 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
 
 
 def on_vllm(query: Tensor, read: dict[str, Any]) -> Tensor:
-    """`[B, Sq, H, Dv]` of a query `[B, H, Sq, D]`."""
+    """Run vLLM's kernel on a query `[B, H, Sq, D]`. The result is `[B, Sq, H, Dv]`."""
     batch, _, queries, _ = query.shape
     rows = query.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty_like(rows)

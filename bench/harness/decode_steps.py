@@ -81,7 +81,9 @@ class Cached:
         return stepped(self.runner, function, {"query": self.query, "cache": self.full})
 
     def _branch(self, branch: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`{"out", "lse"}` of one branch on the cache, of `scores` `{"indices"}`."""
+        """Run one branch on the cache. The result is `{"out", "lse"}`, or `{"indices"}` for
+        `scores`.
+        """
         query, cache = given["query"], given["cache"]
 
         def how(step):

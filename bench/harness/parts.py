@@ -31,7 +31,7 @@ FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.
 
 
 class Row(Protocol):
-    """What a command measures for one row of its table."""
+    """The measurements of a command for one row of its table."""
 
     def judge(self) -> Callable[[], list[Record]]:
         """Do all work before timing. Returns the function that times and returns the
@@ -214,7 +214,9 @@ def _better(first: Record, second: Record) -> Record:
 
 
 def _guarded[T](function: Callable[[], T], begun: Path) -> T:
-    """`function()`, marked by the file, in a process that ends if it takes too long."""
+    """Call `function()` while the marker file exists, in a process that ends if the call takes
+    too long.
+    """
     begun.touch()
     faulthandler.dump_traceback_later(ROW_S, exit=True, file=STDERR)
     found = function()

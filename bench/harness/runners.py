@@ -67,7 +67,7 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """`problem` on the device of `runner`, with the policy of that device."""
+    """A copy of `problem` on the device of `runner`, with the policy of that device."""
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -117,7 +117,7 @@ class JaxRunner:
 
 
 class JaxStep:
-    """`function(arguments)`, or with a cotangent its result and gradients, compiled."""
+    """Compiled `function(arguments)`. With a cotangent it also returns the gradients."""
 
     def __init__(self, function, arguments, cotangent):
         def both(arguments, cotangent):
@@ -243,7 +243,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """`function(arguments)` without gradients, or with a cotangent with them."""
+    """Call `function(arguments)`. With a cotangent it also returns the gradients."""
 
     def __init__(self, runner: TorchRunner, function, arguments, cotangent):
         torch = runner.torch

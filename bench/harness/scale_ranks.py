@@ -212,7 +212,7 @@ class Measured:
         return [max(each) for each in zip(*self.everyone(own), strict=True)], own
 
     def everyone(self, x: Any) -> list[Any]:
-        """`x` of all ranks."""
+        """Gather `x` from all ranks."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, x)
         return found

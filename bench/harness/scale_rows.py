@@ -27,7 +27,9 @@ def rows_of(problem: Problem) -> list[int]:
 
 
 def places(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Of each token, `[S]`: the first token of its document, and its position there."""
+    """For each token, `[S]`: the first token of its document, and the position in the
+    document.
+    """
     lengths = torch.tensor(problem.documents or (problem.S,))
     start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return start, torch.arange(problem.S) - start

@@ -33,8 +33,9 @@ class Checker:
         most_rows: int | None = None,
         pools: bool = True,
     ):
-        """`most_rows`: The most query positions of each sequence to check. `pools`: Whether the
-        compressed tokens of the whole are means of its tokens; otherwise the inputs have them.
+        """`most_rows` is the maximum of checked query positions per sequence. `pools` states
+        whether the compressed tokens of the whole are means of its tokens; otherwise the inputs
+        contain them.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward

@@ -137,7 +137,9 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
 def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
-    """`dense` on the rows of `slabs`, stacked: the oracle, or with `low` the baseline."""
+    """Run `dense` on the rows of `slabs` and stack the results. With `low` it is the baseline,
+    otherwise the oracle.
+    """
     with jax.enable_x64(True):
         step, kept = _forward_slab(branch, config, slabs, low), []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):
@@ -164,7 +166,7 @@ def gradients(
     *,
     low: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """`outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
+    """The `outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
     Per query for the arguments with one entry per query, stacked; summed over the slabs in
     float64 for keys and values. Integer arguments have none.

@@ -198,7 +198,9 @@ def _chunks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
 
 
 def assert_parity(name, actual, oracle, yardstick, **how) -> None:
-    """`check_parity`, raising `AssertionError` with the reason when it does not hold."""
+    """Call `check_parity`, and raise `AssertionError` with the reason if a bound does not
+    hold.
+    """
     result = check_parity(name, actual, oracle, yardstick, **how)
     if not result.ok:
         raise AssertionError(result.reason)

@@ -101,7 +101,8 @@ class Comparison:
 
 
 def resolution(largest: float, reach: float, shape: tuple[int, int, int], config) -> float:
-    """By how much two float32 block scores may be misjudged, `largest` the larger of them.
+    """The largest error by which two float32 block scores may be misjudged. `largest` is the
+    larger score.
 
     With `u = 2**-24`, to first order, of each score relatively:
       - a score is a sum over the `G` heads and over `l'/d + l/d - 1` compressed tokens of terms

@@ -438,8 +438,8 @@ class Learner:
         return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
-        """What is not finite, or too large to be squared in float32: the first of each kind in
-        the order of the model. `squares`: the squared norms of the gradients.
+        """The first value of each kind, in the order of the model, that is not finite or too
+        large to be squared in float32. `squares` are the squared norms of the gradients.
         """
         found = [] if np.isfinite(loss) else ["loss"]
         params = self.params

@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, **packed: Any):
-        """`packed`: The attention's arguments for packed rows."""
+        """`packed` has the arguments of the attention for packed rows."""
         x = x + self._sum(self.attention(self.norm_attention(x), **packed)[0])
         return x + self._sum(self.mlp(self.norm_mlp(x)))
 

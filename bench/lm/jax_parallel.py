@@ -161,8 +161,8 @@ class Layout:
         return self._of_rows(local, params)
 
     def _of_rows(self, local: Any, params: Any) -> Any:
-        """`local(params, total, tokens, segment_ids)` of each device's rows and weights, which
-        returns the same on all devices."""
+        """Call `local(params, total, tokens, segment_ids)` with the rows and weights of each
+        device. It must return the same value on all devices."""
         weights = jax.tree_util.tree_map_with_path(
             lambda path, x: spec_of(_names(path)) if x.ndim else PartitionSpec(), params
         )
@@ -194,8 +194,9 @@ def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
 
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
-    """Within `shard_map`: `x` as an array that differs between the devices along `axes`. Its
-    gradient is that of a device; of an array that is the same on all, JAX sums it."""
+    """Within `shard_map`, declare that `x` differs between the devices along `axes`. Its
+    gradient is then that of one device. JAX sums the gradient of an array that is equal on all
+    devices."""
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

@@ -128,9 +128,9 @@ def copies(
     seed: tuple[int, ...],
     thorough: bool = False,
 ) -> dict[str, Any]:
-    """What a passage read before gains on held-out text, by `recall`, and how often selections
-    hold it, by `hit`: fields of `log.Summary`; none where rows have no room. Every process calls
-    it.
+    """Measure with `recall` how much an earlier passage helps on held-out text, and with `hit`
+    how often selections contain it. The results are fields of `log.Summary`, or empty if rows
+    are too short. Every process must call it.
 
     Args:
       thorough: by distance and by head, too, of more rows: minutes on a CPU.
@@ -162,7 +162,7 @@ def copies(
     observed = np.linspace(0, count - 1, looked_at).astype(int).tolist()
 
     def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
-        """`[rows, layers, heads, 2]` of the observed rows that have any."""
+        """The hits `[rows, layers, heads, 2]` of the observed rows that have any."""
         found = [
             [hit(x, int(starts[row]), layer.config) for _, x in learner.observe(batch, row)]
             for row in observed
@@ -187,8 +187,8 @@ def copies(
 
 
 def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None:
-    """Of a row that ends in a copy: how often a selection holds the block of the token that comes
-    next, and how often one at random would.
+    """For a row that ends in a copy, measure how often a selection contains the block of the
+    next token, and how often a random selection would.
 
     Args:
       indices: blocks that each query selects, `[T, heads, n]`, -1 in empty slots.

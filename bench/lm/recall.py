@@ -35,7 +35,8 @@ class Copies(NamedTuple):
 
 
 def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | None:
-    """Where in the rows of `batch` a passage begins that their end repeats, at random.
+    """Random positions in the rows of `batch` at which the passage begins that the end of the
+    row repeats.
 
     Args:
       batch: two rows or more, of one sequence each.

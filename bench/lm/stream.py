@@ -33,7 +33,7 @@ class Source(Protocol):
 
 
 class Position(NamedTuple):
-    """Where a block begins."""
+    """The position at which a block begins."""
 
     block: int = 0
     row: int = 0  # of the run

@@ -32,7 +32,9 @@ BACKENDS = {
 
 
 class Packing(NamedTuple):
-    """Where the documents of rows `[B, T]` are; positions restart in each."""
+    """The positions of the documents in rows `[B, T]`. Token positions restart in each
+    document.
+    """
 
     varlen: VarlenMetadata  # of the rows one after the other
     segment: Tensor  # int32 [B, T]
@@ -93,7 +95,7 @@ class DenseAttention(nn.Module):
         return self.out(self.attend(query, key, value, packing).flatten(2)), None
 
     def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """`query, key, value`, and no gates, of `x` `[B, T, dim]`."""
+        """Compute `query, key, value` without gates from `x` `[B, T, dim]`."""
         query, (key,), (value,), *_ = heads.project(
             x, self.W_Q, [self.W_K], [self.W_V], position, self.spec
         )

@@ -31,7 +31,9 @@ from .spec import Task
 
 
 class Cast(nn.Module):
-    """`network` with its weights in `dtype`, but the embedding; gradients are float32."""
+    """A copy of `network` with weights in `dtype`, except the embedding. Gradients are
+    float32.
+    """
 
     def __init__(self, network: torch_lm.LM, dtype: torch.dtype):
         super().__init__()
@@ -265,8 +267,8 @@ class FSDPLearner(DDPLearner):
 
 
 class FSDPGraphLearner(FSDPLearner):
-    """`FSDPLearner`, a CUDA graph a micro-batch: what gathers weights and adds up gradients over
-    ranks is in it, so that it does both in each. Clipping and AdamW follow.
+    """An `FSDPLearner` with one CUDA graph per micro-batch. The graph contains the gathers of
+    weights and the sums of gradients over ranks. Clipping and AdamW follow.
 
     NCCL ends a process group only after the graphs that have its collectives: let go of the
     learner first.
@@ -296,7 +298,7 @@ def _give_back(module: nn.Module, *_: object) -> None:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` in the shards of `like`; every process has it whole, or its shard."""
+    """Shard `tensor` like `like`. Every process has the whole tensor, or its shard."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     whole = tensor.to(like.device)

@@ -120,7 +120,9 @@ def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
 
 
 def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
-    """Within: torch's `fa2` reads by ranges of this mode (`nsa_torch.ranges.using`)."""
+    """A context in which `fa2` of torch reads keys by ranges in this mode
+    (`nsa_torch.ranges.using`).
+    """
     if mode == "none":
         return contextlib.nullcontext()
     from nsa_torch.ranges import using

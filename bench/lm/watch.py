@@ -45,7 +45,7 @@ class Settings:
 
 
 class Watch:
-    """Of one run on one rank, while entered; files in `folder`."""
+    """Observes one run on one rank, as a context. Its files are in `folder`."""
 
     def __init__(self, folder: Path, run: str, ranks: Ranks, settings: Settings):
         folder.mkdir(parents=True, exist_ok=True)

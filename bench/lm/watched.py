@@ -1,4 +1,4 @@
-"""What was watched of training runs, as verdicts and a table."""
+"""Evaluates the observations of training runs: verdicts and a table."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ LOSS_OF_SCALE = 0.08  # of a device's tokens/s, compared with a single device
 
 
 def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
-    """What ran, the verdicts, and tables of runs, speeds and layers."""
+    """The report in Markdown: runs, verdicts, and tables of runs, speeds and layers."""
     tables = {
         "runs": curves.run_table(lines),
         "speeds": curves.speed_table(lines),
@@ -144,7 +144,7 @@ def _by_run[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, list[L]]
 
 
 def task_of(header: Header) -> list[Any]:
-    """What is equal of runs whose losses should be."""
+    """The settings that are equal for runs with equal losses."""
     return [header.model, header.training, header.dtype, header.input_sha256]
 
 

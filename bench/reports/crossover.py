@@ -129,8 +129,8 @@ class Panel:
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None, str, bool]]]:
-        """Per dense kernel, and "" for ours: tokens, ratio, status, and whether a fast dense
-        kernel is missing. One dot is no curve."""
+        """The curves by dense kernel, with "" for our kernel. A point has tokens, ratio,
+        status, and whether a fast dense kernel is missing. A single point is not a curve."""
         found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
         for point in self.points:
             for run in (*point.dense, point.ours):

@@ -18,7 +18,9 @@ PAPER = NSAConfig().as_dict()
 
 
 def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:
-    """By `policy.heads_of` and pass: the section `faster_than_dense` of a device's file."""
+    """The lengths by `policy.heads_of` and pass, for the section `faster_than_dense` of a
+    device's file.
+    """
     groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         counts = r.mode in policy.PASSES and r.B == 1 and r.T == r.S and r.config == PAPER

@@ -9,8 +9,7 @@ import yaml
 
 
 def edited(text: str, wanted: Mapping[str, Any]) -> str:
-    """`text`, which holds a mapping in block style, changed so that it holds `wanted`, in its
-    order."""
+    """Edit `text`, a mapping in block style, so that it contains `wanted` in its order."""
     made, *parts = re.split(r"(?m)^(?=\w+:)", text)
     sections = {part.partition(":")[0]: part for part in parts}
     for name, value in wanted.items():

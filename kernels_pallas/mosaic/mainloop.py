@@ -149,7 +149,7 @@ class Ring:
     """Blocks of `rows` rows and `width` columns.
 
     Attributes:
-      buffers: The buffers that allocate and multiply them.
+      buffers: The `Buffers` object that allocates and multiplies the blocks.
       by_column: Whether a row is a column of values, and a column a pair of keys.
     """
 

@@ -334,7 +334,9 @@ class Buffers:
         return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def add_product(self, total, left, right):
-        """`total + left @ right`, of registers and an operand `(ref, copy)`, without overlap."""
+        """Compute `total + left @ right` from registers and an operand `(ref, copy)`, without
+        overlap.
+        """
         if self.interpret:
             return self.start_sum(total, left, right)
         right, copy = right

@@ -96,7 +96,7 @@ class Operand:
         return f"{low} mov.b32 high, {high}; mov.b64 {name}, {{low, high}};"
 
     def _offset(self, step: int) -> int:
-        """From the first step to this one, in units of 16 bytes."""
+        """The offset of this step from the first one, in units of 16 bytes."""
         if self.transposed:  # a step is sixteen rows
             return step * 2 * self._stride >> 4
         slab, column = divmod(step * STEP, self._shape[2])
@@ -143,7 +143,7 @@ def _depth(left: Sequence[ir.Value]) -> int:
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:
-    """`of_step` for a left operand in registers."""
+    """The same as `of_step`, for a left operand in registers."""
     first = int(word.removeprefix("$")) + 4 * step
     return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
 

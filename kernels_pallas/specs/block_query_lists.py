@@ -187,7 +187,8 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
 
 @described
 def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
-    """As `fill_lists`, for a spec of single tokens whose blocks are tiles of keys. Output, int32
+    """The same as `fill_lists`, for a spec of single tokens whose blocks are tiles of keys.
+    Output, int32
     `[entries]`: the position of each entry in the selection, `(token * Hkv + head) * n + slot`.
     """
     return _kernel("fill_gather_lists", spec, {"edges": spec.edges}, {"entries": spec.list})

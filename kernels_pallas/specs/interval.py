@@ -143,8 +143,8 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """As `IntervalAttention.consumers`: three if narrow heads need few registers, so that more
-    warps hide the latency of a block's steps.
+    """The number of consumers (`IntervalAttention.consumers`): three if narrow heads need few
+    registers, so that more warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 
@@ -178,7 +178,7 @@ def forward_blocks(
 
 
 def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
-    """As `forward_blocks`, for `dq`."""
+    """The same as `forward_blocks`, for `dq`."""
     width = key_width + value_width
     return {"block": 64, "stages": 3 if width <= 256 else 2 if width <= 384 else 1}
 

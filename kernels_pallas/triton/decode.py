@@ -271,7 +271,9 @@ def _gate(gates, row, mask, BRANCH):
 
 @triton.jit
 def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
-    """`added`, and every `PARTS`-th of the splits `begin .. end - 1`, gated and normalised."""
+    """Add to `added` every `PARTS`-th of the splits `begin .. end - 1`, gated and
+    normalised.
+    """
     for split in range(begin, end, c.PARTS):
         theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
         share = gate * tl.exp2(theirs - lse)

@@ -53,7 +53,8 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
 
 
 def sum_tile(longest: int, width: int) -> Tile:
-    """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and loops over long lists.
+    """The same as `tile`, for `sum_ranges`, which holds TERMS tiles at a time and loops over
+    long lists.
 
     A program has few rows, so that many programs share the list of the block that all queries
     read. A step has several ranges, so that their reads are in flight together.
@@ -167,7 +168,7 @@ def sum_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """As `add_ranges`, with the same bits for any schedule of the programs.
+    """The same as `add_ranges`, with the same bits for any schedule of the programs.
 
     The inverse list groups ranges that begin at the same token: a single program sums their rows in
     the order of the list and adds the sum to `total`. Two ranges must therefore begin at the same

@@ -103,7 +103,7 @@ class Window:
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """As in `VisibleCompressed`."""
+        """The same as in `VisibleCompressed`."""
         seen = np.minimum(keys, end - first + self.config.window - 1)
         return cdiv(seen - 1, tile) + 1  # which may begin anywhere in a tile
 

@@ -46,7 +46,9 @@ class Pages(nn.Module, AttentionLayerBase):
         return cache_spec(self.attention[0].spec, vllm_config.model_config.dtype)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Of `[B, Hkv, N, C]`. Keeps no tensor named `kv_cache`: vLLM would zero blocks in it."""
+        """Use the memory `[B, Hkv, N, C]`. No attribute is named `kv_cache`, since vLLM would
+        zero blocks in it.
+        """
         self.pages = pages_in(kv_cache, self.attention[0].spec)
 
 
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
 
 
 def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> Tensor:
-    """`attention` of `x` [N, dim], from vLLM's blocks."""
+    """Compute `attention` for `x` [N, dim] from vLLM's blocks."""
     query, key, value, gates = attention.project(x[None], positions[None])
     count = 3 if attention.spec.separate else 1
     key, value = (torch.cat(each[:count]) for each in (key, value))  # [count, N, Hkv, .]

@@ -17,7 +17,7 @@ from nsa_torch.paged_attend import paged_attention
 
 
 class Step(NamedTuple):
-    """The same for all layers.
+    """The data of a step, which all layers share.
 
     Attributes:
       page_table, lengths, starts, runs: Those of `paged_attention`. Without `starts` all rows have
