@@ -304,7 +304,7 @@ GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
             f"{GOOD}64,2,0.5,one,0.25,40,50,20,25\n",
             ":3: ms_sel must be a positive number, got 'one'",
         ),
-        (f"{GOOD}64,nan,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a number over 0"),
+        (f"{GOOD}64,nan,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a positive number"),
     ],
 )
 def test_a_damaged_table_is_refused(text, message, tmp_path, capsys):

@@ -179,7 +179,7 @@ def test_a_tokenizer_of_another_corpus(given, tmp_path):
     ):
         data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer="gpt2")
     with pytest.raises(
-        ValueError, match=r"tokenizer must be that of the corpus .*, with SHA-256"
+        ValueError, match=r"tokenizer must be that of the corpus .* with SHA-256"
     ):
         data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=other)
 

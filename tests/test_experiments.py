@@ -104,7 +104,7 @@ def test_a_run_that_breaks_leaves_nothing_and_others_go_on(command, tmp_path, ca
     ("words", "names", "message"),
     [
         ((), ("large",), "experiment must be one of"),
-        (("--runs=fast",), ("small",), "--runs must be of"),
+        (("--runs=fast",), ("small",), "--runs must be in"),
         (("--runs=",), ("small",), r"--runs must be in .*, got \[\]"),
         (("--seeds=a",), ("small",), r"--seeds must be non-negative integers, got \['a'\]"),
         (("--seeds=0,-1",), ("small",), "--seeds must be non-negative integers"),

@@ -592,7 +592,7 @@ def raising(error):
         (["--warmup=9", "--steps=3"], r"warmup must be in 0\.\.steps=3, got 9"),
         (["--dense=xla", "--framework=torch"], "dense must be in .*'math'.* got 'xla'"),
         (["--gate=head,sigmoid"], "several values of --gate require --throughput"),
-        (["--gate=relu"], "--gate must be of"),
+        (["--gate=relu"], "--gate must be in"),
         (["--dense=all"], "--dense=all requires --throughput"),
         (["--lengths=64"], "--lengths requires --throughput"),
         (["--tokens=64"], "--tokens requires --throughput"),

@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd
 def test_where_all_are_damaged_nothing_starts_anew(tmp_path):
     run, *_ = trained(tmp_path, stop=StopAt(1, True))
     (run.folder / "step-000001" / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*weights"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is complete: .*weights"):
         trained(tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_a_token_that_the_model_does_not_know(whole):
         ("jax", dict(kind="fsdp", devices=64), ValueError, "batch must be a multiple of 64"),
         ("jax", dict(kind="none", devices=2), ValueError, "parallel must be ddp or fsdp"),
         ("jax", dict(kind="ddp", devices=3, tensor=2), ValueError, "a multiple of tensor=2"),
-        ("torch", dict(kind="ddp", devices=2), ValueError, "devices must be the 1 processes"),
+        ("torch", dict(kind="ddp", devices=2), ValueError, "devices must be 1, the number of processes"),
         ("torch", dict(accumulate=3), ValueError, "times accumulate=3, got 8"),
         ("torch", dict(kind="ddp", devices=2, tensor=2), NotImplementedError, "tensor must be"),
     ],

@@ -400,7 +400,7 @@ def test_csv_files_say_the_same(run, tmp_path):
         ("", "holds no rows"),
         ("a,b\n1,2\n", "bad.csv:1: columns must have"),
         (FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2: the last line is truncated"),
-        (FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a number over 0"),
+        (FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a positive number"),
         (FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
         (FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
         (FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
