@@ -283,7 +283,12 @@ def test_a_token_that_the_model_does_not_know(whole):
         ("jax", dict(kind="fsdp", devices=64), ValueError, "batch must be a multiple of 64"),
         ("jax", dict(kind="none", devices=2), ValueError, "parallel must be ddp or fsdp"),
         ("jax", dict(kind="ddp", devices=3, tensor=2), ValueError, "a multiple of tensor=2"),
-        ("torch", dict(kind="ddp", devices=2), ValueError, "devices must be 1, the number of processes"),
+        (
+            "torch",
+            dict(kind="ddp", devices=2),
+            ValueError,
+            "devices must be 1, the number of processes",
+        ),
         ("torch", dict(accumulate=3), ValueError, "times accumulate=3, got 8"),
         ("torch", dict(kind="ddp", devices=2, tensor=2), NotImplementedError, "tensor must be"),
     ],
