@@ -59,7 +59,7 @@ def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -
     Returns the index to use.
 
     Raises:
-      ValueError: an argument that nothing takes.
+      ValueError: an argument that no implementation supports.
     """
     validate.queries(query, "index_query", 3)
     validate.array("index_key_pages", pages, (None, None, query.shape[2]), index_query=query)
@@ -297,7 +297,7 @@ def check_loss(
     """Check the shapes and dtypes of `indexer_kl`'s arguments.
 
     Raises:
-      ValueError: an argument that nothing takes.
+      ValueError: an argument that no implementation supports.
     """
     validate.queries(query)
     batch, length, heads, width = query.shape

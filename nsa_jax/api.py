@@ -85,7 +85,7 @@ def attention(
       `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: an argument that no implementation could take.
+      ValueError: an argument that no implementation supports.
       NotImplementedError: the named implementation cannot run this.
     """
     validate.flag("recompute", recompute)
@@ -271,7 +271,7 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
 
     Raises:
-      ValueError: an argument that no implementation could take.
+      ValueError: an argument that no implementation supports.
       NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, compressed_key

@@ -99,7 +99,7 @@ def attention(
       `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: an argument that no implementation could take.
+      ValueError: an argument that no implementation supports.
       NotImplementedError: the named implementation cannot run this.
     """
     if context_mesh is not None:
@@ -276,7 +276,7 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
 
     Raises:
-      ValueError: an argument that no implementation could take.
+      ValueError: an argument that no implementation supports.
       NotImplementedError: the named implementation cannot run this.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)

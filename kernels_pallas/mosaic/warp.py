@@ -439,7 +439,7 @@ def _integer(x: Word) -> Word:
 
 
 def fetch_words(address: Word) -> list[Word]:
-    """4 neighbours of global memory, which the kernel never writes."""
+    """Load 4 adjacent words of global memory, which the kernel must never write."""
     text = f"ld.global.nc.v4.b32 {_listed(0, 4)}, [$4];"
     return _ptx(text, address, result=[i32()] * 4, reads=True)
 

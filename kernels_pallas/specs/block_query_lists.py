@@ -58,29 +58,31 @@ class BlockQueryLists(Spec):
 
     @property
     def aligned(self) -> bool:
-        """Tiles and blocks nest: each tile is part of one block, or each block of one tile."""
+        """Whether tiles and blocks nest: each tile is part of one block, or each block is part
+        of one tile.
+        """
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 
     @property
     def clipped(self) -> bool:
-        """A block may end within a tile of keys."""
+        """Whether a block may end within a tile of keys."""
         return not self.aligned or self.block < ROWS
 
     @property
     def has_token_bits(self) -> bool:
-        """An entry must name its tokens and its keys."""
+        """Whether an entry must name its tokens and its keys."""
         return self.tokens > 1 or self.clipped
 
     @property
     def key_tiles_of_block(self) -> int:
-        """Tiles of keys that a block touches at most."""
+        """The maximum number of key tiles that a block touches."""
         if self.aligned:
             return max(self.block // ROWS, 1)
         return (self.block + ROWS - 2) // ROWS + 1
 
     @property
     def blocks_of_key_tile(self) -> int:
-        """Blocks of a sequence that touch a tile of keys at most."""
+        """The maximum number of blocks of a sequence that touch a tile of keys."""
         if self.aligned:
             return max(ROWS // self.block, 1)
         return (ROWS + self.block - 2) // self.block + 1
@@ -99,7 +101,7 @@ class BlockQueryLists(Spec):
 
     @property
     def bits(self) -> int:
-        """Blocks that touch a window at most."""
+        """The maximum number of blocks that touch a window."""
         return (cdiv(self.window * ROWS, self.block) // LANES + 1) * LANES
 
     # Sizes that grow with the number of tokens.
@@ -110,7 +112,7 @@ class BlockQueryLists(Spec):
 
     @property
     def entries(self) -> int:
-        """Entries of all lists, at most."""
+        """The maximum number of entries of all lists."""
         return self.rows * self.T * self.n * self.key_tiles_of_block
 
     @property

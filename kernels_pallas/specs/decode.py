@@ -37,7 +37,7 @@ class Variant:
       cluster: CTAs of a cluster.
       warps: Warps of a CTA.
       stages: Pipeline stages of a warp's ring buffer.
-      capacity: Pages of a row, at most.
+      capacity: Maximum number of pages of a row.
     """
 
     cluster: int

@@ -54,7 +54,7 @@ class Dkv(AttentionSizes):
 
     Attributes:
       work_items: Work items of the table; some may be empty.
-      interval_partials: Partials of intervals, at most.
+      interval_partials: Maximum number of partials of intervals.
       list_entries: Entries of the query lists, for the selected branch. 0 means intervals.
       block: Keys of a selected block, if each list entry has token bits: the start of its block
         and the tokens of the query tile that selected it. 0 means that all tokens of an entry
@@ -89,7 +89,7 @@ class Dkv(AttentionSizes):
 
     @property
     def gathered(self) -> bool:
-        """Query tiles come from lists."""
+        """Whether query tiles come from lists."""
         return self.list_entries > 0
 
     @property
@@ -161,7 +161,9 @@ class Dkv(AttentionSizes):
 
     @property
     def passes(self) -> list[Self]:
-        """One kernel for dk and dv, or one each; the kernel of dk writes dS."""
+        """The specs of the kernels: one for dk and dv, or one for each. The kernel of dk writes
+        dS.
+        """
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
@@ -169,7 +171,7 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """One for each gradient that is wanted."""
+        """The names of the wanted gradients."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 

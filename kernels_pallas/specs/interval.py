@@ -157,7 +157,7 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Keys that a query sees, at most. None means many blocks of them.
+      window: Maximum number of keys that a query sees. None means many blocks.
       fp8: Whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:

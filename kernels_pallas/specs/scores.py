@@ -73,8 +73,8 @@ class Scores(Spec):
       packed: Whether sequences may begin within a tile.
       query_tiles: Query tiles of a row, if all tokens of a tile belong to one sequence. 0 means
         tiles of neighbouring tokens, regardless of their sequences.
-      stages: Pipeline stages of the ring buffer of keys, at most.
-      held: Blocks whose scores a token holds at a time, at most.
+      stages: Maximum number of pipeline stages of the ring buffer of keys.
+      held: Maximum number of blocks whose scores a token holds at a time.
     """
 
     B: int

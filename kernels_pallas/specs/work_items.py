@@ -99,8 +99,8 @@ class IntervalSplit:
 
     Attributes:
       segments: Segments of the tokens.
-      tiles: Tiles of keys that a segment's tokens see, at most.
-      partials: Partials of a row of `[B, Hkv]`, at most.
+      tiles: Maximum number of key tiles that the tokens of a segment see.
+      partials: Maximum number of partials per row of `[B, Hkv]`.
       streams: Whether the order is `[tile of a segment, segment, row]`, otherwise `[segment, tile,
         row]` with the last segment first.
     """
@@ -257,7 +257,7 @@ class WorkItems:
     lengths. If a token's last key is not known, there is a single segment.
 
     Attributes:
-      longest: Entries of a work item, at most.
+      longest: Maximum number of entries of a work item.
       first_query: Key of the first query, if the lists are indexed by slots of packed rows
         (`nsa_core.varlen`), whose keys `first_key` holds. None means lists indexed by keys.
       gap: Keys between the first half of the queries and the second, with `first_query`.
@@ -293,7 +293,7 @@ class WorkItems:
 
     @property
     def square(self) -> bool:
-        """Token t sees no key after t."""
+        """Whether token t sees no key after t."""
         return not self.placed and not self.lists.packed and self.lists.T == self.lists.S
 
     @functools.cached_property
@@ -382,8 +382,9 @@ def dkv_work_items(
     first_query: int | None = None,
     gap: int = 0,
 ) -> WorkItems:
-    """Work items of the selected branch in `dkv`. `most`: entries of a work item, at most; `items`:
-    as in `entries_of_item`; `first_query`, `gap`: as in `WorkItems`.
+    """Work items of the selected branch in `dkv`. `most` is the maximum number of entries of a
+    work item. `items` is as in `entries_of_item`, and `first_query` and `gap` are as in
+    `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)

@@ -167,7 +167,9 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _described(config: NSAConfig, **sizes: Any) -> Decode:
-    """The spec of a kernel. `sizes` are the fields of `Decode` that `config` does not determine."""
+    """The spec of a decode kernel. `sizes` are the fields of `Decode` that `config` does not
+    determine.
+    """
     spec = Decode(
         **sizes,
         compress_block=config.compress_block,

@@ -203,7 +203,7 @@ def _kl_tiles(
 def _over_lists(
     name: str, about: ListSizes, lists, keys: int, scale: float, outputs, tiles, **more
 ):
-    """A kernel over the query lists of blocks."""
+    """Describe a kernel that loops over the query lists of blocks."""
     batch, length, heads, n = lists.shape
     return TritonKernel.of(
         f"index_kl:{name}",
@@ -220,7 +220,7 @@ def _over_lists(
 
 
 def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -> TritonKernel:
-    """A kernel with `queries` queries of an index head per program."""
+    """Describe a kernel whose programs process `queries` queries of an index head."""
     *rows, n = lists.shape
     count, heads = math.prod(rows), lists.shape[2]
     sizes = {"INDEX_HEADS": heads, "N": n, "BLOCK": block, "QUERIES": queries} | more
