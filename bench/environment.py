@@ -3,10 +3,10 @@
     python -m bench.environment                 # print it
     python -m bench.environment --out env.json  # and keep it
 
-A pair fits where the metadata of the one package allows the installed version of the other:
-torch states its triton, JAX its jaxlib and CUDA plugin. On a GPU one process moves an array in
-both frameworks, which shows that their CUDA runtimes load together. The exit status is
-1 when a pair is broken.
+A pair fits if the metadata of one package allows the installed version of the other. torch
+specifies its triton, and JAX specifies jaxlib and its CUDA plugin. On a GPU one process moves
+an array in both frameworks, which shows that their CUDA runtimes load together. The exit status
+is 1 when a pair is broken.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def installed_pairs() -> list[Pair]:
 
 
 def cuda_runtimes(device: str) -> Pair:
-    """Whether torch and JAX both reach the GPU in one process."""
+    """Whether torch and JAX can both use the GPU in one process."""
     torch = f"torch {records.version('torch')}"
     plugin = next((name for name in CUDA_PLUGINS if records.version(name)), None)
     jax = f"{plugin} {records.version(plugin)}" if plugin else f"jax {records.version('jax')}"
@@ -157,7 +157,7 @@ def _python(program: str) -> tuple[int, str]:
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
-    """The environment as `env.json` has it; memory in bytes."""
+    """The environment in the form of `env.json`, with memory in bytes."""
     device = device_name()
     return {
         "schema": SCHEMA,

@@ -16,7 +16,7 @@ Each shape and pass has these times in ms, with 20th and 80th percentile, as med
 
     host     until a call returns, if the GPU was idle
     done     until the GPU is done too
-    row      of a call, in a row of calls
+    row of a call among consecutive calls
     replay   of the same call as a CUDA graph of torch, in a row of replays
 
 and the number of our own graphs that a call launches (`graphs_a_call`).
@@ -154,7 +154,7 @@ def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
 
 
 def of_torch(count: int) -> Callable[[], Any]:
-    """A row of launches as plans have them (`nsa_torch.plans`)."""
+    """Consecutive launches as plans make them (`nsa_torch.plans`)."""
     from nsa_torch.plans import Planned
 
     gate, x = torch.ones(1, ROWS, 1), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def of_torch(count: int) -> Callable[[], Any]:
 
 
 def of_jax(count: int) -> Callable[[], Any]:
-    """The same as custom calls of a compiled program."""
+    """Consecutive launches as custom calls of a compiled program."""
     import jax
     import jax.numpy as jnp
 
@@ -191,7 +191,7 @@ def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
 
 
 def launches() -> dict[str, float]:
-    """Microseconds of a launch, by who queues it; medians of `--rounds`."""
+    """The time of a launch in us by framework and form, as medians of `--rounds`."""
     kinds = {
         "torch, each by itself": ("each", of_torch),
         "torch, as graphs": ("graphs", of_torch),

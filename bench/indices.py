@@ -3,7 +3,7 @@
     python -m bench.indices --kernels mosaic
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
-Not a sample: every query position and key/value head. A row that differs is explained when what
+Every query position and key/value head is compared. A row that differs is explained when what
 it gives up is below what float32 resolves of these scores
 (`bench/judge/selection_shortfall.py`). The first rows that are not explained are printed.
 """

@@ -11,9 +11,9 @@
 
 `bench.harness.checked_layer` has the layers, and the kernels of each that have to run. Each layer
 first runs without a tool, which builds its kernels; then under every tool, `--at_once` processes
-together. torch's caching allocator is off: within its large blocks `memcheck` would not see an
-address past the end of a tensor. Each tool must first find a fault that is planted for it,
-otherwise no layer runs under it.
+together. The caching allocator of torch is disabled, since `memcheck` cannot detect addresses
+past the end of a tensor within its large blocks. Each tool must first find a fault that is
+planted for it, otherwise no layer runs under it.
 
 A row is `ok`, `wrong` (the tool found something, a layer gave other bits, or a kernel did not run
 that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records` appends
@@ -92,7 +92,7 @@ def check(
     layers: Sequence[str], tools: Sequence[str], folder: Path
 ) -> Generator[run.Row, None, None]:
     """Layers without a tool and the planted faults; then the layers that were right, under the
-    tools that found theirs. Processes are ended where the caller stops waiting for rows.
+    tools that found theirs. Processes end if the caller stops iterating over rows.
 
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.

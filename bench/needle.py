@@ -1,4 +1,4 @@
-"""A needle in a long sequence: is the block that holds it selected, and read?
+"""Tests whether the block with a needle in a long sequence is selected and read.
 
     python -m bench.needle
     python -m bench.needle --S=65536 --pos=1234 --framework=jax
@@ -43,8 +43,9 @@ LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
 def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
     """The inputs with the needle at `position`, and a last query that looks for it.
 
-    The query is long `sqrt(D)`, as noise is, so that logits of noise keep the variance 1. The
-    needle is long `2 l`: its compressed token holds an `l`-th of it, and must stand out.
+    The query has the length `sqrt(D)`, like noise, so that logits of noise have the variance 1.
+    The needle has the length `2 l`, since its compressed token contains an `l`-th of it and
+    must stand out.
     """
     width, dtype = inputs.query.shape[-1], inputs.query.dtype
     look = jax.random.normal(jax.random.key(position), (width,), jnp.float32)
@@ -69,7 +70,9 @@ class Search:
         self.block = position // self.config.select_block
 
     def judge(self) -> tuple[dict[str, Any], Any]:
-        """Fields of the record, parity and the needle; then the step to time."""
+        """Judge parity and the needle. Returns the fields of the record, and the step to
+        time.
+        """
         runner, config = self.runner, self.config
         arguments = runner.load(self.inputs.arguments("all"))
         whole = functools.partial(forward, runner.api, "all", config, self.job.implementation)

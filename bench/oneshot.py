@@ -1,4 +1,4 @@
-"""Everything once, within a budget: tests, benches, training, thresholds, reports.
+"""Runs everything once within a time budget: tests, benchmarks, training, thresholds, reports.
 
     python -m bench.oneshot                    # the plan for this device, within 10 minutes
     python -m bench.oneshot --list             # what it would run
@@ -69,8 +69,8 @@ def load(name: str) -> list[Step]:
 
 
 def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
-    """Makes `<commit>`, with `-dirty` where the tree has changes, and a number where it is
-    taken."""
+    """Make the folder `<commit>`, with `-dirty` if the tree has changes, and with a number if
+    the name exists."""
     name = (commit or "unknown")[:12] + ("-dirty" if dirty else "")
     number = 1
     while True:
@@ -175,7 +175,7 @@ class Run:
         return {str(path.relative_to(self.folder)) for path in found} - {"summary.json"}
 
     def good(self, result: Result) -> bool:
-        """Whether the result is no failure: it ended well, or nobody asked for it."""
+        """Whether the result is not a failure: it succeeded, or was not requested."""
         step = next(step for step in self.plan if step.name == result.name)
         return result.status == "ok" or self.not_asked(step) is not None
 

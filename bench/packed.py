@@ -9,10 +9,10 @@ Forms of a call, forward and with gradients:
     varlen      one row, with `varlen_metadata` made before
     cu_seqlens  one row, with only the boundaries
 
-`ms` is between CUDA events, L2 written over before; `host` until the call returns, the GPU idle
-before; `metadata` and `its host` are the additional times of a call with new metadata.
-A packed form is wrong where its output or a gradient is
-further than 1 % (root mean square) from that of the documents one by one. Needs a GPU.
+`ms` is measured with CUDA events after an L2 flush. `host` is the time until the call returns,
+with an idle GPU. `metadata` and `its host` are the additional times of a call with new
+metadata. A packed form is wrong if its output or a gradient differs by more than 1 % (root mean
+square) from that of separate documents. Needs a GPU.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int, int, int]] = {
 
 
 def call(mode: str, tensors: Sequence[torch.Tensor], **packed: Any) -> list[torch.Tensor]:
-    """The output, and the gradients where `mode` wants them."""
+    """The output, and the gradients if `mode` requires them."""
     options: dict[str, Any] = {"config": CONFIG, "implementation": FLAGS.implementation}
     with torch.set_grad_enabled(mode == "fwdbwd"):
         out = nsa_torch.attention(*tensors, **options | packed)
@@ -74,7 +74,7 @@ def leaves(tensors) -> list[torch.Tensor]:
 
 
 def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative distance of an array, root mean square."""
+    """The largest relative difference (root mean square) of any array."""
     distances = []
     for x, y in zip(found, wanted, strict=False):
         exact = y.float()

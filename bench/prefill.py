@@ -3,8 +3,9 @@
     python -m bench.prefill
     python -m bench.prefill --framework=jax --S_list=4096,8192,16384 --kernels=mosaic
 
-`scaling` is the time over that of the length before, `exponent` its logarithm over that of the
-lengths' ratio: 1 is linear, 2 quadratic. Every length is checked against the reference first.
+`scaling` is the time divided by that of the previous length. `exponent` is its logarithm
+divided by that of the ratio of lengths: 1 is linear, 2 quadratic. Every length is checked
+against the reference first.
 """
 
 import math

@@ -5,7 +5,7 @@
 
 v1 iterates over the blocks of one row after the other on the host;
 v2 is `nsa_jax.ranges.to_ranges`, one compiled program. Both must give the same ranges before
-either is timed. The last line is the adaptive rule: the least length from which on v2 was
+either is timed. The last line is the adaptive rule: the smallest length from which v2 was
 faster at every measured length, or never.
 """
 
@@ -49,7 +49,7 @@ def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np
 
 
 def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
-    """The least length from which on v2 was faster at every measured length."""
+    """The smallest length from which v2 was faster at every measured length."""
     least = None
     for slow, fast in sorted(pairs, key=lambda pair: pair[0].S, reverse=True):
         gain = speed_up(slow, fast)

@@ -1,11 +1,11 @@
-"""A page, Markdown and plots for people, made only from records.
+"""Writes an HTML page, Markdown and plots from records.
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
 Writes `report.html` (one file that asks for nothing else, its first chart: from which length NSA
 is faster, `reports.crossover`), `report.md` (environment, parity, speed-ups by length, thresholds)
-and the plots as PNG. Rows that failed stay in, with their reason and without
-a speed-up. Files of `bench.train` become tables of runs.
+and the plots as PNG. Failed rows are included with their reason and without a speed-up. Files
+of `bench.train` become tables of runs.
 """
 
 import json

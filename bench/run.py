@@ -1,4 +1,4 @@
-"""How the commands of the matrix (problem x path x pass x timer) show and record results.
+"""Prints and records the results of the commands of the matrix (problem x path x pass x timer).
 
 A command names its problems, its paths, its timer and its line (`lines.yaml`). Each row
 becomes a printed line and a record here.

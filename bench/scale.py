@@ -90,10 +90,8 @@ cli.define_lines(FLAGS)
 
 
 def problems(size: int) -> list[Problem]:
-    """For a number of devices.
-
-    Raises:
-      ValueError: devices cannot share a length in whole chunks, or documents do not have it.
+    """The problems for a number of devices. Raises:
+    ValueError: devices cannot share a length in whole chunks, or documents do not have it.
     """
     if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(

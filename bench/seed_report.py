@@ -50,7 +50,7 @@ BENCHES = {
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
-    """The records that a step made; those of training have another form."""
+    """The records of a step. Those of training have another form."""
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
     return [record for path in paths for record in records.read(path)]
 
@@ -58,7 +58,7 @@ def rows_of(folder: Path, step: str) -> list[Record]:
 def verdict(
     step: dict[str, Any] | None, rows: Sequence[Record], judged_by_rows: bool
 ) -> tuple[str, str]:
-    """PASS, FAIL or NOT RUN, and why."""
+    """The verdict PASS, FAIL or NOT RUN, with the reason."""
     if step is None or step["status"] == "skipped":
         return "NOT RUN", "" if step is None else step["reason"]
     bad = [row for row in rows if row.status in ("wrong", "error")]
@@ -97,7 +97,7 @@ def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
 
 
 def threshold_lines(folder: Path, device: str) -> list[str]:
-    """The thresholds that this run's own records give."""
+    """The thresholds from the records of this run."""
     found = threshold_evidence.Evidence()
     if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
         found.add(threshold_evidence.read_records(folder), device)

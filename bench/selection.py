@@ -8,12 +8,12 @@
 
 `N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
 of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` is the
-library's selected attention by what `kernel` names, whatever that is, `ref_ms` the
-portable path, `speedup` their ratio if `kernel` is a kernel, `mae` the mean error against the
-float64 reference. Implementations of `--beside` have their own columns.
-With `--streams k` all are k calls on k CUDA streams at once. All are checked before they are
-timed. With `--processes p` the rows are made ready by p processes together, and a kernel that
-crashes or hangs costs only its own row.
+time of the library's selected attention on the implementation in column `kernel`, and `ref_ms`
+that of the portable path. `speedup` is their ratio if `kernel` is a kernel. `mae` is the mean
+error relative to the float64 reference. Implementations of `--beside` have their own columns.
+With `--streams k` each time is that of k concurrent calls on k CUDA streams. All are checked
+before they are timed. With `--processes p` the rows are made ready by p processes together, and
+a kernel that crashes or hangs costs only its own row.
 
 `--preset` names a matrix in `configs/selection/`, or a path; a flag that is given replaces its
 list. `s2` is a matrix of sizes for Triton, packed SDPA and FA-2;
@@ -64,7 +64,7 @@ def matrix_of(gpu: bool) -> Matrix:
     """The matrix of `--preset` or of the flags; flags replace its lists.
 
     Raises:
-      ValueError: the file or a flag holds what no matrix can have.
+      ValueError: the file or a flag has an invalid value.
     """
     sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
     preset = FLAGS.preset
@@ -194,7 +194,9 @@ class Selection(parts.Problem):
         return lambda given: {"out": target(*(given[x] for x in names), **where)[0]}
 
     def work(self, inputs: problems.Inputs, streams: int) -> cost.Cost:
-        """All selected keys are visible; a block that several queries read counts once."""
+        """The useful work. All selected keys are visible, and a block that several queries read
+        counts once.
+        """
         shape, config = shape_of(self.settings, inputs), self.settings.nsa
         size, indices = config.select_block, np.asarray(inputs.block_indices)
         pairs = shape.B * shape.T * shape.H * config.num_selected * size

@@ -5,11 +5,11 @@
     python -m bench.shapes --only 64k --input alike
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
-Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch; all
-shapes of one input come before those of the next, which find their oracles compiled.
-`--at_once` of them compile and are judged side by side, then each is timed with the GPU to
-itself. Parity looks at `--most_rows` queries of each sequence. The targets and their
-measurements are in bench/records/log/calls.md, "Against the targets".
+Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch.
+All shapes of one input precede those of the next input, whose oracles are then compiled
+already. `--at_once` of them compile and are judged in parallel, then each is timed with
+exclusive use of the GPU. Parity looks at `--most_rows` queries of each sequence. The targets
+and their measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl; `--save_records` appends them to
 bench/records/<device>/compare.jsonl too.
@@ -60,8 +60,8 @@ def settings(p: Problem) -> dict[str, dict[str, int]]:
 
 
 def words_of(name: str, source: str, folder: Path) -> list[str]:
-    """The words of a `bench.compare`, which writes into a folder of the name of its row; the file
-    of its settings is in `folder`.
+    """The arguments of a `bench.compare`, which writes into a folder with the name of its row.
+    The file of its settings is in `folder`.
     """
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings(SHAPES[name])))

@@ -1,4 +1,5 @@
-"""Training steps by how the selection is read, as blocks or key ranges: lengths x modes.
+"""Compares training steps that read the selection as blocks or as key ranges, by length and
+mode.
 
     python -m bench.showcase                                 # on a GPU: S 512, 1024, 2048
     python -m bench.showcase --modes none --config tiny --lengths 64 --set runtime.kernels=sdpa
@@ -86,7 +87,7 @@ def _config(length: int) -> str:
 
 
 def measure(folder: Path, length: int, mode: str) -> Row:
-    """One row, in a process of its own."""
+    """Measure one row in a separate process."""
     name = f"s{length}_{mode}"
     out = folder / name
     words = ["bench.train", "--throughput", "--framework=torch", "--attention=nsa"]
@@ -148,7 +149,7 @@ def used(path: Path, seconds: float) -> float | None:
 
 
 def fa2(speed: log.Speed) -> str:
-    """Which branches ran by FA-2: "yes" of all three, "no", or those that did.
+    """The branches that ran on FA-2: "yes" for all three, "no", or their names.
 
     A label names one kernel for all steps, or one for each; a named kernel never falls back.
     """

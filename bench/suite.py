@@ -1,10 +1,10 @@
-"""The tests, with their skips counted: one whose reason is not on the list is a failure.
+"""Runs the tests and counts skips. A skip whose reason is not on the list is a failure.
 
     python -m bench.suite --out DIR -- -m gpu -n 8 tests/test_launch.py
 
-What follows `--` is for pytest. DIR gets `junit.xml` and the counts, `tests.json`. The exit
-status is 1 when a test fails, none passes, or one is skipped for a reason that is not in
-`configs/oneshot/skips.yaml`.
+Arguments after `--` are passed to pytest. DIR gets `junit.xml` and the counts, `tests.json`.
+The exit status is 1 when a test fails, none passes, or one is skipped for a reason that is not
+in `configs/oneshot/skips.yaml`.
 """
 
 import collections

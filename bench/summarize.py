@@ -1,4 +1,5 @@
-"""The table of a CSV file of `bench.decode`: the share of each branch in a step, and the reads.
+"""Prints a table of a CSV file of `bench.decode`: the share of each branch in a step, and the
+reads.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
@@ -21,7 +22,7 @@ NEEDED = ("S", *TIMES, *READS)
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of the file; those that count have a number in every needed column.
+    """The rows of the file. Valid rows have a number in every needed column.
 
     Raises:
       ValueError: a column is missing, a row is not whole, or a cell is no number over 0.

@@ -10,10 +10,10 @@
     python -m bench.train --resume --out bench/results/...  # continue after Ctrl-C
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
-All runs start from the same weights and see the same batches. The exit status is 1 where JAX
-and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
-75 if SIGTERM or Ctrl-C stopped the runs, which are saved and continue with `--resume`; 69
-where another process of the run is gone, and 76 where no step ended for `--hang_s`.
+All runs start from the same weights and see the same batches. The exit status is 1 if JAX and
+torch do not agree or NSA ends worse than dense, 4 if a loss or gradient is not finite, 69 if
+another process of the run ended, and 76 if no step ended for `--hang_s`. It is 75 if SIGTERM or
+Ctrl-C stopped the runs, which are saved and continue with `--resume`.
 """
 
 import dataclasses
@@ -207,13 +207,13 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
 
 
 def _named(name: str, model: spec.ModelSpec) -> str:
-    """With the gates, where they are not those that records without a word have."""
+    """The name with its gates, if they are not the default of records."""
     gate = model.layer.gate
     return name if model.attention == "dense" or gate == "sigmoid" else f"{name}-{gate}-gates"
 
 
 def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
-    """The batch that `--batch_size` means, as an argument of `_tasks`."""
+    """The global batch for `--batch_size`, as an argument of `_tasks`."""
     if batch_size is None:
         return {}
     spread = SPREAD.parallel(_frameworks()[0], ranks)
@@ -276,7 +276,7 @@ def _variant(
 
 
 def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
-    """Trains every run that is not done yet; the exit status."""
+    """Train every unfinished run, and return the exit status."""
     tasks = _tasks(settings, **_of_all(FLAGS.batch_size, ranks))
     training, dtype = tasks[0].training, tasks[0].dtype
     kept = Path(FLAGS.checkpoint_dir or folder / "checkpoints")
@@ -337,7 +337,7 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
 
 
 def throughput(folder: Path, settings: TrainConfig) -> int:
-    """Measures a step of every variant at every length; the exit status."""
+    """Measure a step of every variant at every length, and return the exit status."""
     numbers = [length.isdigit() and int(length) for length in FLAGS.lengths]
     if not numbers or not all(numbers):
         raise ValueError(f"lengths must be positive numbers, got {FLAGS.lengths}")
@@ -371,7 +371,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
 
 
 def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
-    """Writes and prints the tables, and keeps the lines where that is asked for."""
+    """Write and print the tables, and store the lines if requested."""
     found = log.read(folder / "train.jsonl")
     shown = [*verdicts, *watched.verdicts(folder / "train.jsonl", found)]
     text = watched.markdown(found, shown)

@@ -13,11 +13,10 @@ kernels of the selection are compared with the portable path. A kernel that fail
 does not win there. Only measurements count: no rows, no threshold. Of a folder its files
 `fa2.jsonl` and `selection.jsonl` are read, at any depth.
 
-In the device's file only sections whose values change are written again; the comments above them
-and all else stay. A rule of its policy that is
-`provisional` loses the steps for which its kernel was measured and pays from some length on.
-`--check` finds out whether choice then switches at the lengths of the file
-(`tuners/threshold_check.py`).
+In the device's file only sections with changed values are written again. Comments above them
+and all other text are unchanged. A `provisional` rule of its policy loses the steps for which
+its kernel was measured and is faster from some length on. `--check` tests whether the automatic
+choice switches at the lengths of the file (`tuners/threshold_check.py`).
 """
 
 import dataclasses
@@ -75,7 +74,9 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
-    """The worst pair of the shortest length that wins, and of the one that stops the search."""
+    """The worst pair of the shortest length at which the kernel is faster, and of the length
+    that ends the search.
+    """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
     chosen = [*below[-1:], *([] if found == policy.NEVER else [found])]
@@ -135,7 +136,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
 
 
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """The threshold that the second column would give."""
+    """The threshold relative to the portable path, from the second column."""
     if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}
     return {
@@ -150,8 +151,8 @@ def _file(pair: Pair) -> str:
 
 
 def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text of the device's file with `tuned` laid over it, and the fate of
-    its provisional rules.
+    """The text of the device's file with the values of `tuned`, and a report about its
+    provisional rules.
 
     Raises:
       ValueError: the file there is damaged, or of another device.
@@ -174,8 +175,8 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[st
 def lifted(
     rules: Sequence[dict[str, Any]], evidence: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rules without the steps for which a provisional one's kernel was measured and pays,
-    and a line for each such step that was measured."""
+    """The rules without the steps for which the kernel of a provisional rule was measured to be
+    faster, and a line for each measured step."""
     left, told = [], []
     for rule in rules:
         steps = list(rule["steps"])
@@ -275,7 +276,9 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any
 
 
 def _write(folder: Path, device: str, tuned: dict[str, Any]) -> int:
-    """Lays `tuned` over the device's file, and shows what changes; the exit status."""
+    """Write the values of `tuned` to the device's file, print the changes, and return the exit
+    status.
+    """
     path = folder / f"{config_files.slug(device)}.yaml"
     old = path.read_text() if path.is_file() else ""
     text, told = merged(path, device, tuned)

@@ -10,9 +10,9 @@ limit is faster after a rest, and calls in a row hide the host. Milliseconds, me
     <shape>                          of calls in a row, nothing flushed
     <shape>, after 50 ms of rest     of a single call, caches flushed
 
-A shape in a CUDA graph is replayed in a row; one of JAX runs compiled. The results of the replay
-must have the bits of the calls: exit status 1 where they have not. Whether the numbers are right,
-`bench.shapes` reports. Hopper.
+A shape in a CUDA graph is replayed in a row; one of JAX runs compiled. The results of the
+replay must have the bits of the calls, otherwise the exit status is 1. `bench.shapes` checks
+that the results are right. Hopper.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -35,7 +35,7 @@ REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
 def measure(problem: Problem) -> str:
-    """Prints and keeps the times; why a replay is wrong, or nothing."""
+    """Print and record the times. Returns the reason why a replay is wrong, or None."""
     of: Any = torch_calls if problem.framework == "torch" else jax_calls
     calls, sync = of(problem)
     replays = dict(calls)  # graphs read the tensors of `calls`

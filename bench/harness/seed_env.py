@@ -45,7 +45,7 @@ def truthy(text: str) -> bool:
     """Whether a variable is on, in any case of letters.
 
     Raises:
-      ValueError: neither a word for true nor one for false.
+      ValueError: the text means neither true nor false.
     """
     word = text.strip().lower()
     if word not in TRUE + FALSE:

@@ -407,7 +407,7 @@ PART_HEAD = ("model, steps x rows", "attention", *PARTS)
 
 
 def part_rows(group: Group) -> list[list[str]]:
-    """The cells below `PART_HEAD`: by place in the row."""
+    """The cells below `PART_HEAD`: losses by position in the row."""
     return [
         [group.name, kind.label, *(_cell(kind, group.dense, name) for name in PARTS)]
         for kind in group.kinds
@@ -473,8 +473,8 @@ ANSWER_HEAD = (*ANSWER, "copying", "hit / chance", "found / unread", "seeds")
 
 
 def answer_row(kind: Kind, dense: Kind) -> list[str]:
-    """The cells below `ANSWER_HEAD`: differences from `dense`, the steps of copying as they are,
-    hits of the layer where they are highest."""
+    """The cells below `ANSWER_HEAD`: differences from `dense`, the absolute steps of copying,
+    and hits in the layer with the highest ones."""
     hits = [np.array(x.hits) for x in kind.runs.values() if len(x.hits)]
     highest = max(np.mean(hits, axis=0).tolist()) if hits else None
     return [
@@ -538,10 +538,10 @@ SUMMARY_HEAD += ("loss of new tokens", "of all tokens", "recall", "pairs", "as g
 
 
 def summary_rows(group: Group) -> list[list[str]]:
-    """The cells below `SUMMARY_HEAD`, of the kinds with the most pairs, two at least: of dense
-    attention, then how NSA differs, with an interval of 95 % and the range of the pairs. None where
-    neither recalls anything yet, since losses then say when a model learns to copy rather than how
-    well."""
+    """The cells below `SUMMARY_HEAD`, for the kinds with the most pairs, at least two: dense
+    attention, then the difference of NSA with its 95 % interval and the range of the pairs.
+    Kinds without any recall are omitted, since their losses show only when a model learns to
+    copy."""
     kinds = [kind for kind in group.kinds if not kind.label.startswith("dense")]
     pairs = max((len(kind.runs) for kind in kinds), default=0)
     found = []
