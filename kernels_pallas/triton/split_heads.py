@@ -120,8 +120,8 @@ def split_heads(
 ):
     """The head of a program: a query, a branch's key or value, all gates, or forward a mean.
 
-    Programs: ceil(count / ROWS) times the heads of a row, with `GATES` one more and, unless `BACK`,
-    with `MEANS` the means.
+    Programs: ceil(count / ROWS) times the number of heads. `GATES` adds one head, and `MEANS`
+    adds the means unless `BACK`.
 
     Args:
       projection: `[count, ROW]`, read; if `BACK` the gradient, written.

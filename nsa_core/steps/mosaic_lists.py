@@ -86,8 +86,8 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """`spec` for the keys that `list_keys` counts. A tile's last keys may belong to the next
-    sequence, so tiles are merged where each is separate.
+    """`spec` for the keys that `list_keys` counts. The last keys of a tile may belong to the
+    next sequence, so tiles of slots are merged, each of which has one sequence.
     """
     if layout.varlen is None:
         return spec
