@@ -131,18 +131,15 @@ class Work(NamedTuple):
         return chunks(query.shape[1], self.row_bytes, self.most)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return out `[B, T, H, Dv]`, and lse `[B, T, H]` if chunks return it."""
-        out, lse = query.new_empty(*query.shape[:3], value.shape[-1]), None
+        self, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> None:
+        """Write out `[B, T, H, Dv]`, and lse `[B, T, H]` unless it is empty."""
         for part in self.parts(query):
             source, attend = self.plan(part)
             keys, values = source.read(key), source.read(value)
-            out[:, part], chunk_lse = attend(query[:, part], keys, values)
-            if chunk_lse is not None:
-                lse = chunk_lse.new_empty(query.shape[:3]) if lse is None else lse
-                lse[:, part] = chunk_lse
-        return out, lse
+            out[:, part], found = attend(query[:, part], keys, values)
+            if found is not None and lse.numel():
+                lse[:, part] = found
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor
@@ -191,12 +188,11 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
             return out, query.new_empty(rows, dtype=wide(query.dtype))
 
         def forward(with_lse, *arguments):
-            todo = work(with_lse, arguments)
+            todo, (out, lse) = work(with_lse, arguments), shapes(with_lse, *arguments)
             if todo is None:
-                out, lse = shapes(with_lse, *arguments)
                 return out.zero_(), lse.fill_(float("-inf"))
-            out, lse = todo.forward(*arguments[:3])
-            return out, shapes(with_lse, *arguments)[1] if lse is None else lse
+            todo.forward(out, lse, *arguments[:3])
+            return out, lse
 
         def backward(grad, *arguments):
             grad_lse, arguments = operators.second_gradient(arguments, count)
@@ -211,14 +207,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
             gradient = {"backward": backward, "floats": 3, "returned": 2}
             operators.define(each, *bound, **gradient, composed=True)
 
-        @functools.wraps(work_of)
-        def branch(*given, with_lse=True, config, kv_len, cu_seqlens=None, scale=None):
-            place = operators.arguments(config, kv_len, cu_seqlens, scale)
-            chosen = kind if with_lse else without_lse
-            out, lse = operators.call(chosen, *given, False, *place)
-            return out, lse if with_lse else None
-
-        return branch
+        return functools.wraps(work_of)(operators.one_step(kind, without_lse))
 
     return define
 
@@ -252,17 +241,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad):
         saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        outputs, gates = saved[:3], saved[3:]
-        grad_outputs = [torch.empty_like(x) for x in outputs]
-        grad_gates = [torch.empty_like(x) for x in gates]
+        found = [torch.empty_like(x) for x in saved]
         for part in _combine_parts(grad):
-            for out, gate, grad_out, grad_gate in zip(
-                outputs, gates, grad_outputs, grad_gates, strict=True
-            ):
-                grad_out[:, part] = _gated(grad[:, part], gate[:, part])
+            for i, out in enumerate(saved[:3]):
+                found[i][:, part] = _gated(grad[:, part], saved[i + 3][:, part])
                 product = out[:, part].to(wide(out.dtype)) * grad[:, part]
-                grad_gate[:, part] = product.sum(dim=-1)
-        return *grad_outputs, *grad_gates
+                found[i + 3][:, part] = product.sum(dim=-1)
+        return tuple(found)
 
 
 def _weighted_sum(outputs, gates):

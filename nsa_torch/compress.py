@@ -33,8 +33,8 @@ def compress(
     gaps. The remaining slots at the end are zero.
     """
     if torch.compiler.is_compiling():
-        numbers = operators.numbers_of(config)
-        return torch.ops.nsa.compress(x, list(params or ()), cu_seqlens, list(numbers), first)
+        place = operators.arguments(config, first, cu_seqlens, None)
+        return operators.call("compress/torch", x, *(params or ()), False, *place)[0]
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
@@ -118,63 +118,32 @@ def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
 
 
 # What torch.compile and torch.export see: slices of a length that they do not know would hold for
-# some lengths only.
-ARGUMENTS = "Tensor x, Tensor[] params, Tensor? cu_seqlens, SymInt[] config, SymInt first"
+# some lengths only. The tensors of the operator are the tokens and the parameters.
 KINDS = PoolParams, MLPParams, RopeMLPParams
 PARAMS: dict[int, Any] = {len(each._fields): each for each in KINDS}
 
 
-def _compress(x, params, cu_seqlens, numbers, first):
+def _compress(*arguments):
+    x, *params = arguments[: -operators.REST_COUNT]
+    place = operators.lengths(*arguments[1 - operators.REST_COUNT :])
     given = PARAMS[len(params)](*params) if params else None
-    config = operators.config_of(*numbers)
-    options = {"config": config, "cu_seqlens": cu_seqlens, "first": first}
-    return compress(x, given, **options).contiguous()
+    options = {"config": place["config"], "cu_seqlens": place["cu_seqlens"]}
+    return [compress(x, given, **options, first=place["kv_len"]).contiguous()]
 
 
-def _compress_backward(grad, x, params, *rest):
-    leaves = [t.detach().requires_grad_() for t in (x, *params)]
+def _gradients(grad, *arguments):
+    count = len(arguments) - operators.REST_COUNT
+    leaves = [t.detach().requires_grad_() for t in arguments[:count]]
     with torch.enable_grad():
-        out = _compress(leaves[0], leaves[1:], *rest)
+        (out,) = _compress(*leaves, *arguments[count:])
     if not out.requires_grad:  # of no window
         return [torch.zeros_like(t) for t in leaves]
-    options = {"allow_unused": True, "materialize_grads": True}
-    return list(torch.autograd.grad(out, leaves, grad, **options))
+    return torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
-def _shape(x, params, cu_seqlens, numbers, first):
-    count = operators.config_of(*numbers).num_compressed(x.shape[1])
-    return x.new_empty(x.shape[0], count, *x.shape[2:])
+def _shapes(x, *rest):
+    count = operators.config_of(*rest[-2]).num_compressed(x.shape[1])
+    return [x.new_empty(x.shape[0], count, *x.shape[2:])]
 
 
-def _gradient_shapes(grad, x, params, *rest):
-    return [t.new_empty(t.shape) for t in (x, *params)]
-
-
-def _keep(ctx, inputs, output):
-    x, params, cu_seqlens, *ctx.numbers = inputs
-    ctx.save_for_backward(x, cu_seqlens, *params)
-
-
-def _gradients(ctx, grad):
-    x, cu_seqlens, *params = ctx.saved_tensors
-    grads = torch.ops.nsa.compress_backward(grad, x, params, cu_seqlens, *ctx.numbers)
-    return grads[0], grads[1:], None, None, None
-
-
-def _define() -> None:
-    for name, schema, function, shapes in (
-        ("compress", f"({ARGUMENTS}) -> Tensor", _compress, _shape),
-        (
-            "compress_backward",
-            f"(Tensor grad, {ARGUMENTS}) -> Tensor[]",
-            _compress_backward,
-            _gradient_shapes,
-        ),
-    ):
-        torch.library.define(f"nsa::{name}", schema)
-        torch.library.impl(f"nsa::{name}", "CompositeExplicitAutograd", function)
-        torch.library.register_fake(f"nsa::{name}", shapes)
-    torch.library.register_autograd("nsa::compress", _gradients, setup_context=_keep)
-
-
-_define()
+operators.define("compress/torch", _compress, _shapes, _gradients, floats=1 + max(PARAMS))

@@ -3,6 +3,7 @@ operator unchanged, and each gradient is a separate operator.
 
     attention, attention_backward                  all steps
     branch_attention, branch_attention_backward    one branch
+    compress, compress_backward                    compressed tokens, in compiled code
     select_blocks
 
 The first argument of an operator is the kind of its `Call`, for example
@@ -97,15 +98,18 @@ def define(kind: str, run, shapes, backward=None, **attributes) -> None:
     _calls[kind] = Call(kind, run, shapes, backward, **attributes)
 
 
-def one_step(kind: str) -> Callable[..., Any]:
-    """The function that `dispatch.py` names, of a kind of call of one step."""
+def one_step(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
+    """The function that `dispatch.py` names, of a kind of call of one step, and of one for calls
+    that do not need the log-sum-exp.
+    """
     selects = kind.startswith("select_blocks")
 
     def step(*tensors, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
         place = arguments(config, kv_len, cu_seqlens, scale)
         if selects:
             return call(kind, *(x.detach() for x in tensors), False, *place)[0]
-        out, lse = call(kind, *tensors, False, *place)
+        chosen = kind if with_lse else without_lse or kind
+        out, lse = call(chosen, *tensors, False, *place)
         return out, lse
 
     return step
@@ -562,8 +566,8 @@ def _register(name: str, schema: str, function, shapes) -> None:
     torch.library.register_fake(f"nsa::{name}", shapes)
 
 
-for _name in ("attention", "branch_attention", "select_blocks"):
+for _name in ("attention", "branch_attention", "compress", "select_blocks"):
     _register(_name, FORWARD_SCHEMA, _run, _shapes)
     torch.library.impl(f"nsa::{_name}", "Autograd", _differentiable)
-for _name in ("attention", "branch_attention"):
+for _name in ("attention", "branch_attention", "compress"):
     _register(f"{_name}_backward", BACKWARD_SCHEMA, _run_backward, _backward_shapes)
