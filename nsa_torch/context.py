@@ -22,9 +22,10 @@ to the outer node, so that `torch.utils.checkpoint` around it works.
 Shapes: `T` is what one rank has, `S` the whole sequence.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -189,21 +190,6 @@ def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
     return Ranks(mesh, device), device
 
 
-class _Decided(NamedTuple):
-    """The decisions that calls of one signature share.
-
-    Attributes:
-      row: This rank's description of the call (`context_ranks.agree`).
-      on_mosaic: all steps run on Mosaic kernels.
-      gaps: Whether one call may have two chunks with tokens between them.
-    """
-
-    shards: Shards
-    row: Tensor
-    on_mosaic: bool
-    gaps: bool
-
-
 def attention(
     arguments, varlen, config, scale, recompute, implementation, context_mesh, context_layout
 ) -> Tensor:
@@ -242,21 +228,20 @@ def attention(
 
     decided = None if known is None else plans.PROGRAMS.get(known)
     if decided is not None:
-        context_ranks.say(ranks, decided.row)
+        shards, row, on_mosaic, gaps = decided
+        context_ranks.say(ranks, row)
     else:
         words, row = context_ranks.agree(ranks, device, describe)
         shards = Shards.of(ranks, "query", query.shape[1], context_layout)
+        on_mosaic = words["on_mosaic"]
         group = query.shape[2] // key.selected.shape[2]
         # No tile may have queries of both chunks. One sequence is gathered for few heads, packed
         # rows are not.
         whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
-        gaps = whole_tiles and (
-            cu_seqlens is not None or group > max_heads(config.select_block)
-        )
-        decided = _Decided(shards, row, words["on_mosaic"], words["on_mosaic"] and gaps)
+        several = cu_seqlens is not None or group > max_heads(config.select_block)
+        gaps = on_mosaic and whole_tiles and several  # one call may have both chunks
         if known is not None:
-            plans.keep(known, decided)
-    shards, _, on_mosaic, gaps = decided
+            plans.keep(known, (shards, row, on_mosaic, gaps))
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     one_pair = key.compressed is key.selected and value.compressed is value.selected
     if compressed is None and not (on_mosaic and one_pair):
@@ -271,8 +256,16 @@ def attention(
         "scale": scale,
         "implementation": "mosaic" if on_mosaic else implementation,
     }
-    local = Call(shards, separate, recompute, gaps, options)
-    return local(query, key, value, gates, compressed, block_indices)
+    keys_values = key.selected, value.selected
+    if separate:
+        keys_values += key.sliding, value.sliding
+    gates = (gates,) if isinstance(gates, Tensor) else (*gates,)
+    indices = () if block_indices is None else (block_indices,)
+    own = Given((query, *gates), tuple(compressed or ()), keys_values, indices)
+    keep = operators.requires_grad(*(x for each in own[:3] for x in each))
+    local = Call(shards, own.sizes, recompute, gaps, options)
+    with as_given(query):
+        return _Attention.apply(local, keep, *own.flat)
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
@@ -304,13 +297,27 @@ def _words(**given: Any) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """The inputs of the node: this rank's tensors, and compressed tokens of the sequence."""
+    """Tensors of a call: this rank's, and compressed tokens of the sequence."""
 
-    query: Tensor  # [B, T, H, D]
+    own: tuple[Tensor, ...]  # query [B, T, H, D]; three gates [B, T, H], or one [B, T, H, 3]
     compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
-    gates: tuple[Tensor, ...]  # three [B, T, H], or one [B, T, H, 3]
     keys_values: tuple[Tensor, ...]  # [B, T, Hkv, .]: selected key, value (, sliding)
-    block_indices: Tensor | None  # [B, T, Hkv, n]
+    block_indices: tuple[Tensor, ...]  # [B, T, Hkv, n], or none
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], sizes: Sequence[int]) -> Self:
+        """From the `flat` tensors of another with these `sizes`."""
+        supply = iter(tensors)
+        return cls(*(tuple(itertools.islice(supply, count)) for count in sizes))
+
+    @property
+    def flat(self) -> list[Tensor]:
+        return [x for each in self for x in each]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of tensors per field."""
+        return [*map(len, self)]
 
 
 class Unit(NamedTuple):
@@ -330,12 +337,11 @@ class Unit(NamedTuple):
 type LocalCall = tuple[slice, int, dict]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One call. `options` are keywords of `functional.decided`."""
 
     shards: Shards
-    separate: bool  # whether the sliding branch has keys and values of its own
+    sizes: list[int]  # of its `Given`
     recompute: bool
     takes_gaps: bool  # whether one call may have two chunks with tokens between them
     options: dict
@@ -357,27 +363,10 @@ class Call:
             options = options | {"cu_seqlens": borders}
         return [(slice(0, tokens.stop), end, options)]
 
-    def __call__(self, query, key, value, gates, compressed, block_indices) -> Tensor:
-        keys_values = key.selected, value.selected
-        if self.separate:
-            keys_values += key.sliding, value.sliding
-        gates = (gates,) if isinstance(gates, Tensor) else gates
-        tensors = query, *(compressed or (None, None)), block_indices, *keys_values, *gates
-        floats = (x for x in tensors if x is not None and x is not block_indices)
-        keep = operators.requires_grad(*floats)
-        with as_given(query):
-            return _Attention.apply(self, keep, *tensors)
-
-    def given(self, tensors: Sequence) -> Given:
-        query, k_cmp, v_cmp, indices, *rest = tensors
-        compressed = () if k_cmp is None else (k_cmp, v_cmp)
-        count = 4 if self.separate else 2
-        return Given(query, compressed, tuple(rest[count:]), tuple(rest[:count]), indices)
-
     def units(self, given: Given) -> Iterator[Unit]:
         """The gather of the next unit starts before one is handed out."""
         batch, _, kv_heads = given.keys_values[0].shape[:3]
-        group = given.query.shape[2] // kv_heads
+        group = given.own[0].shape[2] // kv_heads
         widths = [x.shape[-1] for x in given.keys_values]
         payload = torch.cat(given.keys_values, dim=-1)
         head_bytes = self.shards.length * payload.shape[-1] * payload.element_size()
@@ -392,42 +381,39 @@ class Call:
 
             return Unit(row, heads, slice(heads.start * group, heads.stop * group), whole)
 
-        before = None
-        for row in range(batch):
-            for heads in groups:
-                following = start(row, heads)
-                if before is not None:
-                    yield before
-                before = following
-        if before is not None:
+        started = (start(row, heads) for row in range(batch) for heads in groups)
+        before = next(started)
+        for following in started:
             yield before
+            before = following
+        yield before
 
-    def leaves(self, given: Given, unit: Unit, tokens, end, whole) -> list[Tensor]:
-        """The tensors of a local call with the heads of a unit, `B = 1`, contiguous."""
-        row = slice(unit.row, unit.row + 1)
-        count = self.options["config"].num_compressed(end)
-        own = (x[row, tokens, unit.heads].contiguous() for x in (given.query, *given.gates))
-        compressed = (x[row, :count, unit.kv_heads].contiguous() for x in given.compressed)
-        return [*own, *compressed, *(x[:, :end] for x in whole)]
+    def local(self, given: Given, unit: Unit, whole, tokens, end, options):
+        """The function of a chunk's call, and its tensors with the heads of a unit, `B = 1`,
+        contiguous. It returns the output `[1, T, h G, Dv]`.
+        """
+        row, count = slice(unit.row, unit.row + 1), options["config"].num_compressed(end)
+        cut = lambda each, *at: (x[row, *at].contiguous() for x in each)
+        leaves = [
+            *cut(given.own, tokens, unit.heads),
+            *cut(given.compressed, slice(count), unit.kv_heads),
+            *(x[:, :end] for x in whole),
+            *cut(given.block_indices, tokens, unit.kv_heads),
+        ]
+        return functools.partial(_attend, options, self.sizes), leaves
 
-    def local(self, given: Given, unit: Unit, tokens, options: dict):
-        """The function of `leaves` that returns the chunk's output `[1, T, h G, Dv]`."""
-        indices = given.block_indices
-        if indices is not None:
-            indices = indices[unit.row : unit.row + 1, tokens, unit.kv_heads].contiguous()
-        first, behind = len(given.gates), len(given.gates) + len(given.compressed)
 
-        def run(query, *rest):
-            gates: Any = rest[0] if first == 1 else Branches(*rest[:first])
-            key, value, *sliding = rest[behind:]
-            own_key, own_value = sliding or (key, value)
-            pair = Branches(key, key, own_key), Branches(value, value, own_value)
-            borders, compressed = options["cu_seqlens"], rest[first:behind] or None
-            arguments = query, *pair, gates, compressed, indices, borders
-            how = options["config"], options["scale"], False, options["implementation"]
-            return functional.decided(arguments, *how, checked=True)
-
-        return run
+def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
+    """`functional.decided` of the tensors of a `Given`."""
+    (query, *gates), compressed, keys_values, indices = Given.of(tensors, sizes)
+    key, value, *sliding = keys_values
+    own_key, own_value = sliding or (key, value)
+    pair = Branches(key, key, own_key), Branches(value, value, own_value)
+    each = gates[0] if len(gates) == 1 else Branches(*gates)
+    chosen = indices[0] if indices else None
+    arguments = query, *pair, each, compressed or None, chosen, options["cu_seqlens"]
+    how = options["config"], options["scale"], False, options["implementation"]
+    return functional.decided(arguments, *how, checked=True)
 
 
 def local_graph(
@@ -495,88 +481,86 @@ class _Enter(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, keep: bool, *tensors):
-        given = call.given(tensors)
+        given = Given.of(tensors, call.sizes)
+        query, value = given.own[0], given.keys_values[1]
         kept, graphs, calls = list[Tensor](), list[Callable](), list[LocalCall]()
-        width = given.keys_values[1].shape[-1]
-        out = Whole(given.query, given.query.shape[:3] + (width,))
+        out = Whole(query, query.shape[:3] + value.shape[3:])
         for unit in call.units(given):
-            calls = calls or call.calls(given.query.device)  # while the first gather runs
+            calls = calls or call.calls(query.device)  # while the first gather runs
             whole = unit.wait()
-            for tokens, end, options in calls:
-                leaves = call.leaves(given, unit, tokens, end, whole)
-                function = call.local(given, unit, tokens, options)
+            for each in calls:
+                function, leaves = call.local(given, unit, whole, *each)
                 if keep and not call.recompute:
                     part, gradients = local_graph(function, leaves, kept)
                     graphs.append(gradients)
                 else:
                     part = function(*leaves)
-                out.put(part, unit, tokens)
+                out.put(part, unit, each[0])
         if keep:
             # The boundaries too, so that torch knows if they were written to since.
             ctx.save_for_backward(call.options["cu_seqlens"], *tensors, *kept)
-            ctx.call, ctx.graphs, ctx.count, ctx.calls = call, graphs, len(tensors), calls
+            ctx.call, ctx.graphs, ctx.calls = call, graphs, calls
         return out.found
 
     @staticmethod
     @first_order
     def backward(ctx: Any, do):
         call, (_, *saved) = ctx.call, ctx.saved_tensors
-        given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])
-        query, compressed, gates, keys_values, _ = given
-        shards, dtype = call.shards, wide(query.dtype)
-        own = [Whole(x, x.shape) for x in (query, *gates)]
-        grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
-        mine, first = len(own), len(own) + len(compressed)
-        widths = [x.shape[-1] for x in keys_values]
+        given, kept = Given.of(saved, call.sizes), saved[sum(call.sizes) :]
+        query, shards, dtype = given.own[0], call.shards, wide(do.dtype)
+        own = [Whole(x, x.shape) for x in given.own]
+        compressed = [torch.zeros_like(x, dtype=dtype) for x in given.compressed]
+        first = len(own) + len(compressed)
+        widths = [x.shape[-1] for x in given.keys_values]
         graphs, sums, retain = iter(ctx.graphs), [], not is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
             for unit in call.units(given):
-                whole, count = unit.wait(), unit.kv_heads.stop - unit.kv_heads.start
-                shape = shards.size, query.shape[1], count, sum(widths)
+                whole = unit.wait()
+                shape = shards.size, query.shape[1], whole[0].shape[2], sum(widths)
                 shares = query.new_empty(shape, dtype=dtype)
                 chunks = shards.chunks_of(shares)
-                done = [None if call.recompute else next(graphs) for _ in ctx.calls]
+                done = [next(graphs, None) for _ in ctx.calls]
                 # The longest first: its gradients are written, those of others added.
-                for i, (tokens, end, options) in reversed([*enumerate(ctx.calls)]):
-                    leaves = call.leaves(given, unit, tokens, end, whole)
-                    gradients, again, adds = done[i], kept, i + 1 < len(done)
+                for i, each in reversed([*enumerate(ctx.calls)]):
+                    (tokens, end, _), adds = each, i + 1 < len(done)
+                    function, leaves = call.local(given, unit, whole, *each)
+                    gradients, again, twice = done[i], kept, retain
                     if gradients is None:
-                        again = []
-                        function = call.local(given, unit, tokens, options)
-                        gradients = local_graph(function, leaves, again)[1]
+                        again, twice = [], False
+                        _, gradients = local_graph(function, leaves, again)
                     part = do[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
-                    twice = retain and not call.recompute
                     grads = gradients(leaves, again, part, twice)
-                    for target, grad in zip(own, grads[:mine], strict=True):
+                    for target, grad in zip(own, grads, strict=False):
                         target.put(grad, unit, tokens)
-                    for target, grad in zip(grad_compressed, grads[mine:first], strict=True):
+                    for target, grad in zip(compressed, grads[len(own) :], strict=False):
                         if grad is not None:
                             target[unit.row, : grad.shape[1], unit.kv_heads] += grad[0]
-                    for begin, chunk in zip(
-                        range(0, shards.length, shards.chunk), chunks, strict=True
-                    ):
+                    for number, chunk in enumerate(chunks):
+                        begin = number * shards.chunk
+                        keys = slice(begin, begin + shards.chunk)
                         targets = chunk.split(widths, dim=-1)
-                        for target, grad in zip(targets, grads[first:], strict=True):
+                        for target, grad in zip(targets, grads[first:], strict=False):
                             seen = grad is not None and begin < end
-                            keys = slice(begin, begin + shards.chunk)
                             if not adds:
                                 target.copy_(grad[0, keys]) if seen else target.zero_()
                             elif seen:
                                 target += grad[0, keys]
-                sums.append(shards.ranks.scatter_sum(shares, "gradients of keys and values"))
+                sums.append(
+                    (unit, shards.ranks.scatter_sum(shares, "gradients of keys and values"))
+                )
         if not retain:
             ctx.graphs = []
-        batch = query.shape[0]
-        found = [wait() for wait in sums]  # [T, h, W] a unit
-        each = len(found) // batch
-        rows = [torch.cat(found[i * each : (i + 1) * each], dim=1) for i in range(batch)]
-        parts = torch.stack(rows).split(widths, dim=-1)
-        grad_kv = (part.to(x.dtype) for part, x in zip(parts, keys_values, strict=True))
-        grad_cmp = [
-            part.to(x.dtype) for part, x in zip(grad_compressed, compressed, strict=True)
-        ] or [None, None]
-        grad_query, *grad_gates = (x.found for x in own)
-        return None, None, grad_query, *grad_cmp, None, *grad_kv, *grad_gates
+        total = query.new_empty(*given.keys_values[0].shape[:3], sum(widths), dtype=dtype)
+        for unit, wait in sums:
+            total[unit.row, :, unit.kv_heads] = wait()
+        found = [*(x.found for x in own), *compressed, *total.split(widths, dim=-1)]
+        pairs = zip(found, saved[: len(found)], strict=True)
+        return (
+            None,
+            None,
+            *(x.to(like.dtype) for x, like in pairs),
+            *[None] * len(given.block_indices),
+        )
 
 
 class Whole:
@@ -614,11 +598,20 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
     width = min(windows.halo, shards.chunk)
     heads = [tokens[:, :width] for tokens in x.split(shards.chunk, dim=1)]
     heads = _Gather.apply(shards, "the halo", torch.cat(heads, dim=1).transpose(0, 1))
-    if params is None:
-        made = _made(windows, None, x, heads)
-    else:
-        made = _Learned.apply(windows, type(params), x, heads, *params)
-    found = _Gather.apply(shards, "compressed tokens", made)
+
+    def made(x, heads, *learned):
+        """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
+        parts = []
+        heads = F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, windows.halo))
+        for place, tokens in enumerate(x.split(shards.chunk, dim=1)):
+            at = (shards.own[place] + 1) * width
+            tokens = torch.cat([tokens, heads[:, at : at + windows.halo]], dim=1)
+            parts.append(windows.make(place, tokens, kind(*learned) if learned else None))
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+    kind: Any = type(params)
+    own = made(x, heads) if params is None else _Learned.apply(made, x, heads, *params)
+    found = _Gather.apply(shards, "compressed tokens", own)
     return windows.joined(found).transpose(0, 1).contiguous()
 
 
@@ -641,37 +634,21 @@ class _Gather(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """`_made`, and for its gradient once more."""
+    """`function` of tensors, which runs once more for their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, windows, kind, *tensors):
-        ctx.windows, ctx.kind = windows, kind
+    def forward(ctx: Any, function, *tensors):
+        ctx.function = function
         ctx.save_for_backward(*tensors)
-        return _made(windows, kind, *tensors)
+        return function(*tensors)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad):
         leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            made = _made(ctx.windows, ctx.kind, *leaves)
-            return None, None, *torch.autograd.grad(made, leaves, grad, materialize_grads=True)
-
-
-def _made(windows, kind, x, heads, *params) -> Tensor:
-    """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`.
-
-    Args:
-      heads: the first tokens of all chunks, `[chunks * width, B, Hkv, D]`.
-    """
-    shards, made = windows.shards, []
-    width = heads.shape[0] // len(shards.order)
-    heads = F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, windows.halo))
-    for place, tokens in enumerate(x.split(shards.chunk, dim=1)):
-        at = (shards.own[place] + 1) * width
-        tokens = torch.cat([tokens, heads[:, at : at + windows.halo]], dim=1)
-        made.append(windows.make(place, tokens, kind and kind(*params)))
-    return torch.cat(made, dim=1).transpose(0, 1)
+            made = ctx.function(*leaves)
+            return None, *torch.autograd.grad(made, leaves, grad, materialize_grads=True)
 
 
 class WholeWindows(NamedTuple):

@@ -58,32 +58,28 @@ class Ranks:
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start an all-gather of `x`. The returned function waits and returns `[R, *x.shape]`."""
         found = x.new_empty(self.size, *x.shape)
-        start = lambda: dist.all_gather_into_tensor(
-            found.flatten(0, 1), x.contiguous(), self.group, async_op=True
-        )
-        return self._started(start, found, f"the all-gather of {what}")
+        run = dist.all_gather_into_tensor, found.flatten(0, 1), x.contiguous()
+        return self._started(*run, found, f"the all-gather of {what}")
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start a reduce-scatter of `x` `[R, ...]`. The returned function waits and returns
         this rank's sum.
         """
-        found, whole = x.new_empty(x.shape[1:]), x.contiguous().flatten(0, 1)
-        start = lambda: dist.reduce_scatter_tensor(
-            found, whole, group=self.group, async_op=True
-        )
-        return self._started(start, found, f"the reduce-scatter of {what}")
+        found = x.new_empty(x.shape[1:])
+        run = dist.reduce_scatter_tensor, found, x.contiguous().flatten(0, 1)
+        return self._started(*run, found, f"the reduce-scatter of {what}")
 
-    def _started(self, start, found, what):
-        def guarded(step):
+    def _started(self, collective, output, given, found, what):
+        def guarded(step, *tensors, **options):
             try:
-                return step()
+                return step(*tensors, **options)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"context parallel: {what} failed on rank {self.rank} of {self.size}: a rank "
                     "is gone, or did not come within the process group's timeout"
                 ) from error
 
-        work = guarded(start)
+        work = guarded(collective, output, given, group=self.group, async_op=True)
 
         def wait():
             guarded(work.wait)
@@ -161,21 +157,18 @@ def agree(
     row = _row(text, device)
     rows = ranks.gather(row, SIZES)
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
-    for rank, other in enumerate(texts):
-        if not other:
-            raise ValueError(
-                f"arguments must be valid on all ranks of context_mesh, got an error on rank "
-                f"{rank}, which raises the reason"
-            )
-    for rank, other in enumerate(texts):
-        if other == texts[0]:
-            continue
-        pairs = zip(texts[0].split("; "), other.split("; "), strict=False)
-        ours, theirs = next((a, b) for a, b in pairs if a != b)
+    if "" in texts:
         raise ValueError(
-            "arguments must have the same sizes on all ranks of context_mesh, "
-            f"got {ours} on rank 0 and {theirs} on rank {rank}"
+            f"arguments must be valid on all ranks of context_mesh, got an error on rank "
+            f"{texts.index('')}, which raises the reason"
         )
+    for rank, other in enumerate(texts):
+        for ours, theirs in zip(texts[0].split("; "), other.split("; "), strict=False):
+            if ours != theirs:
+                raise ValueError(
+                    "arguments must have the same sizes on all ranks of context_mesh, "
+                    f"got {ours} on rank 0 and {theirs} on rank {rank}"
+                )
     return words, plans.keep(known, row)
 
 
