@@ -19,7 +19,6 @@ Values of another width than the queries are padded with zeros to the larger of 
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_core.extras import version
 from nsa_torch import ranges
 from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
 from nsa_torch.geometry import geometry_of
@@ -53,10 +53,9 @@ def library() -> str:
 
 @functools.cache
 def _library() -> str:
-    try:  # a package flash_attn may also be flash-attn-4's, without these functions
-        return f"flash_attn {importlib.metadata.version('flash_attn')}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"torch {torch.__version__} (bundled)"
+    # A module flash_attn may also be flash-attn-4's, without these functions.
+    found = version("flash_attn")
+    return f"flash_attn {found}" if found else f"torch {torch.__version__} (bundled)"
 
 
 def why_not(problem) -> str | None:
@@ -146,9 +145,9 @@ def compressed_attention(
         classes, "compressed", sizes, kv_len, cu_seqlens, query.device
     )
     _check_sequences(bounds[0].numel() - 1)
-    key, value = (_Repeat.apply(x, key_of) for x in (compressed_key, compressed_value))
+    key, value = (_Gather.apply(x, key_of, None) for x in (compressed_key, compressed_value))
     out, lse = _call(
-        _Permute.apply(query.flatten(0, 1), query_of, row_of),
+        _Gather.apply(query.flatten(0, 1)[None], query_of, row_of),
         key,
         value,
         bounds,
@@ -157,7 +156,7 @@ def compressed_attention(
         causal=True,
         scale=scale,
     )
-    out = _Permute.apply(out, row_of, query_of)
+    out = _Gather.apply(out[None], row_of, query_of)
     lse = lse[:, row_of.clamp(min=0)].masked_fill(row_of < 0, float("-inf"))
     return out.unflatten(0, (batch, length)), lse.t().reshape(batch, length, heads)
 
@@ -218,7 +217,7 @@ def _band(key, value, size, kv_len):
     row = torch.arange(batch, device=key.device) * num_keys + first
     rows = row[:, None] + torch.arange(size, device=key.device)
     key, value = (
-        _Repeat.apply(x, rows.flatten()).unflatten(0, (batch, size)) for x in (key, value)
+        _Gather.apply(x, rows.flatten(), None).unflatten(0, (batch, size)) for x in (key, value)
     )
     return key, value, kv_len.to(key.device) - first
 
@@ -355,28 +354,13 @@ _traced_lse.register_fake(lambda query, lse: torch.empty_like(lse))
 _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order: `x[source]`, 0 where `source` is -1; `back` is the inverse."""
+class _Gather(torch.autograd.Function):
+    """`x.flatten(0, 1)[rows]`, 0 for no row. The gradient is gathered by `back`, the inverse of a
+    permutation; without it, repetitions are summed in float32.
+    """
 
     @staticmethod
-    def forward(x, source, back):
-        return gather(x[None], source)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, source, back = inputs
-        ctx.save_for_backward(back, source)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Permute.apply(grad, *ctx.saved_tensors), None, None
-
-
-class _Repeat(torch.autograd.Function):
-    """`x.flatten(0, 1)[rows]`, 0 for no row; the gradient sums repetitions in float32."""
-
-    @staticmethod
-    def forward(x, rows):
+    def forward(x, rows, back):
         return gather(x, rows)
 
     @staticmethod
@@ -385,8 +369,10 @@ class _Repeat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, rows = ctx.saved_tensors
+        x, rows, back = ctx.saved_tensors
+        if back is not None:
+            return _Gather.apply(grad[None], back, rows)[None], None, None
         source = Rows(rows, axes=2)
         total = source.zeros(x)
         source.add(total, grad)
-        return source.gradient(total, x), None
+        return source.gradient(total, x), None, None

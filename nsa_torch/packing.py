@@ -33,41 +33,32 @@ def residue_classes(
     """
     device, stride, borders = where.position.device, config.compress_stride, where.cu_seqlens
     batch, length = where.position.shape
-    # Of the queries of each batch row, or of each sequence of the packed row, `[R]`: the row of the
-    # first one in the flattened `[B*T]`, how many, the position of the first one, and the row of
-    # the sequence's compressed token 0 in the flattened `[B*C]`.
+    # Of each batch row, or of each sequence of the packed row, `[R]`: the row of the first query in
+    # the flattened `[B*T]`, and that of compressed token 0 in the flattened `[B*C]`.
     if borders is not None and where.offset is not None:
-        queries = (borders - where.offset).clamp(0, length)
-        query_start, num_queries = queries[:-1], queries.diff()
-        first_position = (where.offset - borders[:-1]).clamp(min=0)
+        query_start = (borders[:-1] - where.offset).clamp(0, length)
         compressed_start = compressed_bounds(borders, config)[:-1]
     else:
         row = torch.arange(batch, device=device)
-        query_start, num_queries = row * length, torch.full_like(row, length)
-        first_position, compressed_start = where.position[:, 0], row * count
-    reach = config.compress_block - 1
+        query_start, compressed_start = row * length, row * count
     # Steps: positions counted from the first that sees a compressed token.
-    begin = (first_position - reach).clamp(min=0)[:, None]
-    end = (first_position + num_queries - reach)[:, None]
-    residue = torch.arange(stride, device=device)
-    first = begin + (residue - begin) % stride  # [R, d]: the class's first step
-    queries = _ceil_div((end - first).clamp(min=0), stride)
-    keys = torch.where(queries > 0, first // stride + queries, 0)
-    query_bounds, key_bounds = _bounds(queries.flatten()), _bounds(keys.flatten())
-
+    step = where.position.flatten() - (config.compress_block - 1)
     token = torch.arange(batch * length, device=device)
     run = torch.searchsorted(query_start, token, right=True) - 1
-    step = where.position.flatten() - reach
-    own_class = run * stride + step % stride
-    order = (step - first.flatten()[own_class]).div(stride, rounding_mode="floor")
-    row_of = torch.where(step >= 0, query_bounds[own_class] + order, -1)
-    query_of = torch.full((batch * length + 1,), -1, device=device)
-    spare = torch.where(step >= 0, row_of, batch * length)
-    query_of = query_of.scatter(0, spare, token)[:-1]
+    classes = query_start.numel() * stride
+    own_class = torch.where(step >= 0, run * stride + step % stride, classes)
+    own_class, order = own_class.sort(stable=True)
+    query_bounds = torch.searchsorted(own_class, torch.arange(classes + 1, device=device))
+    query_of = torch.where(own_class < classes, order, -1)
+    row_of = torch.where(step >= 0, torch.empty_like(order).scatter(0, order, token), -1)
+    # The last query of a class sees all its keys.
+    last = step[order[query_bounds[1:] - 1]]
+    keys = torch.where(query_bounds.diff() > 0, last // stride + 1, 0)
+    key_bounds = _bounds(keys)
 
     row = torch.arange(batch * stride * count, device=device)
     key_class = torch.searchsorted(key_bounds[1:], row, right=True)
-    inside = key_class < keys.numel()
+    inside = key_class < classes
     key_class = torch.where(inside, key_class, 0)
     source = compressed_start[key_class // stride] + row - key_bounds[key_class]
     key_of = torch.where(inside, source, batch * count)
@@ -214,7 +205,7 @@ def selected_ranges(
     else:
         begin, end = handed[:, queries].to(torch.int64).unbind(-1)
         count = handed.shape[-2]
-        pieces = _ceil_div(end - begin, size)
+        pieces = -((begin - end) // size)  # rounded up
         until = pieces.cumsum(-1)  # pieces of the ranges up to this one
         slot = torch.arange(count, device=handed.device)
         owner = (slot[:, None] >= until[..., None, :]).sum(-1)
@@ -288,7 +279,3 @@ def _kernels():
 
 def _bounds(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0))
-
-
-def _ceil_div(x: Tensor, divisor: int) -> Tensor:
-    return (x + divisor - 1).div(divisor, rounding_mode="floor")
