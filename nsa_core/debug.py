@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nsa_core import validate
+
 EVENTS = ("routing", "shapes", "timing", "compare")
 FRAMEWORKS = ("nsa_jax", "nsa_torch")
 ARGUMENTS = {
@@ -41,9 +43,8 @@ SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 MAX_BYTES, BYTES_EACH = 2 * 2**30, 16
 
 on = False  # read at every call: all that a call costs while no event is on
-_active: frozenset[str] = frozenset()
-_left: dict[str, int] = {}
-_told: set[tuple[str, str]] = set()
+_left: dict[str, int] = {}  # lines left of each event that is on
+_told: set[tuple[str, str, str]] = set()
 
 
 class Backend(NamedTuple):
@@ -62,13 +63,12 @@ def enable(*events: str, limit: int = 100) -> None:
     Raises:
       ValueError: an unknown event, or a limit below 1.
     """
-    global on, _active
+    global on
     for event in events:
-        if event not in EVENTS:
-            raise ValueError(f"event must be one of {EVENTS}, got {event!r}")
+        validate.one_of("event", event, EVENTS)
     if limit < 1:
         raise ValueError(f"limit must be at least 1 line, got {limit}")
-    on, _active = bool(events), frozenset(events)
+    on = bool(events)
     _left.clear()
     _left.update(dict.fromkeys(events, limit))
     _told.clear()
@@ -82,7 +82,7 @@ def stepwise(backend: Backend, *arrays) -> bool:
     """Whether a fused path must run step by step, since single steps are timed or compared."""
     if not on or backend.silent():
         return False
-    return bool(_active & {"timing", "compare"}) and not backend.traced(arrays)
+    return not _left.keys().isdisjoint({"timing", "compare"}) and not backend.traced(arrays)
 
 
 def choices(backend: Backend, problem, chosen) -> None:
@@ -111,62 +111,61 @@ def watch(
         about = {"step": step, "implementation": name}
         given = dict(zip(ARGUMENTS[step], args, strict=False))
         traced = backend.traced((args, options))
-        if "shapes" in _active:
+        if "shapes" in _left:
             shapes = {key: _shape(x) for key, x in given.items() if x is not None}
             _tell(backend.package, "shapes", about | shapes | {"traced": traced})
         if traced:
+            why = "under a transform (jit, grad, vmap) there are no values: call outside it"
             for event in ("timing", "compare"):
-                why = "under a transform (jit, grad, vmap) there are no values: call outside it"
-                _refuse(backend.package, event, {}, why)
+                _tell(backend.package, event, {"refused": why})
             return function(*args, **options)
-        if "timing" in _active:
+        timed = "timing" in _left
+        if timed:
             backend.wait((args, options))
         start = time.perf_counter()
         result = function(*args, **options)
-        if "timing" in _active:
+        if timed:
             backend.wait(result)
             spent_ms = (time.perf_counter() - start) * 1e3
             ms = {"ms": f"{spent_ms:.4g}", "synchronizes": True}
             _tell(backend.package, "timing", about | ms)
         oracle = registry and registry.entry(step, "reference")
-        if "compare" in _active and oracle:
-            _compare(backend, about, oracle.load(), result, args, options)
+        if "compare" in _left and oracle:
+            fields = _errors(backend, about, oracle.load(), result, args, options)
+            _tell(backend.package, "compare", fields)
         return result
 
     return told
 
 
-def _compare(backend, about, oracle, result, args, options):
+def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
+    """The differences between a result and the reference's, or why they are not known."""
     query, key = args[:2]
     size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
     if size > MAX_BYTES:
         most = MAX_BYTES / 2**30
         why = f"the dense reference needs {size / 2**30:.1f} GiB, more than {most:.0f}"
-        _refuse(backend.package, "compare", about, why)
-        return
+        return about | {"refused": why}
     exact = oracle(*args, **options)
     if about["step"] == "scores":
         differ = (backend.numpy(result) != backend.numpy(exact)).any(axis=-1)
-        fields = {"scores_rows_differ": int(differ.sum()), "rows": differ.size}
-    else:
-        pair = (backend.numpy(x[0]).astype(np.float64) for x in (result, exact))
-        error, short = np.abs(np.subtract(*pair)), SEED_NAMES[about["step"]]
-        fields = {f"{short}_mae": f"{error.mean():.3g}", f"{short}_max": f"{error.max():.3g}"}
-    _tell(backend.package, "compare", fields | about)
+        return {"scores_rows_differ": int(differ.sum()), "rows": differ.size} | about
+    pair = (backend.numpy(x[0]).astype(np.float64) for x in (result, exact))
+    error, short = np.abs(np.subtract(*pair)), SEED_NAMES[about["step"]]
+    found = {f"{short}_mae": f"{error.mean():.3g}", f"{short}_max": f"{error.max():.3g}"}
+    return found | about
 
 
-def _refuse(package: str, event: str, about: dict[str, Any], why: str) -> None:
-    if event in _active:
-        _tell(package, event, about | {"refused": why}, once=f"{about} {why}", refusal=True)
-
-
-def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> None:
-    """Print one line, unless the event is off or `once` was printed before. Refusals do not count
-    towards the limit."""
-    global on, _active
-    if event not in _active or (once and (event, package + once) in _told):
+def _tell(package: str, event: str, fields: dict[str, Any], once: str = "") -> None:
+    """Print one line, unless the event is off or `once` was printed before. Refusals are printed
+    once and do not count towards the limit.
+    """
+    global on
+    refusal = "refused" in fields
+    about = package, event, str(fields) if refusal else once
+    if event not in _left or (about[-1] and about in _told):
         return
-    _told.add((event, package + once))
+    _told.add(about)
     words = ["NSA-DBG"] if event == "compare" and not refusal else ["NSA-LOG", event]
     words += [f"framework={package.removeprefix('nsa_')}"]
     words += [f"{key}={_value(x)}" for key, x in fields.items()]
@@ -175,8 +174,8 @@ def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> N
     _left[event] -= not refusal
     if not _left[event]:
         log.info("NSA-LOG limit event=%s: further lines are omitted", event)
-        _active -= {event}
-        on = bool(_active)
+        del _left[event]
+        on = bool(_left)
 
 
 def _value(x: Any) -> str:
