@@ -109,7 +109,7 @@ def block_attention(
             checks.distinct(block_indices)
             lengths = jnp.asarray(keys if kv_len is None else kv_len, jnp.int32)
             lengths = jnp.broadcast_to(lengths, (batch,))
-            found = compiled(_of_long_lists)(*arrays, lengths, how=how)
+            found = compiled(_gathered)(how, *arrays, lengths)
             return found if return_residual else found[0]
     if include == "tail":
         config = block_lists.config_of(block_size, entries)
@@ -131,10 +131,6 @@ def block_attention(
     where = {"config": config, "kv_len": kv_len, "segment_ids": segment_ids, "scale": scale}
     out, lse = loaded(choices_of(*about).selected)(query, key, value, found, **where)
     return (out, lse) if return_residual else out
-
-
-def _of_long_lists(*arrays, how):
-    return _gathered(how, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,8 +160,7 @@ def _gathered_backward(how, arrays, grads):
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _for_kernels(lists, **sizes):
-    return block_lists.for_kernels(OPS, lists, **sizes)
+_for_kernels = functools.partial(block_lists.for_kernels, OPS)
 
 
 @any_rank

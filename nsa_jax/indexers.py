@@ -167,8 +167,7 @@ def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
     return run(query, pages, paged)
 
 
-def _of_copies(query, pages, paged: Paged, *, index: Index):
-    return indexing.blocks_of_pages(OPS, over_queries, query, pages, paged, index)
+_of_copies = functools.partial(indexing.blocks_of_pages, OPS, over_queries)
 
 
 def _on_triton(query, key, *, index: Index, **at):

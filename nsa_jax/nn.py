@@ -4,6 +4,7 @@ The attribute names are those of the torch module's state_dict, so that
 `nsa_interop.weights` carries a checkpoint from either framework to the other.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -68,14 +69,16 @@ class HeadNorm(nnx.Module):
         return wide * jax.lax.rsqrt(square + self.eps) * weight
 
 
+# Gates start near equal.
+GATE_START = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
+
+
 class Gate(nnx.Module):
     """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
 
-    def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.fc1 = nnx.Linear(spec.d_k, spec.gate_width, **kinds)
-        start = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
-        self.fc2 = nnx.Linear(spec.gate_width, 3, kernel_init=start, **kinds)
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        self.fc1 = nnx.Linear(spec.d_k, spec.gate_width, **factory)
+        self.fc2 = nnx.Linear(spec.gate_width, 3, kernel_init=GATE_START, **factory)
         self.spec = spec
 
     @any_rank
@@ -92,19 +95,12 @@ class HeadGate(nnx.Linear):
     The order is compressed, selected, sliding for each head.
     """
 
-    def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, spec: LayerSpec, **factory: Any):
         def start(key, shape, dtype):
             return jnp.tile(jnp.asarray(spec.gate_start, dtype), spec.n_heads)
 
-        super().__init__(
-            spec.dim,
-            3 * spec.n_heads,
-            kernel_init=nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform"),
-            bias_init=start,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        starts: Any = {"kernel_init": GATE_START, "bias_init": start}
+        super().__init__(spec.dim, 3 * spec.n_heads, **starts, **factory)
 
 
 class Pool(nnx.Module):
@@ -120,7 +116,7 @@ class Pool(nnx.Module):
 class MLP(nnx.Module):
     """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
-    def __init__(self, length: int, width: int, hidden: int, *, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, length: int, width: int, hidden: int, param_dtype, rngs: nnx.Rngs):
         def normal(shape, deviation):
             value = jax.random.normal(rngs.params(), shape, jnp.float32)
             return nnx.Param((value * deviation).astype(param_dtype))
@@ -210,16 +206,8 @@ class NSAAttention(nnx.Module):
         self.dense_below, self.compute_dtype = dense_below, computed(config, compute_dtype)
         _ = self.config  # checks its compute dtype
 
-        def linear(size_in, size_out):
-            return nnx.Linear(
-                size_in,
-                size_out,
-                use_bias=spec.bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-
+        factory: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        linear = functools.partial(nnx.Linear, use_bias=spec.bias, **factory)
         keys, values = spec.n_kv_groups * spec.d_k, spec.n_kv_groups * spec.d_v
         self.W_Q = linear(spec.dim, spec.n_heads * spec.d_k)
         for key, value in spec.key_values:
@@ -232,16 +220,13 @@ class NSAAttention(nnx.Module):
             )
         if spec.gate != "selected":
             kind = HeadGate if spec.gate == "head" else Gate
-            self.gate = kind(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            self.gate = kind(spec, **factory)
         self.kind = Kind(spec)
         for name, width in zip(spec.phi_names, (spec.d_k, spec.d_v), strict=False):
-            made = (
-                Pool(spec.l, width, param_dtype=param_dtype)
-                if spec.phi == "mlp"
-                else MLP(
-                    spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs
-                )
-            )
+            if spec.phi == "mlp":
+                made = Pool(spec.l, width, param_dtype=param_dtype)
+            else:
+                made = MLP(spec.l, width, spec.phi_width(width), param_dtype, rngs)
             setattr(self, name, made)
 
     @property
