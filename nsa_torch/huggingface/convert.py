@@ -72,9 +72,6 @@ STARTS = {
 }
 SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp")
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Projections under our names; keys and values per branch of a layer that has them separately.
-OURS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "out"}
-BRANCHES = ("_cmp", "_sel", "_win")
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
 NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # on the Hub
@@ -152,9 +149,12 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
     stem, layer, part, leaf = found.groups()
     if part in IN_PAIRS:
         x = pairs(x, config.head_dim)
-    ours, is_nsa = OURS.get(part, part), config.layer_attention[int(layer)] == "nsa"
-    several = is_nsa and config.kv == "separate" and part in ("k_proj", "v_proj")
-    names = [f"{ours}{branch}" for branch in BRANCHES] if several else [ours]
+    is_nsa = config.layer_attention[int(layer)] == "nsa"
+    keys, values = zip(
+        *config.layer_spec.key_values if is_nsa else [("W_K", "W_V")], strict=True
+    )
+    ours = {"q_proj": ["W_Q"], "k_proj": keys, "v_proj": values, "o_proj": ["out"]}
+    names = ours.get(part, [part])
     factors: Sequence[float] = (1.0,) * len(names)
     if part == "v_proj" and is_nsa:
         factors = STARTS[start][1]

@@ -1,5 +1,6 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder, with the interface of transformers."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -63,10 +64,11 @@ class DenseAttention(nn.Module):
         self.config, self.spec, self.layer_idx = config, config.layer_spec, index
         spec = self.spec
         self.num_key_value_groups = spec.n_heads // spec.n_kv_groups
-        self.W_Q = nn.Linear(spec.dim, spec.n_heads * spec.d_k, bias=spec.bias)
-        self.W_K = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_k, bias=spec.bias)
-        self.W_V = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_v, bias=spec.bias)
-        self.out = nn.Linear(spec.n_heads * spec.d_v, spec.dim, bias=spec.bias)
+        linear = functools.partial(nn.Linear, bias=spec.bias)
+        self.W_Q = linear(spec.dim, spec.n_heads * spec.d_k)
+        self.W_K = linear(spec.dim, spec.n_kv_groups * spec.d_k)
+        self.W_V = linear(spec.dim, spec.n_kv_groups * spec.d_v)
+        self.out = linear(spec.n_heads * spec.d_v, spec.dim)
         if spec.qk_norm_eps is not None:
             self.q_norm, self.k_norm = (
                 nn.RMSNorm(spec.d_k, eps=spec.qk_norm_eps) for _ in range(2)
@@ -341,14 +343,13 @@ class NSAModel(NSAPreTrainedModel):
             return batch
         length, call = x.shape[1], batch.call
         slot = torch.arange(length, device=x.device).expand(x.shape[0], length)
-        position, reach, first = slot, length, None
+        position, reach = slot, length
         causal = batch.cu_seqlens is None  # transformers' functions need no mask
         if not causal:
             sizes = {"config": self.config.layer_spec.config, "kv_len": length}
             position = geometry.geometry(
                 1, length, cu_seqlens=batch.cu_seqlens, device=x.device, **sizes
             ).position
-            first = slot - position.clamp(min=0)
         elif call is not None:
             position = slot = call.position
             reach, aligned = call.reach, call.columns == 0 or length == 1
@@ -356,9 +357,8 @@ class NSAModel(NSAPreTrainedModel):
         mask, eager = None, self.config._attn_implementation == "eager"
         if eager or not causal:
             key = torch.arange(reach, device=x.device)
-            mask = (key <= slot[..., None])[:, None]
-            if first is not None:
-                mask &= first[:, None, :, None] <= key
+            first = slot - position.clamp(min=0)  # of the query's sequence
+            mask = ((first[..., None] <= key) & (key <= slot[..., None]))[:, None]
             if eager:
                 mask = x.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(x.dtype).min)
         return batch._replace(position=position, mask=mask)
