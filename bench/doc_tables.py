@@ -8,40 +8,25 @@ A document names a table between two comments, and this command fills it:
     <!-- table: attention mode=forward -->
     <!-- end table -->
 
+Tables that show fields of lines are described in `bench/tables.yaml`. Their options are `device`,
+`commit` (how it begins) and those of their description, each a value or several with commas
+between. These are functions:
+
 | table | what it shows | options |
 |---|---|---|
 | `summary` | times of NSA and of dense attention in a few rows | `device` |
-| `packed` | packed rows compared with rows (`bench.packed`) | `device`, `implementation` |
-| `attention` | whole NSA and dense attention, by shape | `mode`, `implementation`, `device` |
-| `branches` | the time of each branch, a row per shape | `mode`, `framework`, `device` |
 | `targets` | the newest times and their targets (`bench/targets.yaml`) | `device` |
-| `fp8` | products in e4m3 and in 16 bits, and their errors | `device` |
-| `variants` | variants of a kernel, measured while it was written | `kernel`, `device`, `commit` |
-| `kernel_times` | times of kernels in a whole call (`bench.call_kernels`) | `kernels`, `device` |
-| `counters` | hardware counters of the kernels, by `ncu` | |
-| `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
-| `training` | time of a training step of the 124 M model | `device` |
-| `decode` | a step from pages and dense attention (`bench.decode`) | `device`, `commit` |
-| `cached` | what a cache in fp8 costs trained models (`bench.lm.cached`) | `device` |
-| `host` | host time of a call (`bench.host_time`) | `device`, `implementation` |
-| `first_call` | what a first call costs (`bench.first_call`) | `device` |
+| `first_call` | the costs of a first call (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
-| `gates` | a training step by the kind of gates, each measured twice in turn | `device` |
-| `experiment` | the results of one of them | `name`, `runs`, `seeds` |
-| `experiments` | questions of `bench.lm.experiments`, and which runs have a record | |
+| `experiment` | the results of an experiment of `bench.lm.experiments` | `name`, `runs`, `seeds` |
 | `converted` | converted models and their dense one (`bench.lm.converted`) | `device` |
-| `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
-| `versions` | what `make test-versions` found | `names` |
+| `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
-| `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
-| `selection` | the selection matrix `s2`: medians and least over its sizes | |
-| `block_selection` | MiniMax-M3's attention by ours and by transformers | `device` |
-| `block_attention` | the functions of block attention, by length and kind of lists | `device` |
-| `scaling` | one sequence over several GPUs, a row per number of them (`bench.scale`) | `device` |
+| `parity` | how right each path is, from all records of `bench.compare` | |
+| `crossovers` | the answers of the first chart of `bench.report` | |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
-Tables that show fields of lines are described in `bench/tables.yaml`; the others are functions.
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
 A cell shows the newest record of its shape, or the status of a failed one, and nothing if it was
@@ -52,7 +37,6 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,26 +48,36 @@ from absl import flags
 
 from .harness import cli, records, seed_env, seed_names, timing
 from .harness.markdown import length, table
-from .harness.scale_model import problem
+from .harness.records import Record
 from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
-from .reports import crossover, sources
-from .tables import KINDS, MISSING, REFUSED, Kind, Line, cell, packing
+from .reports import crossover, render, sources
+from .tables import KINDS, MISSING, REFUSED, Line, cell, packing, rows
 from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()
 WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)
 
 ROOT = records.FOLDER.parents[1]
-TARGETS = Path(__file__).parent / "targets.yaml"
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
-DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/log/*.md")
+DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/README.md")
 MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records only show correctness
+PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
+USUAL = "cudnn", "flash"  # dense kernels that are everywhere
+# The sizes of a target that names no others, and what the README shows.
+SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}
+SUMMARY = {
+    "a long context: 64k tokens, 64 / 4 heads": {"T": 65536},
+    "short rows: 8 of 2k tokens, 12 / 2 heads": {
+        **{"B": 8, "T": 2048, "H": 12, "Hkv": 2, "D": 64, "Dv": 64},
+    },
+    "one query head per key/value head: 16k tokens": {"T": 16384, "H": 16, "Hkv": 16},
+}
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -92,35 +86,19 @@ def commits(found: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
-# Runs of `bench.memory_check`, and the cell of a clean one.
-CHECKS = {
-    "alone": "same bits",
-    "memcheck": "clean",
-    "synccheck": "clean",
-    "racecheck": "clean",
-}
-
-
-def _judged(line: Line) -> str:
-    if line["status"] != "ok":
-        return line["reason"]
-    said = CHECKS[line["tool"]] if line["layer"] else "found"
-    return f"{said} (`{line['watched']}`)" if line["watched"] else said
-
-
 def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
-    """A file of a device's folder; lines of attention and of training steps have some words more
-    (`_words`)."""
-    return [x | _words(x) for x in records.flat_lines(DEVICE.parent / device / name)]
+    """The lines of a file of a device's folder, with the fields of `_derived`."""
+    return [x | _derived(x) for x in records.flat_lines(DEVICE.parent / device / name)]
 
 
-def _words(x: Line) -> Line:
-    """Of a line: its kernel, where that is not ours; sizes of attention; whether all but those are
-    the paper's, and the order of its row: the most heads first, then the longest."""
+def _derived(x: Line) -> Line:
+    """The kernel of a line; for attention its sizes as text, whether the other sizes are the
+    paper's, and the order of its row: the most heads first, then the longest."""
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
-    if "layer" in x:
-        return {"judged": _judged(x), "planted": not x["layer"]}
+    if x.get("bench") == "scale":  # one GPU has no transport
+        alone = dict.fromkeys(("efficiency", "exposed_ms", "imbalance"))
+        return alone if x["devices"] == 1 else {"order_of_tokens": x["layout"]}
     if "branch" not in x:
         return {}
     heads, kv_heads, width, value_width = x["H"], x["Hkv"], x["D"], x["Dv"]
@@ -136,55 +114,47 @@ def _words(x: Line) -> Line:
         "papers": x["dtype"] == "bfloat16"
         and PAPER.items() <= x["config"].items()
         and x["T"] == x["S"] >= SHORTEST,
+        "packing": packing(x["documents"]) if "documents" in x else None,
         "place": [-heads * width, kv_heads, width, -x["T"], x["B"], value_width, x["input"]],
     }
 
 
-# What the README shows: problems of whole attention, their `SIZES` and tokens.
-SUMMARY = {
-    "a long context: 64k tokens, 64 / 4 heads": (64, 4, 128, 128, 1, 65536),
-    "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 64, 8, 2048),
-    "one query head per key/value head: 16k tokens": (16, 16, 128, 128, 1, 16384),
-}
-PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
-USUAL = "cudnn", "flash"  # dense kernels that are everywhere
+def newest(lines: Iterable[Line], **wanted: Any) -> Line | None:
+    """The newest line with these fields."""
+    found = [x for x in lines if all(x.get(name) == y for name, y in wanted.items())]
+    return max(reversed(found), key=lambda x: x["time"], default=None)
 
 
-def _newest(file: str, device: str) -> dict[tuple, Line]:
-    """The newest line of torch by sizes, input, kernel and pass of whole or dense attention."""
-    lines = sorted(lines_of(file, device), key=lambda x: x["time"])
-    return {
-        (*(x[n] for n in SIZES), x["T"], x["input"], x["kernel"], x["mode"]): x
-        for x in lines
+def whole(file: str, device: str) -> list[Line]:
+    """The lines of whole and of dense attention in torch."""
+    ours = (None, "mosaic")
+    return [
+        x
+        for x in lines_of(file, device)
         if x["papers"] and x["framework"] == "torch" and x["branch"] in ("all", "dense")
-        if x["implementation"] in (None, "mosaic")
-    }
+        if x["implementation"] in ours
+    ]
 
 
 def _time(line: Line | None) -> str:
     return MISSING if line is None else cell("{time_ms:ms}", line)
 
 
-def _timed(line: Line | None) -> float | None:
-    return line["time_ms"] if line and line["status"] == "ok" else None
-
-
 def summary(device: str = "nvidia-h200") -> str:
-    """The times of NSA and of the faster dense kernel on some problems."""
-    rows, newest = [], _newest("compare.jsonl", device)
+    """The times of NSA and of the faster dense kernel on some problems, and of packed rows."""
+    rows, lines = [], whole("compare.jsonl", device)
     for what, sizes in SUMMARY.items():
         for mode, which in PASSES.items():
-            ours, *dense = (newest.get((*sizes, "random", x, mode)) for x in ("NSA", *USUAL))
-            timed = [(time, x) for x in dense if x and (time := _timed(x))]
-            if ours is None or len(timed) < len(dense):
+            about = SIZES | sizes | {"input": "random", "mode": mode}
+            ours, *dense = (newest(lines, kernel=x, **about) for x in ("NSA", *USUAL))
+            if ours is None or not all(x and x["status"] == "ok" for x in dense):
                 raise ValueError(f"{device} has no times of {what}")
-            best, fastest = min(timed, key=lambda x: x[0])
-            said = ours["status"]
-            if time := _timed(ours):
-                ratio = best / time
-                said = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
-            cells = [f"{which}, ms", what, _time(ours), _time(fastest), f"**{said}**"]
-            rows.append([*cells, commits([ours, fastest])])
+            best, verdict = min(dense, key=lambda x: x["time_ms"]), ours["status"]
+            if verdict == "ok":
+                ratio = best["time_ms"] / ours["time_ms"]
+                verdict = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
+            cells = [f"{which}, ms", what, _time(ours), _time(best), f"**{verdict}**"]
+            rows.append([*cells, commits([ours, best])])
     rows.append(_packed_summary())
     return table(["pass", "problem", "NSA", "dense attention", "NSA is", "commit"], rows)
 
@@ -192,58 +162,50 @@ def summary(device: str = "nvidia-h200") -> str:
 def _packed_summary() -> list[str]:
     """The row of the first shape of `bench.packed`, compared with separate rows."""
     lines = chosen("packed")
-    newest = {
-        (x["mode"], x["form"]): x for x in lines if x["documents"] == lines[0]["documents"]
-    }
+    about = {"documents": lines[0]["documents"]}
     ours, rows = (
-        [newest[pass_, form] for pass_ in PASSES.values()] for form in ("varlen", "rows")
+        [newest(lines, mode=mode, form=form, **about) or {} for mode in PASSES.values()]
+        for form in ("varlen", "rows")
     )
-    apart = [(_timed(x), _timed(y)) for x, y in zip(ours, rows, strict=True)]
-    said = "; ".join(f"{x / y - 1:+.1%}" if x and y else MISSING for x, y in apart)
+    more = (x["time_ms"] / y["time_ms"] - 1 for x, y in zip(ours, rows, strict=True))
     return [
         f"{'; '.join(PASSES.values())}, ms",
         f"packed: {packing(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
         "; ".join(map(_time, ours)),
         MISSING,
-        f"**{said}** of rows' {'; '.join(map(_time, rows))}",
+        f"**{'; '.join(f'{x:+.1%}' for x in more)}** of rows' {'; '.join(map(_time, rows))}",
         commits([*ours, *rows]),
     ]
 
 
-SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}  # of a target that names no others
-INPUTS = "random", "text"  # columns of the targets
-
-
 def targets(device: str = DEVICE.name) -> str:
     """Forward / with backward, a row per target; single calls, and calls in a row."""
-    newest, eight = (_newest(x, device) for x in ("compare.jsonl", records.FP8_RECORDS))
-    packed = {
-        (packing(x["documents"]), x["mode"]): x
-        for x in chosen("packed", device)
-        if x["form"] == "varlen"
+    # Each with the passes that a target is about.
+    of = {
+        "problem": (whole("compare.jsonl", device), [*PASSES]),
+        "e4m3": (whole(records.FP8_RECORDS, device), ["forward"]),
+        "packed": (chosen("packed", device), [*PASSES.values()]),
     }
-    calls: dict[str, dict[str, Line]] = {}  # by variant and pass
-    for line in lines_of("kernel_log/variants.jsonl", device):
-        if line["kernel"] == "whole_calls":
-            calls.setdefault(line["variant"], {})[line["shape"]] = line
+    calls = chosen("whole_calls", device)
     rows = []
-    for row in yaml.safe_load(TARGETS.read_text()):
-        found: list[list[Line | None]] = [[], []]  # random, text
-        if "packed" in row:
-            found[0] = [packed.get((row["packed"], x)) for x in PASSES.values()]
-        for of, name, modes in ((newest, "problem", PASSES), (eight, "e4m3", ["forward"])):
-            for each, source in zip(found, row.get("inputs", INPUTS), strict=False):
-                if sizes := row.get(name):
-                    shape = (SIZES | sizes).values()
-                    each += [of.get((*shape, source, "NSA", mode)) for mode in modes]
-        cells = [" / ".join(map(_time, each)) if any(each) else MISSING for each in found]
-        name = row.get("calls", "")
-        lines = [[*calls.get(x, {}).values()] for x in (name, timing.RESTED.format(name))]
-        times = [" / ".join(f"{x['time_ms']:.3g}" for x in each) for each in lines if each]
-        cells += ["; ".join(times) or MISSING, row["bound"]]
-        used = [x for each in (*found, *lines) for x in each if x]
-        rows.append([row["shape"], row["target"], *cells, commits(used)])
-    head = ["shape", "target", *INPUTS, "calls in a row; after 50 ms of rest"]
+    for row in yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text()):
+        used, cells = [], [MISSING, MISSING]  # random, text
+        for kind in of.keys() & row.keys():
+            lines, modes = of[kind]
+            each: list[Line] = [{"input": x} for x in row.get("inputs", ("random", "text"))]
+            each = [SIZES | row[kind] | {"kernel": "NSA"} | x for x in each if kind != "packed"]
+            for i, about in enumerate(each or [{"form": "varlen", "packing": row[kind]}]):
+                found = [newest(lines, mode=mode, **about) for mode in modes]
+                used += filter(None, found)
+                cells[i] = " / ".join(map(_time, found)) if any(found) else MISSING
+        name, each = row.get("calls"), []
+        for variant in (name, timing.RESTED.format(name)):
+            found = {x["shape"]: x for x in calls if x["variant"] == variant}.values()
+            used += found
+            each += [" / ".join(f"{x['time_ms']:.3g}" for x in found)] if found else []
+        cells += ["; ".join(each) or MISSING, row["bound"], commits(used)]
+        rows.append([row["shape"], row["target"], *cells])
+    head = ["shape", "target", "random", "text", "calls in a row; after 50 ms of rest"]
     return table([*head, "what bounds it", "commit"], rows)
 
 
@@ -251,13 +213,13 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
     """The lines of a table of `KINDS`; `commit`: how theirs begins.
 
     Raises:
-      ValueError: the table has no such option, or no line has what the options say.
+      ValueError: the table has no such option, or no line has a value that an option lists.
     """
     kind = KINDS[name]
     known = kind.get("options", {})
     if unknown := options.keys() - known:
         raise ValueError(f"no option {sorted(unknown)}")
-    only, asked = kind.get("only", {}), known | options
+    only = kind.get("only", {})
     files = kind["file"] if isinstance(kind["file"], list) else [kind["file"]]
     lines = [
         line | {"order": [_rank(only, line, x) for x in kind.get("order", ())]}
@@ -265,12 +227,14 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
         for each in lines_of(file, device or kind.get("device", DEVICE.name))
         if (line := kind.get("default", {}) | each)
         and all(line[field] in values for field, values in only.items())
-        and all(line.get(field) in (x, None) for field, x in asked.items())
         and (line.get("commit") or "").startswith(tuple(commit.split(",")))
     ]
-    if known and not lines:
-        said = ", ".join(f"{x} {value!r}" for x, value in asked.items())
-        raise ValueError(f"{kind['file']} has no {said}")
+    for field, value in (known | options).items():
+        texts = [str(line.get(field)).replace(" ", "") for line in lines]
+        if missing := {*value.split(",")} - {*texts}:
+            raise ValueError(f"{kind['file']} has no {field} {missing.pop()!r}")
+        wanted = (*value.split(","), "None")
+        lines = [x for x, text in zip(lines, texts, strict=True) if text in wanted]
     if "newest" in kind:
         lines = [*{cell(kind["newest"], x): x for x in lines}.values()]
     lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
@@ -283,118 +247,70 @@ def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
     return only[field].index(line[field]) if field in only else line[field]
 
 
-def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
-    """A table of `KINDS` from these lines; `columns`: all that it has, if lines have them."""
+def made(name: str, lines: Iterable[Line]) -> str:
+    """A table of `KINDS` from these lines: each is a row, or, where there is a template `column`,
+    a cell of the row that has the same cells `row`."""
     kind = KINDS[name]
-    if "column" in kind:
-        return _crossed(kind, lines, [(x, x) for x in columns] or kind.get("columns", []))
-    cells = kind["row"] | kind["cells"]
-    rows = (
-        [*(cell(x, line) for x in cells.values()), commits(line.get("of", [line]))]
-        for line in lines
-    )
-    return table([*cells, "commit"], rows)
-
-
-def _crossed(kind: Kind, lines: Iterable[Line], columns: Sequence[Sequence[str]]) -> str:
-    """A row per value of the templates `row`, a column per value of `column`. `columns` has the
-    name, the title and perhaps the template of each; by default all columns with a time."""
-    found: dict[tuple[Any, ...], dict[str, list[Line]]] = {}
-    timed: dict[str, str] = {}
+    if "column" not in kind:
+        cells = kind["row"] | kind["cells"]
+        rows = (
+            [*(cell(x, line) for x in cells.values()), commits(line.get("of", [line]))]
+            for line in lines
+        )
+        return table([*cells, "commit"], rows)
+    found: dict[tuple, dict[str, list[Line]]] = {}
+    seen: dict[str, str] = {}
     for line in lines:
-        names = (cell(x, line) for x in kind["row"].values())
-        row = *names, *map(line.get, kind.get("apart", ()))
-        column = cell(kind["column"], line)
-        of = found.setdefault(row, {}).setdefault(column, [])
-        of[:] = [*of, line] if kind.get("each") else [line]
-        if line.get("status", "ok") == "ok":
-            timed[column] = column
-    for row, of in list(found.items()):
-        found[row] = {x: y for x, y in of.items() if y[-1].get("status") != REFUSED}
-        if not found[row]:
-            del found[row]
+        names = (
+            *(cell(x, line) for x in kind["row"].values()),
+            *map(line.get, kind.get("apart", ())),
+        )
+        of, column = found.setdefault(names, {}), cell(kind["column"], line)
+        of[column] = [*(of.get(column, ()) if "each" in kind else ()), line]
+        seen[column] = column
+    for names, of in found.items():  # a refused call is no cell
+        found[names] = {x: y for x, y in of.items() if y[-1].get("status") != REFUSED}
     if "rows" in kind:
         found = {(x,): found.get((x,), {}) for x in kind["rows"]}
-    if "needs" in kind:
-        found = {row: of for row, of in found.items() if {*kind["needs"]} & {*of}}
+    needs = {*kind.get("needs", ())}
+    found = {x: of for x, of in found.items() if not needs or needs & of.keys()}
     if "order" in kind:
-        found = dict(sorted(found.items(), key=lambda x: next(iter(x[1].values()))[0]["order"]))
-    each: list[tuple[str, str, list[str]]] = []
-    for name, title, *own in columns or timed.items():
-        template = own[0] if own else kind["cells"]
-        each.append((title, name, [_cells(template, x.get(name, [])) for x in found.values()]))
-    each = [x for x in each if {*x[2]} - {MISSING}]
-    said = kind.get("commits", {"commit": ""})
-    rows = []
-    for (row, of), *cells in zip(found.items(), *(x[2] for x in each), strict=True):
+        place = lambda item: [x[0]["order"] for x in item[1].values()][:1]
+        found = dict(sorted(found.items(), key=place))
+    columns = []
+    for column, title, *own in kind.get("columns") or seen.items():
+        (template,) = own or [kind["cells"]]
+        cells = [
+            "; ".join(cell(template, x) for x in of.get(column, ())) or MISSING
+            for of in found.values()
+        ]
         if {*cells} - {MISSING}:
-            names = [kind.get("rows", {}).get(x, x) for x in row[: len(kind["row"])]]
+            columns.append((column, title, cells))
+    ends = kind.get("commits", {"commit": ""})
+    rows = []
+    for (names, of), *cells in zip(found.items(), *(x[2] for x in columns), strict=True):
+        if {*cells} - {MISSING}:
+            titles = [kind.get("rows", {}).get(x, x) for x in names[: len(kind["row"])]]
             about = (
-                commits(y for x in each if x[1].startswith(begin) for y in of.get(x[1], []))
-                for begin in said.values()
+                commits(y for x in columns if x[0].startswith(begin) for y in of.get(x[0], []))
+                for begin in ends.values()
             )
-            rows.append([*names, *cells, *about])
-    return table([*kind["row"], *(x[0] for x in each), *said], rows)
-
-
-def _cells(template: str, lines: Iterable[Line]) -> str:
-    return "; ".join(cell(template, x) for x in lines) or MISSING
+            rows.append([*titles, *cells, *about])
+    return table([*kind["row"], *(x[1] for x in columns), *ends], rows)
 
 
 def of_lines(name: str, **options: str) -> str:
     return made(name, chosen(name, **options))
 
 
-def kernel_times(kernels: str, device: str = "") -> str:
-    """`kernels`: columns of the kernel log without spaces, by commas."""
-    lines = chosen("kernel_times", device)
-    named = {line["shape"].replace(" ", ""): line["shape"] for line in lines}
-    columns = kernels.split(",")
-    if unknown := [x for x in columns if x not in named]:
-        raise ValueError(f"the kernel log has no {unknown}")
-    titles = [named[x] for x in columns]
-    return made("kernel_times", (x for x in lines if x["shape"] in titles), titles)
-
-
-def scaling(device: str = "") -> str:
-    """The newest line per problem and number of GPUs; one GPU has no transport."""
-    newest = {(*problem(x), x["devices"]): x for x in chosen("scaling", device)}
-    alone = dict.fromkeys(("layout", "efficiency", "exposed_ms", "imbalance"))
-    lines = (newest[x] | (alone if newest[x]["devices"] == 1 else {}) for x in sorted(newest))
-    return made("scaling", lines)
-
-
 def first_call(device: str) -> str:
     """The last measurement of `bench.first_call`, with the target."""
-    stage = {line["stage"]: line for line in chosen("first_call", device)}
+    stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
     lengths = stage["lengths"]
     more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
-    rows = [
-        [cell(x, stage | {"more_mb": more}) for x in row] for row in KINDS["first_call"]["rows"]
-    ]
+    rows = [[cell(x, stage | {"more_mb": more}) for x in row] for row in KINDS["first_call"]]
     commit = commits(stage.values())
     return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
-
-
-def selection() -> str:
-    """The matrix `s2` as far as it was measured, the newest of each problem."""
-    problems: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Line]]] = {}
-    for x in lines_of("selection.jsonl"):
-        if x["framework"] == "torch" and x["dtype"] == "float16":
-            each = problems.setdefault((x["L"], x["dist"], x["streams"]), {})
-            each.setdefault((x["T"], x["H"], x["D"], x["Dv"]), {})[x["implementation"]] = x
-    lines = []
-    for (keys, dist, streams), each in sorted(problems.items()):
-        times = [{name: _timed(x) for name, x in found.items()} for found in each.values()]
-        timed = [found["triton"] for found in times if found.get("triton")]
-        line: Line = {"dist": dist, "keys": keys, "streams": streams, "timed": len(timed)}
-        line |= {"all": len(each), "triton": statistics.median(timed) if timed else None}
-        for base in ("sdpa", "fa2"):
-            both = [(found.get(base), found.get("triton")) for found in times]
-            if gains := [slow / fast for slow, fast in both if slow and fast]:
-                line |= {base: statistics.median(gains), f"{base}_least": min(gains)}
-        lines.append(line | {"of": [x for found in each.values() for x in found.values()]})
-    return made("selection", lines)
 
 
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
@@ -406,42 +322,57 @@ def _crossovers() -> tuple[str, list[crossover.Panel]]:
 
 def crossovers() -> str:
     """The answers of that chart."""
-    _, each = _crossovers()
-    return made(
-        "crossovers",
-        (
-            {"question": x.name, "answer": x.answer, "of": x.rows}
-            | ({"about": x.about} if x.points else {})
-            for x in each
-        ),
+    rows = (
+        [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
+        for x in _crossovers()[1]
     )
+    return table(["", "NSA is faster", "of", "commit"], rows)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
     """A row per run on several devices, compared with the same run on one."""
-    paths = sorted((DEVICE.parent / device / "train").glob("*.jsonl"))
-    found = [train_log.read(path) for path in paths]
     runs = []
-    for lines in found:
+    for path in sorted((DEVICE.parent / device / "train").glob("*.jsonl")):
+        lines = train_log.read(path)
         ((run, header),) = curves.last(lines, Header).items()
-        speed = curves.last(lines, Speed)[run]
-        assert speed.tokens_per_s
-        rate = speed.tokens_per_s / speed.devices
-        runs.append((run, header, curves.losses(lines)[run], speed, rate))
-    key = lambda run, header: json.dumps([run, *watched.task_of(header)], sort_keys=True)
-    alone = {key(x[0], x[1]): x for x in runs if x[1].parallel is None}
+        runs.append((header, curves.last(lines, Speed)[run], curves.losses(lines)[run]))
     made_of: list[Line] = []
-    for run, header, losses, speed, rate in runs:
+    for header, speed, losses in runs:
         line = dataclasses.asdict(speed) | {"how": curves.devices(header), "of": [header]}
-        if header.parallel is not None and key(run, header) in alone:
-            _, other, others, _, single = alone[key(run, header)]
-            far = curves.difference(losses, others)
-            line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
-            line["kept"] = rate / single
-            line["of"].append(other)
+        task = [header.run, *watched.task_of(header)]
+        for other, single, expected in runs if header.parallel else ():
+            if other.parallel is None and [other.run, *watched.task_of(other)] == task:
+                far = curves.difference(losses, expected)
+                line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
+                rates = [x.tokens_per_s / x.devices for x in (speed, single)]
+                line |= {"kept": rates[0] / rates[1], "of": [header, other]}
         made_of.append(line)
     place = lambda x: (f"{x['batch']} x {x['seq_len']}", x["framework"] != "torch", x["how"])
     return made("parallel_training", sorted(made_of, key=place))
+
+
+def parity(found: Sequence[Record] | None = None) -> str:
+    """A row per path with the problem on which its largest error uses most of its bound, or with
+    one that fails. `found`: by default all records of `bench.compare`."""
+    if found is None:
+        paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
+        found = [r for path in paths for r in records.read(path)]
+    problem = lambda r: (r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input)
+    lines = []
+    for (device, *_), group in render.judged(found, "device").items():
+        new = {problem(r) for r in group if r.error_rms is not None}
+        badness = lambda r: (r.status != "ok", r.error_rms is not None, r.bound_share or 0.0)
+        worst, count = max(group, key=badness), len({*map(problem, group)})
+        fate, old = "ok", count - len(new)
+        if worst.status != "ok":
+            fate = f"{worst.status}: {worst.reason}"
+        elif old and worst.branch != "scores":  # which are judged by their own rule
+            fate += f"{f', {old} of {count}' if new else ''} by max and mean only"
+        line = dataclasses.asdict(worst) | {"device": device, "problems": count, "fate": fate}
+        line["dtypes"] = ", ".join(sorted({r.dtype for r in group}))
+        line["groups"] = ", ".join(map(str, sorted({r.H // r.Hkv for r in group})))
+        lines.append(line | {"longest": max(r.T for r in group)})
+    return table(KINDS["parity"]["cells"], (x.values() for x in rows("parity", lines)))
 
 
 @functools.cache
@@ -463,86 +394,53 @@ def quality_table(part: str) -> str:
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 
 
-def _files(setting: str, variant: str) -> list[Path]:
-    """Of the runs of `bench.lm.experiments` that are recorded."""
-    return sorted(DEVICE.parent.glob(f"*/quality/{setting}/{variant}-*.jsonl"))
-
-
-def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> str:
+def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     """The results of an experiment: dense attention's means, and the differences of its other runs.
     `runs` and `seeds` are lists with commas; by default all."""
     from .lm.experiments import EXPERIMENTS, VARIANTS
 
     at = EXPERIMENTS[name]
-    found: list[tuple[str, quality.Kind]] = []
-    for run in (at.runs[0], *(at.runs[1:] if runs is None else runs.split(","))):
-        files = [
-            path
-            for path in _files(at.setting, run)
-            if seeds is None or path.stem.rpartition("-")[2] in seeds.split(",")
-        ]
-        kind = quality.kind_of(run, {str(path): train_log.read(path) for path in files})
-        found.append((VARIANTS[run].what, kind))
-    dense = found[0][1]
-    rows = [
-        [f"`{kind.label}`", what, *quality.answer_row(kind, dense)]
-        for what, kind in found
-        if kind.runs
-    ]
+    dense, rows = None, []
+    for run in (at.runs[0], *(runs.split(",") if runs else at.runs[1:])):
+        what = VARIANTS[run].what
+        found = {
+            str(path): train_log.read(path)
+            for path in sorted(DEVICE.parent.glob(f"*/quality/{at.setting}/{run}-*.jsonl"))
+            if not seeds or path.stem.rpartition("-")[2] in seeds.split(",")
+        }
+        kind = quality.kind_of(run, found)
+        dense = dense or kind
+        if kind.runs:
+            rows.append([f"`{kind.label}`", what, *quality.answer_row(kind, dense)])
     return table(["run", "what it is", *quality.ANSWER_HEAD], rows)
-
-
-def experiments() -> str:
-    """The questions, the seeds whose runs have a record, and the seeds that are missing."""
-    from .lm.experiments import EXPERIMENTS
-
-    rows = []
-    for name, at in EXPERIMENTS.items():
-        seeds = {
-            variant: [path.stem.rpartition("-")[2] for path in _files(at.setting, variant)]
-            for variant in at.runs
-        }
-        there = [f"`{x}` {', '.join(sorted(found))}" for x, found in seeds.items() if found]
-        wanted = {
-            x: sorted({str(s) for s in at.seeds} - set(found)) for x, found in seeds.items()
-        }
-        missing = [f"`{x}` {', '.join(left)}" for x, left in wanted.items() if left]
-        cells = "; ".join(there) or "none", "; ".join(missing) or "none"
-        rows.append([f"`{name}`", at.question, f"`{at.setting}`", *cells])
-    return table(
-        ["experiment", "question", "setting", "recorded: seeds", "planned, not run"], rows
-    )
 
 
 def converted(device: str = DEVICE.name) -> str:
     """Held-out loss of each run, less the dense model's at the same step: mean over seeds."""
-    lines = list(lines_of("kernel_log/converted.jsonl", device))
+    lines = lines_of("kernel_log/converted.jsonl", device)
     at = {(x["run"], x["step"], x["seed"]): x for x in lines}
     seeds = sorted({x["seed"] for x in lines})
     rows = []
-    for run, step in dict.fromkeys((x["run"], x["step"]) for x in lines):
+    for run, step in dict.fromkeys((x["run"], x["step"]) for x in lines if not x["step"] % 100):
         cells = []
         for name in ("loss", "within", "beyond"):
-            both = [(at[run, step, s][name], at["dense", step, s][name]) for s in seeds]
-            apart = [a - b for a, b in both]
-            mean, spread = statistics.mean(apart), max(apart) - min(apart)
-            if run == "dense":
-                cells.append(f"{statistics.mean(b for _, b in both):.4f}")
-            else:
-                cells.append(f"{mean:+.4f} (spread {spread:.4f})")
-        if not step % 100:
-            rows.append([run, str(step), *cells])
+            dense = [at["dense", step, seed][name] for seed in seeds]
+            more = [at[run, step, seed][name] - x for seed, x in zip(seeds, dense, strict=True)]
+            spread = max(more) - min(more)
+            change = f"{statistics.mean(more):+.4f} (spread {spread:.4f})"
+            cells.append(f"{statistics.mean(dense):.4f}" if run == "dense" else change)
+        rows.append([run, str(step), *cells])
     return table(["run", "steps after", "loss", "within", "beyond"], rows)
 
 
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A column an environment of `tests/versions.py`."""
-    names = list(dict.fromkeys(x for each in found for x in each["versions"]))
+    names = dict.fromkeys(x for each in found for x in each["versions"])
     rows = [[x, *(each["versions"].get(x, MISSING) for each in found)] for x in names]
-    skips = [
+    skips = (
         "; ".join(f"{n}: {why}" for why, n in each["skipped"].items()) or "none"
         for each in found
-    ]
+    )
     rows += [
         ["passed", *(str(each["passed"]) for each in found)],
         ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
@@ -579,19 +477,9 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "seed_names": seed_names.markdown,
     "seed_variables": seed_env.markdown,
 } | {
-    function.__name__: function
-    for function in (
-        *(summary, targets, kernel_times, scaling, first_call),
-        *(
-            versions,
-            parallel_training,
-            experiment,
-            experiments,
-            converted,
-            selection,
-            crossovers,
-        ),
-    )
+    x.__name__: x
+    for x in (summary, targets, first_call, versions, parallel_training, experiment)
+    + (converted, crossovers, parity)
 }
 
 
@@ -620,15 +508,12 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    stale = []
-    made = {path: filled(path.read_text(), path.name) for path in documents()}
-    made |= {ROOT / path: drawn((ROOT / path).read_text()) for path, drawn in PICTURES.items()}
-    for path, new in made.items():
-        if new != path.read_text():
-            stale.append(path)
-            if WRITE.value:
-                path.write_text(new)
+    new = {path: filled(path.read_text(), path.name) for path in documents()}
+    new |= {ROOT / path: drawn((ROOT / path).read_text()) for path, drawn in PICTURES.items()}
+    stale = [path for path, text in new.items() if text != path.read_text()]
     for path in stale:
+        if WRITE.value:
+            path.write_text(new[path])
         print(f"{path.relative_to(ROOT)}: {'written' if WRITE.value else 'differs'}")
     return int(bool(stale) and not WRITE.value)
 

@@ -19,7 +19,8 @@ from tests import parse_commands, spawned
 from tests.measured import record
 
 ROOT = doc_tables.ROOT
-DOCUMENTS = [*doc_tables.documents(), ROOT / "WORKSPACE.md", ROOT / "cloud" / "README.md"]
+LOG = sorted(ROOT.glob("bench/records/log/*.md"))
+DOCUMENTS = [*doc_tables.documents(), *LOG, ROOT / "WORKSPACE.md", ROOT / "cloud" / "README.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 EXAMPLES = [path for path in DOCUMENTS if BLOCK.search(path.read_text())]
@@ -187,8 +188,8 @@ def test_a_typed_figure_in_a_table_is_seen():
         ("attention colour=red", "colour"),
         ("cached colour=red", "colour"),
         ("variants kernel=none", "no kernel 'none'"),
-        ("host implementation=none", "no implementation 'none'"),
-        ("kernel_times kernels=scores,none", "none"),
+        ("packed implementation=none", "no implementation 'none'"),
+        ("kernel_times shape=scores,none", "no shape 'none'"),
         ("quality part=none", "none"),
         ("experiment name=none", "none"),
         ("experiment name=table_8k runs=none", "none"),
@@ -232,7 +233,8 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     sizes and precisions than the tables speak of are other rows."""
     rows = [record("all", "mosaic", 1.0, **SHAPE)]
     rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.USUAL]
-    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": (8, 2, 64, 64, 1, 4096)})
+    sizes = {"H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
+    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": sizes})
     monkeypatch.setattr(doc_tables, "_packed_summary", lambda: ["-"] * 6)
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
 

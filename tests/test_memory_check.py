@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from bench import memory_check
-from bench.doc_tables import _judged
 from bench.harness import checked_layer, exit_status, records
 from bench.harness.checked_layer import LAYERS, Watch
 from kernels_pallas.specs import gathered
@@ -105,9 +104,6 @@ def test_clean(sanitizer, tmp_path, capsys):
     assert watched == {x for x in lines if x[0] == "racecheck"}
     assert {(x["commit"], x.get("dirty")) for x in lines.values()} == {("0123456789", None)}
     assert {(x["status"], x.get("reason", "")) for x in lines.values()} == {("ok", "")}
-    assert {_judged(lines[x]) for x in lines if not x[1]} == {"found"}
-    assert {_judged(lines[x]) for x in alone} == {"same bits"}
-    assert {_judged(lines[x]) for x in lines if x[1] and x not in alone} == {"clean"}
     assert "3 tiles gathered" in capsys.readouterr().out
 
 
@@ -118,8 +114,6 @@ def test_only_racecheck_watches_some_kernels(sanitizer, tmp_path):
     assert "--name=gathered" in logs["racecheck", ""]
     watched = {x[0] for x in lines if '"kns=gathered"' in logs[x]}
     assert watched == {"racecheck"} and "kns=" not in logs["memcheck", ""]
-    assert _judged(lines["racecheck", LAYER]) == "clean (`gathered`)"
-    assert _judged(lines["memcheck", LAYER]) == "clean"
 
 
 FAULTS = [
@@ -152,7 +146,6 @@ def test_what_is_wrong(found, said, where, reason, sanitizer, tmp_path):
     # Nothing is run under a tool that is not believed, nor what is wrong alone.
     assert any(x[0] == where[0] and x[1] for x in lines) == bool(where[1])
     assert wrong == {where} and reason in lines[where]["reason"]
-    assert _judged(lines[where]) == lines[where]["reason"]
     tools = {tool for tool, layer in lines if layer == LAYER}
     assert (tools == {"alone"}) == (where[0] == "alone")
 
