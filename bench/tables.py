@@ -40,8 +40,6 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "ms": ms,
     "tokens": length,
     "packing": packing,
-    "count": lambda found: str(len(found)),
-    "faults": lambda found: "; ".join(found) or "nothing",
     "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
     "GiB": lambda size: f"{size / 2**30:.1f}",
     "GiB to 2 digits": lambda size: f"{size / 2**30:.2f}",
@@ -50,7 +48,6 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "plain": lambda text: text.replace("|", "/"),
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
     "ranges": lambda label: label.partition("ranges=")[2] or "none",
-    "gates": lambda model: model.partition("-")[2].removesuffix("-gates") or "sigmoid",
 }
 
 

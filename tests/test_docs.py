@@ -187,7 +187,6 @@ def test_a_typed_figure_in_a_table_is_seen():
         ("attention mode", "attention mode"),
         ("attention colour=red", "colour"),
         ("cached colour=red", "colour"),
-        ("variants kernel=none", "no kernel 'none'"),
         ("packed implementation=none", "no implementation 'none'"),
         ("kernel_times shape=scores,none", "no shape 'none'"),
         ("quality part=none", "none"),
