@@ -11,11 +11,9 @@ import yaml
 from bench import tune_thresholds
 from bench.harness import records
 from bench.harness.process import ROOT
-from bench.harness.runners import RUNNERS
-from bench.tuners import dense_crossover, threshold_check, threshold_evidence
+from bench.tuners import dense_crossover, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
-from nsa_core.dispatch import Implementation
 from tests import commands, measured, pretend
 from tests.measured import GPU, record
 
@@ -420,10 +418,10 @@ def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):
     capsys.readouterr()
     assert run("--check", "--device", GPU) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7 and all(line.startswith("ok   decision") for line in lines)
+    assert len(lines) == 7 and all(line.startswith("ok   ") for line in lines)
     assert "torch fa2_min_len_win at 511: sdpa" in lines[0]
     assert "torch fa2_min_len_win at 512: fa2" in lines[1]
-    assert {line.split()[2] for line in lines if "sel_min_len" in line} == {"torch", "jax"}
+    assert {line.split()[1] for line in lines if "sel_min_len" in line} == {"torch", "jax"}
     below = policy._below
 
     def mutant(name, value, problem):
@@ -431,31 +429,7 @@ def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):
 
     monkeypatch.setattr(policy, "_below", mutant)
     assert run("--check", "--device", GPU) == 1
-    assert "FAIL decision: torch fa2_min_len_win at 512: sdpa" in capsys.readouterr().out
-
-
-def test_check_watches_what_attention_runs(run, write, tmp_path, monkeypatch):
-    """On the CPU with a stand-in for the kernel: which functions are called is what counts."""
-    runner = RUNNERS["torch"]()
-    rows = pairs("sliding", {64: 2.0}) + pairs("compressed", {64: 2.0})
-    rows += pairs("selected", {256: 2.0}, "mosaic")
-    assert run(write(rows)) == 0
-    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    stands_in = {"sliding": "fa2", "selected": "fa2"}
-    for step, name in stands_in.items():
-        target = f"nsa_torch.reference:{step}_attention"
-        portable = next(e for e in runner.registry.table[step] if e.name == "sdpa")
-        table = (Implementation(name, target), portable)
-        monkeypatch.setitem(runner.registry.table, step, table)
-    for name, at in (("fa2_min_len_win", (63, 64)), ("sel_min_len", (192, 256))):
-        for length, expected in zip(at, ("portable path", "kernel"), strict=True):
-            finding = threshold_check.ran(runner, device, name, length, expected)
-            assert finding.ok, finding
-            assert not dataclasses.replace(finding, got="nothing that was watched").ok
-            assert not dataclasses.replace(
-                finding,
-                expected={"portable path": "kernel", "kernel": "portable path"}[expected],
-            ).ok
+    assert "FAIL torch fa2_min_len_win at 512: sdpa" in capsys.readouterr().out
 
 
 def test_check_needs_a_device_and_its_file(run, write):
@@ -463,14 +437,3 @@ def test_check_needs_a_device_and_its_file(run, write):
         run("--check")
     with pytest.raises(ValueError, match="no file"):
         run("--check", "--device", "Nobody's")
-
-
-@pytest.mark.gpu
-def test_attention_switches_on_this_gpu(tmp_path):
-    import torch
-
-    name = torch.cuda.get_device_name()
-    thresholds = policy.Thresholds(256, "never", 256)
-    findings = threshold_check.check(policy.Device(name, tmp_path / "x.yaml", thresholds))
-    assert {finding.how for finding in findings} == {"decision", "ran"}
-    assert all(finding.ok for finding in findings), "\n".join(map(str, findings))
