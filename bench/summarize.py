@@ -3,8 +3,8 @@ reads.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
-The shares are of `ms_total`. They need not add up to 100 %, since each branch was timed separately,
-and one above 100 % has a `*`.
+The shares are fractions of `ms_total`. They need not add up to 100 %, since each branch was timed
+separately, and one above 100 % has a `*`.
 A row that was not measured is shown with its status. A damaged file is refused with the line
 and the column.
 """

@@ -88,7 +88,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
     """The sections `runtime` and `evidence` of a device's file.
 
     Raises:
-      ValueError: no measured rows for a threshold that is wanted, or for any where none is
+      ValueError: no measured rows for a threshold that is wanted, or for any if none is
         named, or rows of several devices.
     """
     if not wanted:

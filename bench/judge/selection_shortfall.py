@@ -106,10 +106,10 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
 
     With `u = 2**-24`, to first order, of each score relatively:
       - a score is a sum over the `G` heads and over `l'/d + l/d - 1` compressed tokens of terms
-        that are not negative: `G + l'/d + l/d` u;
+        without a negative one: `G + l'/d + l/d` u;
       - a term is `exp(x) / total`; `total` is summed in blocks: `2 sqrt(C)` u;
       - an error of `x` is a relative error of `exp(x)`. Logits are products over `D`, exact in
-        16 bits, that tensor cores add 16 by 16, cutting off up to 2 u of what is at most
+        16 bits, that tensor cores add 16 by 16, cutting off up to 2 u of a sum of at most
         `reach`: `D/8 reach` u. Scaling, base 2 and the subtraction of the log-sum-exp are 4
         roundings of numbers up to `2 reach + ln C`; the exponential itself errs by 4 u.
     Both scores err, so twice their sum; and twice what may be flushed to zero.

@@ -40,7 +40,7 @@ from . import data, recall, spec
 from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
 
-STEP, CHUNK = 8, 512  # tokens at a time: the most that the decode kernels support, and a chunk
+STEP, CHUNK = 8, 512  # tokens at a time: the maximum of the decode kernels, and a chunk
 FLAGS = cli.define(
     model=("13m", "Sizes of the model.", list(spec.MODELS)),
     steps=(600, "Steps of its training."),

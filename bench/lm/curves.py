@@ -11,7 +11,7 @@ from .. import tables
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
-# small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny
+# small gradients separately, which enlarges roundings. On the CPU: 100 steps of the tiny
 # model, float32 7e-7, bfloat16 1.3e-2; 3 steps of 125m without a warm-up, float32 5e-5.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 MARGIN = 0.01  # how much worse NSA may end than dense

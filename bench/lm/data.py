@@ -214,7 +214,7 @@ def load(
 
     Args:
       dataset: "text": the standard library's source. The folder of a corpus that
-        `bench.lm.corpus` built. A path, folder or glob of local files (`sources`). Else `name` or
+        `bench.lm.corpus` built. A path, folder or glob of local files (`sources`). Or `name` or
         `name:config` of a dataset of the Hugging Face Hub.
       size: bytes of "text".
       pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".

@@ -393,7 +393,7 @@ class Learner:
         return jax.default_matmul_precision("highest" if exact else None)
 
     def _read(self, path: Path) -> nnx.State:
-        # Copies: what no file holds, as marks of a kind, may not be shared by what a step donates.
+        # Copies: arrays that a step donates may not share marks of a kind, which no file holds.
         module = nnx.merge(
             self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
