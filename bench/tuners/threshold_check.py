@@ -8,6 +8,7 @@ the registry is asked between the kernel and the portable path, both assumed to 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from nsa_core import policy
 from nsa_core.config import NSAConfig
@@ -57,7 +58,7 @@ def _sides(
         sides = ({at - 1: [portable]} if at > 1 else {}) | {at: able}
     for length, wanted in sides.items() if able else ():
         # One block holds the query itself, so a selection has one at least.
-        small = {"select_block": 1, "compress_block": 1, "compress_stride": 1}
+        small: dict[str, Any] = {"select_block": 1, "compress_block": 1, "compress_stride": 1}
         small |= {"num_selected": length, "num_initial": 0, "num_local": 1}
         selects = step == "selected"
         tokens = FAR if selects else length
