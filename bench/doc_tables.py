@@ -18,7 +18,6 @@ between. These are functions:
 | `first_call` | the costs of a first call (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
 | `experiment` | the results of an experiment of `bench.lm.experiments` | `name`, `runs`, `seeds` |
-| `converted` | converted models and their dense one (`bench.lm.converted`) | `device` |
 | `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
 | `parity` | how right each path is, from all records of `bench.compare` | |
@@ -37,7 +36,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -378,24 +376,6 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     return table(["run", "what it is", *quality.ANSWER_HEAD], rows)
 
 
-def converted(device: str = DEVICE.name) -> str:
-    """Held-out loss of each run, less the dense model's at the same step: mean over seeds."""
-    lines = lines_of("kernel_log/converted.jsonl", device)
-    at = {(x["run"], x["step"], x["seed"]): x for x in lines}
-    seeds = sorted({x["seed"] for x in lines})
-    rows = []
-    for run, step in dict.fromkeys((x["run"], x["step"]) for x in lines if not x["step"] % 100):
-        cells = []
-        for name in ("loss", "within", "beyond"):
-            dense = [at["dense", step, seed][name] for seed in seeds]
-            more = [at[run, step, seed][name] - x for seed, x in zip(seeds, dense, strict=True)]
-            spread = max(more) - min(more)
-            change = f"{statistics.mean(more):+.4f} (spread {spread:.4f})"
-            cells.append(f"{statistics.mean(dense):.4f}" if run == "dense" else change)
-        rows.append([run, str(step), *cells])
-    return table(["run", "steps after", "loss", "within", "beyond"], rows)
-
-
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A column an environment of `tests/versions.py`."""
     names = dict.fromkeys(x for each in found for x in each["versions"])
@@ -442,7 +422,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
 } | {
     x.__name__: x
     for x in (summary, first_call, versions, parallel_training, experiment)
-    + (converted, crossovers, parity)
+    + (crossovers, parity)
 }
 
 
