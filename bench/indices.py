@@ -15,11 +15,9 @@ from typing import Any
 
 from nsa_core import flags as kernel_flags
 
-from . import tables
-from .harness import cli, command, exit_status, problems, records
-from .harness.markdown import table
-from .harness.measure import judged_row
-from .harness.records import Record
+from . import run
+from .harness import cli, command, exit_status, problems
+from .harness.measure import judged_row, shape_of
 from .harness.runners import RUNNERS, asked, forward
 from .judge import selection_shortfall
 
@@ -78,13 +76,6 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any
     return fields, lambda **how: dataclasses.asdict(step.time(**how))
 
 
-def row(record: Record, found: selection_shortfall.Comparison | None) -> dict[str, str]:
-    """A row of the table."""
-    counts = {} if found is None else {"rows": found.rows, "unexplained": found.unexplained}
-    line = vars(record) | counts | {"fate": record.status, "status": "ok"}
-    return tables.rows("indices", [line])[0]
-
-
 def main(argv: Sequence[str]) -> int:
     lines = command.new_file(FLAGS.out, "indices.jsonl") if FLAGS.out else None
     names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
@@ -95,48 +86,38 @@ def main(argv: Sequence[str]) -> int:
         FLAGS.config or ("paper" if gpu else "tiny"),
         {name: value for name, value in given.items() if value is not None},
     )
-    chosen = choices(runners, settings)
-    config = settings.nsa
-    done, rows, reports = [], [], []
-    for kind in dict.fromkeys(FLAGS.input):
-        inputs = problems.make(settings, kind, FLAGS.seed)
-        wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
-        for runner, choice in chosen:
-            of = runner, choice.implementation, inputs, wanted, config
-            measured = judged_row(f"{kind} {runner.framework}", functools.partial(judge, *of))
-            fields = measured.timed(seconds=FLAGS.row_seconds)
-            found = fields.pop("comparison", None)
-            fields |= {"branch": "scores", "mode": "forward", "refused": dict(choice.refused)}
-            record = records.record(
-                "indices",
-                FLAGS.commit,
-                implementation=choice.implementation,
-                **command.about(runner, settings, inputs),
-                **fields,
-            )
-            done.append(record)
-            rows.append(row(record, found))
-            if record.status != "ok":
-                report = found.report() if found else record.reason
-                name = f"{kind} {runner.framework} {choice.implementation}"
-                reports.append(f"{name}: {record.status}\n{report}")
-            if lines is not None:
-                records.append(lines, [record])
-    sizes = ("B", "T", "H", "Hkv", "D", "dtype")
-    shape = " ".join(f"{name}={getattr(done[0], name)}" for name in sizes)
-    devices = ", ".join(dict.fromkeys(record.device for record in done))
-    print(f"device: {devices}; {shape}; selection of {config}\n")
-    print(table(rows[0], (cells.values() for cells in rows)))
+    chosen, config = choices(runners, settings), settings.nsa
+    shape, compared = dataclasses.asdict(shape_of(settings)), []
+    print(f"device: {', '.join(x.device for x in runners)}; {shape}; selection of {config}\n")
+
+    def rows():
+        for kind in dict.fromkeys(FLAGS.input):
+            inputs = problems.make(settings, kind, FLAGS.seed)
+            wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
+            for runner, choice in chosen:
+                of = runner, choice.implementation, inputs, wanted, config
+                row = judged_row(f"{kind} {runner.framework}", functools.partial(judge, *of))
+                found = row.timed(seconds=FLAGS.row_seconds)
+                compared.append(found.pop("comparison", None))
+                about = command.about(runner, settings, inputs) | found
+                about |= {"branch": "scores", "mode": "forward"}
+                about["implementation"] = choice.implementation
+                yield about | {"refused": dict(choice.refused)}
+
+    def show(row):
+        found = compared[-1]
+        if found is None:
+            return {}
+        report = f"\n{found.report()}" if "status" in row else None
+        return {"rows": found.rows, "unexplained": found.unexplained, "report": report}
+
+    statuses = run.rows("indices", FLAGS, rows(), show, "indices.jsonl", lines)
     print(
         "shortfall: of the row that uses most of its bound, the best score left out less the "
         "worst\ntaken in place of it, and what float32 resolves, over the larger of the two "
         "scores"
     )
-    for report in reports:
-        print(f"\n{report}")
-    if FLAGS.save_records:
-        records.keep(done, "indices.jsonl")
-    return exit_status.of(done)
+    return exit_status.of_statuses(statuses)
 
 
 if __name__ == "__main__":
