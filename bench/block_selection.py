@@ -37,8 +37,9 @@ which is replaced with the remaining probability. A row of JSON each in `--out`:
 Needs the extra `hf`.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,9 +47,10 @@ import torch
 from absl import app
 from torch import Tensor
 
+import nsa_torch
 from nsa_core import extras
 
-from . import tables
+from . import run
 from .harness import (
     block_peers,
     cli,
@@ -56,7 +58,6 @@ from .harness import (
     exit_status,
     flex_blocks,
     heartbeat,
-    records,
     runners,
     timing,
 )
@@ -79,6 +80,9 @@ QSA: dict[str, Any] = {
 }
 QSA_ATTENTION: dict[str, Any] = {"block_size": QSA_BLOCK, "include": "tail"}
 
+type Call = Callable[[], Any]
+type To = Callable[[Tensor], Tensor]  # another precision of a tensor
+
 
 def device() -> str:
     return FLAGS.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,14 +95,23 @@ def drawn(seed: int = 0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, **about)
 
 
+def same(x: Tensor) -> Tensor:
+    return x
+
+
 def wide(x: Tensor) -> Tensor:
     """Convert to the precision of the oracle."""
     return x.double() if x.dtype == torch.float32 else x.float()
 
 
+def turned(x: Tensor) -> Tensor:
+    """`[B, S, H, D]` of `[B, H, S, D]`, and back."""
+    return x.transpose(1, 2)
+
+
 def lists_of(indices: Tensor) -> Tensor:
     """int32 `[B, Sq, Hkv, n]` of indices `[B, Hkv, Sq, n]`."""
-    return indices.transpose(1, 2).to(torch.int32).contiguous()
+    return turned(indices).to(torch.int32).contiguous()
 
 
 def random_blocks(
@@ -151,13 +164,11 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as model
 
-    import nsa_torch
     from nsa_torch.huggingface.block_selection import block_attention
 
     if name == "nsa_torch":
-        lists, how = lists_of(indices), {"block_size": FLAGS.block}
-        turned = lambda x: x.transpose(1, 2)
-        attend = nsa_torch.block_attention
+        lists, attend = lists_of(indices), nsa_torch.block_attention
+        how = {"block_size": FLAGS.block}
         return lambda q, k, v: attend(turned(q), turned(k), turned(v), lists, **how)
     if name == "flex":
         mask = flex_blocks.mask_of(indices, key.shape[2], FLAGS.block, FLAGS.heads)
@@ -199,18 +210,20 @@ class Mode:
       names: implementations. The rule of parity compares errors with those of `beside`.
       results: names of what `checked` gives.
       elsewhere: those that choose or read other blocks.
+      lists_apart: the share of our lists, or of their blocks, that may be unexpected; None
+        without lists.
     """
 
     names: tuple[str, ...] = "nsa_torch", "plain"
     beside, results = "plain", ("out",)
     elsewhere = ("flash_msa",)
-    lists_apart: float | None = None  # at most; None if there are no lists
+    lists_apart: float | None = None
 
-    def call(self, name: str) -> Callable[..., Any]:
+    def call(self, name: str) -> Call:
         """The call that is timed."""
         raise NotImplementedError
 
-    def checked(self, name: str, to: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
+    def checked(self, name: str, to: To = same) -> list[Tensor]:
         """Results of the last queries, of inputs in the precision that `to` gives them."""
         raise NotImplementedError
 
@@ -234,53 +247,55 @@ class Mode:
                 results = self.checked(name) if self.results else []
             except ValueError:  # its row has the reason
                 continue
-            arrays = (*zip(self.results, results, exact, beside, strict=False),)
-            errors = {n: distance(x, y) for n, x, y, _ in arrays} | lists
-            parts = (judged(*each).reason for each in arrays)
-            parts = [x for x in parts if x]
+            errors, parts = {}, []
+            for of, x, y, z in zip(self.results, results, exact, beside, strict=False):
+                error = (x.to(y.dtype) - y).square().mean() / y.square().mean()
+                arrays = (wide(each.detach()).cpu().numpy() for each in (x, y, z))
+                errors[of] = error.sqrt().item()
+                parts.append(parity.check_parity(of, *arrays, dtype=FLAGS.dtype).reason)
             if lists and not lists["lists"] <= (self.lists_apart or 0):
                 parts.append(f"lists: {lists['lists']:.3g} are not those expected")
-            found[name] = errors, "; ".join(parts) if name in OURS else ""
+            found[name] = errors | lists, "; ".join(filter(None, parts)) if name in OURS else ""
         return found
 
 
-def distance(x: Tensor, y: Tensor) -> float:
-    return ((x.to(y.dtype) - y).square().mean() / y.square().mean()).sqrt().item()
-
-
-def judged(name: str, *arrays: Tensor) -> parity.Parity:
-    """Judges a result, given the exact one and that of `Mode.beside`."""
-    as_numpy = (wide(x.detach()).cpu().numpy() for x in arrays)
-    return parity.check_parity(name, *as_numpy, dtype=FLAGS.dtype)
+def last(x: Tensor, dim: int = 1) -> Tensor:
+    """Of the queries that are judged."""
+    return x.narrow(dim, max(x.shape[dim] - FLAGS.checked, 0), min(x.shape[dim], FLAGS.checked))
 
 
 class Attention(Mode):
-    names, beside = WHOLE, "sdpa"
+    names, beside, gradients = WHOLE, "sdpa", False
 
     def __init__(self, length: int):
         make = drawn()
         heads = FLAGS.heads, FLAGS.kv_heads, FLAGS.kv_heads
         self.tensors = [make(FLAGS.B, n, length, FLAGS.dk) for n in heads]
         sizes = FLAGS.B, FLAGS.kv_heads, length, FLAGS.block, FLAGS.n_sel, device()
-        of = similar_blocks if FLAGS.overlap else random_blocks
-        self.blocks = of(*sizes, *([FLAGS.overlap] if FLAGS.overlap else []))
+        of = functools.partial(similar_blocks, overlap=FLAGS.overlap)
+        self.blocks = (of if FLAGS.overlap else random_blocks)(*sizes)
 
-    def run(self, name: str, tensors: Sequence[Any], indices: Tensor) -> Callable[..., Any]:
-        query, key, value = tensors
+    def run(self, name: str, tensors: list[Tensor], indices: Tensor) -> Call:
+        leaves = [x.detach().requires_grad_(self.gradients) for x in tensors]
+        query, key, value = leaves
         function = attention(name, query, key, value, indices)
-        return lambda _=0: [function(*tensors)]
+        if not self.gradients:
+            return lambda: [function(*leaves)]
+
+        def both():
+            out = function(*leaves)
+            return [out, *torch.autograd.grad(out, leaves, out.detach())]
+
+        return both
 
     def call(self, name):
         if name == "nsa_torch":  # in its own layout
-            self.tensors = [
-                x.transpose(1, 2).contiguous().transpose(1, 2) for x in self.tensors
-            ]
+            self.tensors = [turned(turned(x).contiguous()) for x in self.tensors]
         return self.run(name, self.tensors, self.blocks)
 
-    def checked(self, name, to=lambda x: x):
-        last = slice(-FLAGS.checked, None)
+    def checked(self, name, to=same):
         query, *rest = map(to, self.tensors)
-        return self.run(name, [query[:, :, last], *rest], self.blocks[:, :, last])()
+        return self.run(name, [last(query, 2), *rest], last(self.blocks, 2))()
 
     def exact(self):
         # eager's softmax is always in float32.
@@ -290,19 +305,8 @@ class Attention(Mode):
 class Gradients(Attention):
     """The output, and the gradients for the output itself as cotangent."""
 
-    names = tuple(x for x in WHOLE if x != "vllm")
+    names, gradients = tuple(x for x in WHOLE if x != "vllm"), True
     results = "out", "query", "key", "value"
-
-    def run(self, name, tensors, indices):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        query, key, value = leaves
-        function = attention(name, query, key, value, indices)
-
-        def both(_=0):
-            out = function(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, out.detach())]
-
-        return both
 
 
 class Indexer(Mode):
@@ -340,31 +344,27 @@ class Indexer(Mode):
         return self.module(self.hidden, self.embedding, None, self.position)
 
     @torch.no_grad()
-    def projected(self) -> tuple[Tensor, Tensor]:
+    def projected(self) -> list[Tensor]:
         """Queries `[B, S, Hi, D]` and keys `[B, S, D]`."""
         made = self.module
         project = lambda norm, to: norm(to(self.hidden).unflatten(-1, (-1, FLAGS.dk)))
         key = project(made.k_norm, made.k_proj).squeeze(2)
-        return project(made.q_norm, made.q_proj), key
+        return [project(made.q_norm, made.q_proj), key]
 
     def call(self, name):
         if name != "nsa_torch":
-            return lambda _=0: self.blocks(name)
-        query, key = self.projected()
-        return lambda _=0: self.indexed(query, key, None)
+            return lambda: self.blocks(name)
+        return functools.partial(self.indexed, None, *self.projected())
 
-    def indexed(self, query: Tensor, key: Tensor, implementation: Any) -> Tensor:
-        import nsa_torch
-
+    def indexed(self, implementation: Any, *arrays: Tensor) -> Tensor:
         sizes = {"pool": FLAGS.block, "num_selected": FLAGS.n_sel}
-        return nsa_torch.index_blocks(query, key, **sizes, implementation=implementation)
+        return nsa_torch.index_blocks(*arrays, **sizes, implementation=implementation)
 
     @torch.no_grad()
     def apart(self):
-        last = slice(-FLAGS.checked, None)
-        found = self.blocks("nsa_blocks").transpose(1, 2)[:, last]
-        query, key = (x.float() for x in self.projected())
-        want = self.indexed(query[:, last], key, "torch")
+        found = last(turned(self.blocks("nsa_blocks")))
+        query, key = map(torch.Tensor.float, self.projected())
+        want = self.indexed("torch", last(query), key)
         return (found != want).any(dim=-1).double().mean().item()
 
 
@@ -374,25 +374,20 @@ class Loss(Mode):
     names, results = ("nsa_torch",), ("loss", "index_query", "index_key")
 
     def __init__(self, length: int):
-        import nsa_torch
-
         problem, make = Attention(length), drawn(1)
-        lists = lists_of(problem.blocks)
-        query, key, value = (x.transpose(1, 2).contiguous() for x in problem.tensors)
-        _, lse = nsa_torch.block_attention(
-            query, key, value, lists, block_size=FLAGS.block, return_residual=True
-        )
+        self.lists = lists_of(problem.blocks)
+        query, key, value = (turned(x).contiguous() for x in problem.tensors)
+        how: dict[str, Any] = {"block_size": FLAGS.block, "return_residual": True}
+        _, self.lse = nsa_torch.block_attention(query, key, value, self.lists, **how)
         index = make(FLAGS.B, length, FLAGS.kv_heads, FLAGS.dk), make(FLAGS.B, length, FLAGS.dk)
-        self.arrays = query, key, lse, *index, lists
+        self.arrays = query, key, *index
 
-    def run(self, implementation: Any, arrays: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-        import nsa_torch
-
-        query, key, lse, *indexer, lists = arrays
+    def run(self, implementation: Any, lists: Tensor, lse: Tensor, *arrays: Tensor) -> Call:
+        query, key, *indexer = arrays
         leaves = [x.detach().requires_grad_() for x in indexer]
         how: dict[str, Any] = {"block_size": FLAGS.block, "implementation": implementation}
 
-        def both(_=0):
+        def both():
             index_query, index_key = leaves
             arrays = query, key, lse, index_query, index_key, lists
             loss = nsa_torch.indexer_kl(*arrays, **how)
@@ -401,15 +396,14 @@ class Loss(Mode):
         return both
 
     def call(self, name):
-        return self.run(None, self.arrays)
+        return self.run(None, self.lists, self.lse, *self.arrays)
 
-    def checked(self, name, to=lambda x: x):
+    def checked(self, name, to=same):
         """Results for the last queries."""
-        last = slice(-FLAGS.checked, None)
-        query, key, lse, index_query, index_key, lists = self.arrays
-        query, lse, index_query, lists = (x[:, last] for x in (query, lse, index_query, lists))
-        arrays = *map(to, (query, key)), lse, *map(to, (index_query, index_key)), lists
-        return self.run("torch" if name == "plain" else None, arrays)()
+        query, key, index_query, index_key = map(to, self.arrays)
+        arrays = last(query), key, last(index_query), index_key
+        how = "torch" if name == "plain" else None
+        return self.run(how, last(self.lists), last(self.lse), *arrays)()
 
 
 class Listed(Mode):
@@ -417,7 +411,7 @@ class Listed(Mode):
 
     lists: Tensor | None = None
 
-    def attend(self, implementation: Any, to=lambda x: x, lists: Any = None) -> list[Tensor]:
+    def attend(self, implementation: Any, to: To = same, lists: Any = None) -> list[Tensor]:
         """The lists, which are made if they are not given, and the output."""
         raise NotImplementedError
 
@@ -431,7 +425,7 @@ class Listed(Mode):
         there = (found[..., :, None] == expected[..., None, :]).any(dim=-1)
         return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
-    def checked(self, name, to=lambda x: x):
+    def checked(self, name, to=same):
         """Results on our lists."""
         return self.attend("torch" if name == "plain" else None, to, self.lists)[1:]
 
@@ -442,26 +436,32 @@ class Decode(Listed):
     """
 
     def __init__(self, length: int):
-        make, rows, page = drawn(), FLAGS.B, FLAGS.block
-        columns, kv_heads, width = -(-length // page), FLAGS.kv_heads, FLAGS.dk
-        pages = rows * columns
-        kv = [make(pages, page, kv_heads, width) for _ in range(2)]
-        draw = torch.Generator(device()).manual_seed(0)
-        table = torch.randperm(pages, generator=draw, device=device())
-        self.place(length, table)
-        self.attention = make(rows, FLAGS.heads, width), *kv
-        self.indexer = make(rows, kv_heads, width), make(pages, page, width)
+        page, width, kv_heads = FLAGS.block, FLAGS.dk, FLAGS.kv_heads
         self.select: dict[str, Any] = {"pool": page, "num_selected": FLAGS.n_sel}
         self.reading: dict[str, Any] = {"block_size": page}
+        heads = FLAGS.heads, kv_heads, width
+        table = self.draw(length, page, heads, (kv_heads, page, width))
+        draw = torch.Generator(device()).manual_seed(0)
+        order = torch.randperm(table.numel(), generator=draw, device=device())
+        table.copy_(order.view_as(table))
 
-    def place(self, length: int, table: Tensor) -> None:
-        lengths = torch.full((FLAGS.B,), length, dtype=torch.int32, device=device())
-        self.at = table.int().view(FLAGS.B, -1), lengths
+    def draw(self, length: int, page: int, heads: Any, index: Any) -> Tensor:
+        """Draws all tensors; the table of pages."""
+        make, rows, (query_heads, kv_heads, width) = drawn(), FLAGS.B, heads
+        columns, (index_heads, entries, index_width) = -(-length // page), index
+        pages = rows * columns
+        kv = [make(pages, page, kv_heads, width) for _ in range(2)]
+        self.attention = make(rows, query_heads, width), *kv
+        self.indexer = (
+            make(rows, index_heads, index_width),
+            make(pages, entries, index_width),
+        )
+        table = torch.arange(pages, dtype=torch.int32, device=device()).view(rows, columns)
+        self.at = table, torch.full((rows,), length, dtype=torch.int32, device=device())
+        return table
 
     @torch.no_grad()
-    def attend(self, implementation, to=lambda x: x, lists=None):
-        import nsa_torch
-
+    def attend(self, implementation, to=same, lists=None):
         how = {"implementation": implementation}
         if lists is None:
             arrays = *map(to, self.indexer), *self.at
@@ -472,8 +472,17 @@ class Decode(Listed):
     def call(self, name):
         """The call, as a CUDA graph if graphs are supported."""
         step = lambda: self.attend("torch" if name == "plain" else None)
-        replay = step if device() == "cpu" else timing.cuda_graph(step)[0]
-        return lambda _=0: replay()
+        return step if device() == "cpu" else timing.cuda_graph(step)[0]
+
+
+class QsaDecode(Decode):
+    """The decode step of QSA's layer."""
+
+    def __init__(self, length: int):
+        self.select, self.reading = QSA, QSA_ATTENTION
+        heads = QSA_HEADS, QSA_KV_HEADS, QSA_WIDTH
+        index = QSA_INDEX_HEADS, QSA_PAGE // QSA_BLOCK, QSA_INDEX_WIDTH
+        self.draw(length, QSA_PAGE, heads, index)
 
 
 class Qsa(Listed):
@@ -487,47 +496,28 @@ class Qsa(Listed):
         self.attention = [make(batch, length, *width) for width in widths]
         index_query = make(batch, length, QSA_INDEX_HEADS, QSA_INDEX_WIDTH)
         if FLAGS.overlap:  # neighbours have one query for about as many tokens
-            same = max(round(1 / (1 - FLAGS.overlap)), 1) if FLAGS.overlap < 1 else length
-            index_query = index_query[:, torch.arange(length) // same * same]
+            equal = max(round(1 / (1 - FLAGS.overlap)), 1) if FLAGS.overlap < 1 else length
+            index_query = index_query[:, torch.arange(length) // equal * equal]
         self.indexer = index_query, make(batch, length // QSA_BLOCK, QSA_INDEX_WIDTH)
 
     @torch.no_grad()
-    def attend(self, implementation, to=lambda x: x, lists=None, last=None):
-        import nsa_torch
-
-        last = slice(-FLAGS.checked, None) if last is None else last
+    def attend(self, implementation, to=same, lists=None, queries=last):
         (query, key, value), (index_query, index_key) = (
             [*map(to, x)] for x in (self.attention, self.indexer)
         )
         at: dict[str, Any] = {"kv_len": key.shape[1], "implementation": implementation}
         if lists is None:
-            lists = nsa_torch.index_blocks(index_query[:, last], index_key, **QSA, **at)
+            lists = nsa_torch.index_blocks(queries(index_query), index_key, **QSA, **at)
         at["implementation"] = "sdpa" if implementation else None
-        arrays = query[:, last], key, value, lists
+        arrays = queries(query), key, value, lists
         return [lists, nsa_torch.block_attention(*arrays, **QSA_ATTENTION, **at)]
 
     def call(self, name):
         if name == "nsa_torch":
-            return lambda _=0: self.attend(None, last=slice(None))
-        query, key, value = (x.transpose(1, 2) for x in self.attention)
+            return functools.partial(self.attend, None, queries=same)
         dense = torch.nn.functional.scaled_dot_product_attention
-        return lambda _=0: dense(query, key, value, is_causal=True, enable_gqa=True)
-
-
-class QsaDecode(Decode):
-    """The decode step of QSA's layer."""
-
-    def __init__(self, length: int):
-        make, rows = drawn(), FLAGS.B
-        pages = rows * -(-length // QSA_PAGE)
-        kv = [make(pages, QSA_PAGE, QSA_KV_HEADS, QSA_WIDTH) for _ in range(2)]
-        self.attention = make(rows, QSA_HEADS, QSA_WIDTH), *kv
-        self.indexer = (
-            make(rows, QSA_INDEX_HEADS, QSA_INDEX_WIDTH),
-            make(pages, QSA_PAGE // QSA_BLOCK, QSA_INDEX_WIDTH),
-        )
-        self.place(length, torch.arange(pages, device=device()))
-        self.select, self.reading = QSA, QSA_ATTENTION
+        query, key, value = map(turned, self.attention)
+        return functools.partial(dense, query, key, value, is_causal=True, enable_gqa=True)
 
 
 MODES: Mapping[str, Any] = {
@@ -567,7 +557,7 @@ def why_not(name: str) -> str | None:
     return None
 
 
-def measured(mode: Mode, name: str) -> dict[str, Any]:
+def measured(mode: Mode, name: str) -> run.Row:
     """Measure an implementation."""
     if reason := why_not(name):
         return {"status": "unsupported", "reason": reason}
@@ -582,11 +572,12 @@ def measured(mode: Mode, name: str) -> dict[str, Any]:
         return {"status": "unsupported", "reason": reason}
 
 
-def timed(call: Callable[..., Any]) -> dict[str, Any]:
+def timed(call: Call) -> run.Row:
     """Times, and memory on a GPU."""
+    how: dict[str, Any] = {"seconds": FLAGS.seconds}
     peak = extra = None
     if device() == "cpu":
-        found = timing.time_host(call, lambda x: x, seconds=FLAGS.seconds)
+        found = timing.time_host(lambda _: call(), same, **how)
     else:
         call()
         torch.cuda.reset_peak_memory_stats()
@@ -594,18 +585,28 @@ def timed(call: Callable[..., Any]) -> dict[str, Any]:
         call()
         most = torch.cuda.max_memory_allocated()
         peak, extra = most / 2**30, (most - before) / 2**30
-        found = timing.time_cuda_events(call, seconds=FLAGS.seconds)
+        found = timing.time_cuda_events(lambda _: call(), **how)
     times = {"ms": found.time_ms, "p20_ms": found.p20_ms, "p80_ms": found.p80_ms}
     return times | {"peak_gib": peak, "extra_gib": extra}
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """The printed line of a row."""
-    ok = row["status"] == "ok"
-    fate = None if ok else f"{row['status']}: {row['reason']}"
-    error = max(row["errors"].values(), default=float("nan")) if ok else None
-    none = dict.fromkeys(("ms", "peak_gib", "extra_gib")) if not ok else {}
-    return tables.line("block_selection", dict(row) | none | {"fate": fate, "error": error})
+def rows() -> Iterator[run.Row]:
+    names = "B", "heads", "kv_heads", "dk", "block", "n_sel", "dtype", "overlap"
+    fields = "B", "H", "Hkv", "D", "block", "n", "dtype", "overlap"
+    about = {x: FLAGS[name].value for x, name in zip(fields, names, strict=True)}
+    about["device"] = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
+    lengths = command.integers("lengths", FLAGS.lengths, ())
+    for length, mode in itertools.product(lengths, FLAGS.mode):
+        heartbeat.say(f"{mode} {length}")
+        for name, (errors, wrong) in MODES[mode](length).errors().items():
+            heartbeat.say(f"{mode} {length} {name}")
+            row = about | {"S": length, "mode": mode, "implementation": name, "errors": errors}
+            row |= measured(MODES[mode](length), name)
+            if wrong and row["status"] == "ok":
+                row |= {"status": "wrong", "reason": wrong}
+            yield row
+            if device() != "cpu":
+                torch.cuda.empty_cache()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -614,35 +615,17 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(
             f"--heads must be a multiple of --kv_heads, got {FLAGS.heads}, {FLAGS.kv_heads}"
         )
-    there = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
-    names = "B", "heads", "kv_heads", "dk", "block", "n_sel", "dtype", "overlap"
-    fields = "B", "H", "Hkv", "D", "block", "n", "dtype", "overlap"
-    sizes = {x: FLAGS[name].value for x, name in zip(fields, names, strict=True)}
-    statuses = list[tuple[str, str]]()
-    lengths = command.integers("lengths", FLAGS.lengths, ())
-    for length, mode in itertools.product(lengths, FLAGS.mode):
-        heartbeat.say(f"{mode} {length}")
-        for name, (errors, wrong) in MODES[mode](length).errors().items():
-            heartbeat.say(f"{mode} {length} {name}")
-            row: dict[str, Any] = {
-                "S": length,
-                "mode": mode,
-                "implementation": name,
-                **sizes,
-                "errors": errors,
-            }
-            row |= measured(MODES[mode](length), name)
-            if wrong and row["status"] == "ok":
-                row |= {"status": "wrong", "reason": wrong}
-            statuses.append((name, row["status"]))
-            print(line(row), flush=True)
-            if FLAGS.out:
-                made = records.record("block_selection", FLAGS.commit, device=there, **row)
-                records.append(FLAGS.out, [made])
-            if device() != "cpu":
-                torch.cuda.empty_cache()
-    ours = [status for name, status in statuses if name in OURS]
-    return exit_status.of_statuses(ours, [status for _, status in statuses])
+    ours = list[str]()
+
+    def shown(row):
+        """Values of the printed line: a row that failed has no figures."""
+        ok = row["status"] == "ok"
+        ours.extend([row["status"]] * (row["implementation"] in OURS))
+        figures = dict.fromkeys(("ms", "peak_gib", "extra_gib", "error"))
+        return {"error": max(row["errors"].values(), default=float("nan"))} if ok else figures
+
+    statuses = run.rows("block_selection", FLAGS, rows(), shown)
+    return exit_status.of_statuses(ours, statuses)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from absl import flags
 
@@ -30,22 +30,8 @@ ROUNDS = 4  # of processes for the rows that are left
 FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.MULTILINE)
 
 
-class Row(Protocol):
-    """The measurements of a command for one row of its table."""
-
-    def judge(self) -> Callable[[], list[Record]]:
-        """Do all work before timing. Returns the function that times and returns the
-        records.
-        """
-        ...
-
-    def lost(self, reason: str) -> list[Record]:
-        """The records of a row whose process ended."""
-        ...
-
-
 class Problem:
-    """A row whose records come from jobs on one problem.
+    """A row of a command's table, whose records come from jobs on one problem.
 
     Attributes:
       calls: fields of each record.
@@ -72,6 +58,9 @@ class Problem:
         raise NotImplementedError
 
     def judge(self) -> Callable[[], list[Record]]:
+        """Do all work before timing. Returns the function that times and returns the
+        records.
+        """
         judged: list[Judged] = []
 
         def make():
@@ -90,6 +79,7 @@ class Problem:
         return lambda: self._records([each.timed(**self.how) for each in judged])
 
     def lost(self, reason: str) -> list[Record]:
+        """The records of a row whose process ended."""
         return self._records([{"status": "error", "reason": reason}] * len(self.calls))
 
     def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
@@ -111,16 +101,23 @@ FLAGS = {
 }  # as `cli.define` takes them
 
 
-def child(own: flags.FlagValues, rows: Sequence[Row]) -> int:
-    """Whether this process measures for another process, which stores the results (flag
-    `--turn`).
-    """
-    measure_for_parent(_asked(own, rows), Path(own.turn))
+def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
+    """Measure rows for another process, if `--turn` is given. It writes `<number>.jsonl` in that
+    folder for each row, and `<number>.begun` during the measurement."""
+    faulthandler.enable(STDERR)
+    folder, numbered = Path(own.turn), _asked(own, rows)
+    begun = {number: folder / f"{number}.begun" for number in numbered}
+    times = {number: _guarded(row.judge, begun[number]) for number, row in numbered.items()}
+    turns.wait()
+    found = {number: _guarded(time, begun[number]) for number, time in times.items()}
+    for number, time in times.items():
+        pairs = zip(found[number], _guarded(time, begun[number]), strict=True)
+        records.append(folder / f"{number}.jsonl", itertools.starmap(_better, pairs))
     return 0
 
 
 def measure(
-    own: flags.FlagValues, name: str, rows: Sequence[Row], folder: Path
+    own: flags.FlagValues, name: str, rows: Sequence[Any], folder: Path
 ) -> Iterator[list[Record]]:
     """The records of each of the rows of the command `bench.<name>`, as they come; what
     processes write goes to `folder`.
@@ -137,7 +134,7 @@ def measure(
         yield row.judge()()
 
 
-def _asked(own: flags.FlagValues, rows: Sequence[Row]) -> dict[int, Row]:
+def _asked(own: flags.FlagValues, rows: Sequence[Any]) -> dict[int, Any]:
     if own.rows is None:
         return dict(enumerate(rows))
     numbers = [x.strip() for x in own.rows]
@@ -148,12 +145,13 @@ def _asked(own: flags.FlagValues, rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def by_processes(
-    words: Sequence[str], rows: Mapping[int, Row], processes: int, folder: Path
+    words: Sequence[str], rows: Mapping[int, Any], processes: int, folder: Path
 ) -> Iterator[list[Record]]:
     """The records of each of `rows`, measured by processes of `python -m <words>`."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
-        parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
+        split = itertools.batched(left, -(-len(left) // processes))
+        parts = {f"rows_{part[0]}": part for part in split}
         parts = dict(reversed(parts.items()))  # the last that begins is timed first
         commands = {
             name: [*words, f"--rows={','.join(map(str, part))}", f"--turn={folder}"]
@@ -180,30 +178,10 @@ def by_processes(
         yield rows[number].lost(f"not begun in {ROUNDS} processes; {reasons[number]}")
 
 
-def _split(numbers: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Split `numbers` into at most `count` runs of similar sizes."""
-    count = min(count, len(numbers))
-    for i in range(count):
-        yield list(numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count])
-
-
 def _ended(status: int, log: Path) -> str:
     """One line about the end of a process."""
     faults = [found[0] for found in FAULT.finditer(log.read_text(errors="replace"))]
     return ": ".join([f"its process ended with status {status}", *faults[-1:]])
-
-
-def measure_for_parent(rows: Mapping[int, Row], folder: Path) -> None:
-    """Measure as one of these processes. It writes `<number>.jsonl` in `folder` for each row,
-    and `<number>.begun` during the measurement."""
-    faulthandler.enable(STDERR)
-    begun = {number: folder / f"{number}.begun" for number in rows}
-    times = {number: _guarded(row.judge, begun[number]) for number, row in rows.items()}
-    turns.wait()
-    found = {number: _guarded(time, begun[number]) for number, time in times.items()}
-    for number, time in times.items():
-        pairs = zip(found[number], _guarded(time, begun[number]), strict=True)
-        records.append(folder / f"{number}.jsonl", itertools.starmap(_better, pairs))
 
 
 def _better(first: Record, second: Record) -> Record:
