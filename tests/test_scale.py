@@ -76,7 +76,7 @@ def test_several_devices_may_err_twice_as_much_as_one():
             "--devices=3 --layout=contiguous",
             "multiples of 3 for 3 devices, contiguous, got 1024",
         ),
-        ("--documents=1000,25", "documents must be 1024 tokens together, .* got 1025"),
+        ("--documents=1000,25", "documents must be 1024 tokens in total, .* got 1025"),
         ("--documents=1000,24 --framework=jax", "documents are measured in torch, got jax"),
     ],
 )
