@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import tables
 from .harness import cli, records
 from .harness.timed_problem import Problem, named
@@ -61,6 +59,8 @@ def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> No
 
 def chosen(own: Any, problems: Iterable[Problem]) -> Iterator[Problem]:
     """The `problems` that `--only` names, on a GPU."""
+    import torch
+
     known = {p.name: p for p in problems}
     names = cli.chosen(own.only, known)
     if not torch.cuda.is_available():

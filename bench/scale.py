@@ -39,7 +39,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from absl import app
 
 from nsa_core import context_layout
@@ -207,6 +206,8 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError("--records and --link_gb_s need --predict")
     for size in devices:
         problems(size)
+    import torch
+
     name = "cpu"
     if torch.cuda.is_available():
         name, there = torch.cuda.get_device_name(), torch.cuda.device_count()
