@@ -153,6 +153,7 @@ def on_the_cpu(monkeypatch, run):
         return start
 
     monkeypatch.setattr(torch_ops, "launch", launch)
+    monkeypatch.setattr(torch_ops, "launch_triton", run)
     for name, function in (("launcher", launcher), ("sequence", sequence)):
         monkeypatch.setattr(nsa_interop.launch, name, function)
     monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)

@@ -32,13 +32,11 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, NSAConfig, batch_tables, mosaic, operators, triton
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
-from nsa_torch.plans import Planned
 from tests import planned
 from tests.cross_compile import compile_report
 from tests.limits import set_limits
 from tests.planned import interpret
 from tests.problems import SMALL
-from tests.stand_in_kernels import stand_ins
 from tests.test_mosaic_compiled import ALLOWED
 from tests.test_plan import call
 
@@ -275,30 +273,6 @@ def test_tables_of_a_layer(name):
         for step in plan.steps:
             reads = {x.buffer for x in step.reads}
             assert isinstance(step, Launch) or not reads or not reads <= fixed, step.name
-
-
-def test_planned_once_for_all_layers(monkeypatch):
-    """Of a second layer, its backward pass, and any batch of the same room: nothing is planned; of
-    the layer nothing is made but by its kernels' steps; the numbers are those of bare borders.
-    """
-    planned_calls, inputs = [], leaves(dtype=torch.bfloat16)
-    plan = Planned.plan
-    count = lambda *arguments: planned_calls.append(1) or plan(*arguments)
-    monkeypatch.setattr(Planned, "plan", count)  # that it is not called is what is shown
-    make = lambda numbers: metadata(numbers, padded=True, max_seqlen=T)
-    meta = make(BATCHES["one"])
-    run = lambda **packed: with_gradients(inputs, implementation="mosaic", **packed)
-    with stand_ins(monkeypatch):
-        run(varlen=meta)
-        known, bares = len(planned_calls), []
-        for numbers in BATCHES.values():
-            meta.update(borders(numbers))
-            found = run(varlen=meta)
-            assert same(found, run(varlen=meta)) and same(found, run(varlen=make(numbers)))
-            # Plans of bare borders know no longest sequence; they too are alike.
-            assert len(planned_calls) == known + 2 * bool(bares)
-            bares.append(run(cu_seqlens=borders(numbers)))
-            assert same(found, bares[-1])
 
 
 def test_memory_of_many_documents():

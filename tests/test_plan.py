@@ -85,7 +85,6 @@ def both_ways(function: Planned, arguments):
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, ds_chunk_bytes=1)
-    monkeypatch.setattr("nsa_torch.torch_ops.launch_triton", stand_in)
     with (
         planned.on_the_cpu(monkeypatch, stand_in),
         capability.interpreted(request.param == "mosaic"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import kernels_pallas
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
@@ -22,7 +21,6 @@ from nsa_torch import (
     call,
     checks,
     plans,
-    torch_ops,
 )
 from tests import pretend
 from tests.limits import set_limits
@@ -119,9 +117,7 @@ def no_autocast(monkeypatch):
 @torch.no_grad()
 def test_the_second_call_is_known(name, implementation, checked, no_autocast, monkeypatch):
     if implementation == "triton":
-        monkeypatch.setattr(kernels_pallas, "why_not", lambda *_: None)
-        # The interpreter needs another process.
-        monkeypatch.setattr(torch_ops, "launch_triton", stand_in)
+        pretend.machine(monkeypatch, kernels_why_not=None)
     for i in range(4):
         arguments = variant(name) | {"implementation": implementation}
         want = by_steps(**arguments)

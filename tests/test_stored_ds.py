@@ -1,29 +1,24 @@
 """Where dS of the selected branch is stored, how much of it at a time, and what runs beside it."""
 
-import functools
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import yaml
 
 import nsa_jax
 import nsa_torch.mosaic
-from kernels_pallas.specs import stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
-from nsa_jax import eager, ffi, mosaic, xla_call
+from nsa_jax import ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import Branches, operators, plans
+from nsa_torch import Branches, operators
 from nsa_torch.torch_ops import TORCH_OPS
-from tests import paths, planned
-from tests.devices import needs_gpu
+from tests import planned
 from tests.limits import set_limits
-from tests.problems import CASES, PAPER, array, problem
+from tests.problems import PAPER
 
 
 def plan_of_backward(monkeypatch):
@@ -122,25 +117,3 @@ def test_all_rows_at_once_may_be_too_large():
     base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
     assert mosaic_stored_ds.serves(TORCH_OPS, base, 16, 64, False)
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
-    """Not a bit: of one chunk, and of a chunk for each row of `[B, Hkv]`."""
-    p = problem(CASES["gpu stored dS: sixteen heads"])
-    of_torch = functools.partial(paths.of_torch, device="cuda")
-    of = {"jax": paths.of_jax, "torch": of_torch}[framework]
-    want = of(p, "mosaic")
-    set_limits(monkeypatch, ds_chunk_bytes=1)
-    # A description names it as of its module.
-    dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
-    monkeypatch.setattr(stored_ds, "dq", dq)
-    plans.forget()
-    eager.forget()
-    found = of(p, "mosaic")
-    rows = [call.args[0].stored_rows for call in dq.call_args_list]
-    assert rows.count(1) >= 4  # of [B, Hkv]
-    for name, x in found.items():
-        np.testing.assert_array_equal(array(x), array(want[name]))
