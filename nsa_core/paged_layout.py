@@ -524,7 +524,7 @@ def longest_row(
     capacity: int,
 ) -> int | None:
     """`max_seqlen_q`, limited to the `capacity` of a row's pages. Checks that no row of
-    `cu_seqlens_q` is longer, if the host reads it (`numbers`).
+    `cu_seqlens_q` is longer, if the host reads it (`read`).
     """
     if max_seqlen_q is None:
         return None

@@ -199,8 +199,7 @@ class KernelPath:
         recompute=False,
         assume_finite=False,
     ):
-        """Run all steps. The kernel of each branch adds to the gated sum. If residuals are
-        stored, the sum is computed after the branches.
+        """Run all steps.
 
         The backward pass gets the inputs, the selection, its lists, and each branch's output
         and log-sum-exp. With `recompute` it gets only inputs and selection.

@@ -67,7 +67,7 @@ def block_attention(
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or a block that is named twice, if the host
-        reads the lists (on a CPU, or under `nsa_torch.debug`).
+        reads the lists (on a CPU, or under `nsa_core.debug`).
       NotImplementedError: the named implementation cannot run this.
     """
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}

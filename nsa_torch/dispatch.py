@@ -2,7 +2,8 @@
 
 A target has the arguments of its public function, except that `kv_len` is never None. A branch also
 has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step
-`attention`, which runs all steps at once, have the arguments of `kernel_path.KernelPath`.
+`attention`, which runs all steps at once, have the arguments of
+`operators.all_steps` after `kind`.
 """
 
 import functools
@@ -100,7 +101,7 @@ def _table(step: str) -> tuple[Implementation, ...]:
         # tensor cores, but no kernel of its own for blocks
         ("fa2", products or "fa2", fa2.why_not),
         ("sdpa", products or "sdpa"),  # any device, memory bounded
-        # a second framework in the process: only if torch has nothing
+        # a second framework in the process: only by name, since `sdpa` never refuses
         ("jax", "autograd", jax_why_not),
         ("reference", "reference"),  # dense
     ]

@@ -13,7 +13,7 @@ A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`,
 int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
 after the last sequence are padding. Positions restart, nothing crosses a boundary, and block
 indices are local to the sequence. If the host reads the numbers (on a CPU, and everywhere while
-`nsa_torch.debug` reports events), wrong numbers raise `ValueError`. On a GPU and under
+`nsa_core.debug` reports events), wrong numbers raise `ValueError`. On a GPU and under
 torch.compile they are corrected.
   the first is not 0                  it counts as 0
   one is less than its predecessor    it counts as the predecessor

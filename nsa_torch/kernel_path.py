@@ -357,7 +357,9 @@ class KernelPath:
                 gates = ops.derive(_unbound, gates)
             inputs = inputs._replace(gates=Branches(*gates))
         layout = self._layout(ops, inputs.query, *place)
-        if self.masks:  # keys and queries; a gate multiplies what the kernels found
+        # Kernels that mask keys and queries read no padding. But they multiply their outputs by
+        # the gates, and gates of padding may be NaN.
+        if self.masks:
             rows = KernelLayout(ops, inputs.query, *place[1:], assume_finite=place[0])
             gates = padding_zeroed(ops, rows, *inputs.gates)
             inputs = inputs._replace(gates=Branches(*gates))
@@ -399,9 +401,7 @@ class KernelPath:
         return found
 
     def __call__(self, *tensors: Any, **options: Any) -> Tensor:
-        """All steps, with the arguments of `all_steps`. Each branch's kernel adds to the gated sum.
-        If residuals are kept, the sum is computed after the branches.
-        """
+        """All steps, with the arguments of `all_steps`."""
         return all_steps(self.kind, *tensors, **options)
 
 

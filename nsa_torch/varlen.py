@@ -38,7 +38,7 @@ def varlen_metadata(
     """Makes the argument `varlen` of calls on packed rows, in place of `cu_seqlens`.
 
     If `cu_seqlens` are on a CPU, the host reads them and derives missing arguments. Numbers on a
-    GPU are read only while `nsa_torch.debug` reports events. Otherwise invalid numbers are
+    GPU are read only while `nsa_core.debug` reports events. Otherwise invalid numbers are
     corrected as for `cu_seqlens`.
 
     Args:

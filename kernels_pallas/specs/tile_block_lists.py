@@ -1,6 +1,6 @@
 """The block list of a tile: which blocks the tokens of a tile of query rows selected.
 
-Query-stationary selected attention loops over it (`selected_attention`). By tile
+Query-stationary selected attention loops over it (`specs.selected`). By tile
 `[B, Hkv, tiles]`:
 
     starts   [entries]         first key of each block, ascending

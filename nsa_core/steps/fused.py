@@ -4,7 +4,8 @@ kernels.
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` stores each branch separately and adds them in a separate kernel.
+`forward_with_residuals` also stores each branch separately. The kernel of the selected branch then
+computes the sum. Triton, and Mosaic where tiles are gathered, use a separate kernel (`gated_sum`).
 `recomputed` residuals contain only the selection. `backward` then runs the branches again one
 after the other, so that only one output exists at a time.
 """

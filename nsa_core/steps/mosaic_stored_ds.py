@@ -84,7 +84,7 @@ def gradients(
       stats: `row_stats` of `base`.
       block_lists: Those of the forward tiles, or None.
       added: may be a `LaterDq`.
-      placed: as in `mosaic_lists.merged`.
+      placed: as in `mosaic_backward.selected`.
     """
     query, key, _ = arrays
     selection_entries = block_indices.shape[-1]
