@@ -91,7 +91,7 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
     """
 
     def run(*arguments, grads=()):
-        static = operators.lengths(*arguments[count + 1 :]) | facts
+        static = operators.unpack_layout(*arguments[count + 1 :]) | facts
         kv_len, cu_seqlens = static["kv_len"], static.pop("cu_seqlens")
         lengths = kv_len if isinstance(kv_len, Tensor) else None
         segment_ids = _segment_ids(cu_seqlens, kv_len, arguments[0].device)
@@ -113,7 +113,7 @@ def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"
     facts = {"floats": 3, "returned": 2, "name": name, "words": words}
     _define(kind, _branch, len(words), operators.branch_shapes, **facts)
-    return operators.one_step(kind)
+    return operators.step_of_kind(kind)
 
 
 compressed_attention = _branch_step("compressed", "query", "compressed_key", "compressed_value")
@@ -122,7 +122,7 @@ sliding_attention = _branch_step("sliding", "query", "key", "value")
 
 _scores: Any = {"name": "select_blocks", "words": ("query", "compressed_key")}
 _define("select_blocks/jax", _branch, 2, operators.index_shapes, **_scores)
-select_blocks = operators.one_step("select_blocks/jax")
+select_blocks = operators.step_of_kind("select_blocks/jax")
 
 
 def _shapes_of_whole(mode, *arguments):

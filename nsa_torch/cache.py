@@ -25,7 +25,7 @@ from nsa_core.paged_layout import PAGES, first_slot
 from nsa_core.types import Branches
 from nsa_torch import checks, functional, paged_attend
 from nsa_torch.compress import apply_phi
-from nsa_torch.dispatch import choose, description
+from nsa_torch.dispatch import choose, problem_key
 from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, write_tokens
@@ -249,7 +249,7 @@ def cached_attention(
     else:
         width, memory = value.selected.shape[3], pages.tensors() | {"query": query}
         problem = query, whole.selected_key, width, config, False, memory
-        chosen = choose(description(*problem, learned, cached=True), implementation)
+        chosen = choose(problem_key(*problem, learned, cached=True), implementation)
         if {*chosen[:4]} != {"reference"}:
             refuse_transforms(query, *learned)
         at = whole.page_table, lengths, None

@@ -1,10 +1,9 @@
-"""Checks, choice and plans of an attention call are computed once for equal calls. Call the
-record of all properties that these depend on. It is the key Program runs calls with one record:
-a bound plan forward, and one of the gradient
+"""Checks, choice and plans of an attention call are computed once for equal calls.
 
-`plans.PROGRAMS` has programs by record, the only cache between a public call and its launches. A
-call under a mode, a tracer or a transform has no record: torch's dispatcher passes it to an
-operator (`operators.py`).
+`signature_of` makes the key of a call: a `Signature`, the record of all properties that these
+depend on. `plans.KNOWN` has a `PlannedProgram` per signature, which runs a bound plan forward, and
+one of the gradient. A call under a mode, a tracer or a transform has no signature: torch's
+dispatcher passes it to an operator (`operators.py`).
 """
 
 import itertools
@@ -25,13 +24,13 @@ from nsa_torch.operators import arranged, kept_of
 from nsa_torch.plain import TENSORS, has_hooks, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
-DEVICE_TYPES = ("cuda",)  # whose calls have records
+DEVICE_TYPES = ("cuda",)  # whose calls have signatures
 ONE = 9  # in a form: `Branches` of one tensor
 NAMES = frozenset({type(None), str})
 NUMBERS = frozenset({type(None), int, float})
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """The properties that determine a call's checks, choice and plans: no tensor value, no address.
 
     Attributes:
@@ -60,15 +59,15 @@ class Call(NamedTuple):
     tensors: tuple
 
 
-def describe(
+def signature_of(
     given: Sequence[Any],
     implementation: Any,
     config: Any,
     scale: Any,
     recompute: Any,
     checked: bool = False,
-) -> tuple[Call | None, list[Tensor]]:
-    """Return the record of a call, or None if it has none, and the list of its tensors.
+) -> tuple[Signature | None, list[Tensor]]:
+    """Return the signature of a call, or None if it has none, and the list of its tensors.
 
     Args:
       given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
@@ -119,23 +118,23 @@ def describe(
     tables = None if borders is None else getattr(borders, batch_tables.ATTRIBUTE, None)
     sizes = batch_tables.UNKNOWN if tables is None else tables.sizes
     # A named tuple's own constructor is a function of Python.
-    call: Any = tuple.__new__(  # type: ignore[bad-specialization]
-        Call,
+    signature: Any = tuple.__new__(  # type: ignore[bad-specialization]
+        Signature,
         (
             *(config.numbers, scale, recompute, implementation),
             *(policy.in_force(), capability.interpret.get() is not False, sizes),
             *(checked, gradient, hooked, tuple(form), tuple(parts)),
         ),
     )
-    return call, flat
+    return signature, flat
 
 
-class Program(operators.Program):
-    """Runs calls of all steps on kernels that have one record.
+class PlannedProgram(operators.Program):
+    """Runs calls of all steps on kernels that have one signature.
 
     Args:
       path: a `kernel_path.KernelPath`.
-      config: the configuration of the record.
+      config: the configuration of the calls.
       tensors: the tensors of the first such call. They are not stored.
 
     Attributes:
@@ -143,30 +142,30 @@ class Program(operators.Program):
       run: The forward plan. It returns the output, followed by the residuals of a gradient.
     """
 
-    def __init__(self, path, call: Call, config: NSAConfig, tensors: list[Tensor]):
+    def __init__(self, path, signature: Signature, config: NSAConfig, tensors: list[Tensor]):
         numbers = iter(range(len(tensors)))
         query, key, value, gates, compressed, indices, borders = (
-            tuple(itertools.islice(numbers, 1 if n == ONE else abs(n))) for n in call.form
+            tuple(itertools.islice(numbers, 1 if n == ONE else abs(n))) for n in signature.form
         )
-        gates *= 3 if call.form[3] == ONE else 1  # one tensor is `[B, T, H, 3]`
+        gates *= 3 if signature.form[3] == ONE else 1  # one tensor is `[B, T, H, 3]`
         keys, values = (Branches(*(x * 3 if len(x) == 1 else x)) for x in (key, value))
         mode, order = arranged(query[0], keys, values, gates, compressed or None)
         self.order = operator.itemgetter(*order, *indices, *borders)
         given = self.order(tensors)
         row = tensors[borders[0]] if borders else None
         length = tensors[key[-1]].shape[1]
-        place = operators.arguments(config, length, row, call.scale)
+        layout_args = operators.pack_layout(config, length, row, signature.scale)
         chosen = given[mode.count] if indices else None
-        arguments = [*given[: mode.count], chosen, False, *place]
-        keep = kept_of(call.gradient, call.recompute)
-        super().__init__(operators.call_of(path.kind(mode, keep)), arguments)
+        arguments = [*given[: mode.count], chosen, operators.MAY_BE_NAN, *layout_args]
+        keep = kept_of(signature.gradient, signature.recompute)
+        super().__init__(operators.kind_of(path.kind(mode, keep)), arguments)
         self._planned, self._gradient = path.planned[mode, keep], None
-        bundles = call.gradient and self.alone
+        bundles = signature.gradient and self.alone
         self.run = self._planned.bind(arguments, given, bundles=bundles)
 
     def __call__(self, tensors: list[Tensor]) -> Tensor:
         given = self.order(tensors)
-        if self.call.backward is not None:
+        if self.kind.backward is not None:
             return operators.Eager.apply(self, *given)[0]
         return self.run(given)[0]
 

@@ -174,12 +174,12 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
     Args:
       name: Name in the kind of the call.
       count: Number of tensors, which are the positional arguments of the function. Its keywords are
-        `with_lse` and those of `operators.lengths`. It returns None if no query sees a key.
+        `with_lse` and those of `operators.unpack_layout`. It returns None if no query sees a key.
     """
 
     def define(work_of):
         def work(with_lse, arguments):
-            lengths = operators.lengths(*arguments[count + 1 :])
+            lengths = operators.unpack_layout(*arguments[count + 1 :])
             return work_of(*arguments[:count], with_lse=with_lse, **lengths)
 
         def shapes(with_lse, query, key, value, *rest):
@@ -207,7 +207,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
             gradient = {"backward": backward, "floats": 3, "returned": 2}
             operators.define(each, *bound, **gradient, composed=True)
 
-        return functools.wraps(work_of)(operators.one_step(kind, without_lse))
+        return functools.wraps(work_of)(operators.step_of_kind(kind, without_lse))
 
     return define
 

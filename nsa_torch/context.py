@@ -47,7 +47,7 @@ from nsa_torch.chunks import wide
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.compress import used_windows
 from nsa_torch.context_ranks import Ranks, Shards
-from nsa_torch.dispatch import choose, description
+from nsa_torch.dispatch import choose, problem_key
 from nsa_torch.geometry import geometry, window_starts
 from nsa_torch.plain import as_given, first_order, is_last_pass
 from nsa_torch.torch_ops import TORCH_OPS
@@ -176,7 +176,7 @@ def select_blocks(
         key = compressed_key[:, : config.num_compressed(end)].contiguous()
         memory = {"query": chunk, "compressed_key": key}
         packed = cu_seqlens is not None
-        problem = description(chunk, key, chunk.shape[-1], config, packed, memory)
+        problem = problem_key(chunk, key, chunk.shape[-1], config, packed, memory)
         chosen = choose(problem, implementation, "scores")
         place = {"kv_len": end, "cu_seqlens": cu_seqlens, "scale": scale}
         with as_given(query):
@@ -204,7 +204,7 @@ def attention(
             context_ranks.refuse(ranks, device)
             raise
         arguments = *arguments[:-1], cu_seqlens
-    called, tensors = call.describe(arguments, implementation, config, scale, recompute)
+    called, tensors = call.signature_of(arguments, implementation, config, scale, recompute)
     wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
     key, value = Branches.each(key), Branches.each(value)
     separate = key.sliding is not key.selected or value.sliding is not value.selected
@@ -226,7 +226,7 @@ def attention(
         floats = {"key": key, "value": value, "gates": gates, "compressed": compressed}
         return _words(query=query, **floats, **lists, **options)
 
-    decided = None if known is None else plans.PROGRAMS.get(known)
+    decided = None if known is None else plans.KNOWN.get(known)
     if decided is not None:
         shards, row, on_mosaic, gaps = decided
         context_ranks.say(ranks, row)
@@ -271,7 +271,7 @@ def attention(
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
     """Whether all steps of the whole row would run on Mosaic kernels: so do they of its parts."""
     floats, width = (*key, *value, *gates), value.selected.shape[-1]
-    place, dtype, sizes, *rest, _ = description(
+    place, dtype, sizes, *rest, _ = problem_key(
         query, key.selected, width, config, True, {}, floats
     )
     batch, length, _, *others = sizes

@@ -150,7 +150,7 @@ def agree(
         raise
     text = "; ".join(f"{name}={value}" for name, value in words.items())
     known = text, device, ranks.group
-    row = plans.PROGRAMS.get(known)
+    row = plans.KNOWN.get(known)
     if row is not None and device.type != "cpu":
         say(ranks, row)
         return words, row

@@ -138,7 +138,7 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """Choose the implementation of a `description`; `step` is that of `Registry.choices`.
+    """Choose the implementation of a `problem_key`; `step` is that of `Registry.choices`.
 
     Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
@@ -157,7 +157,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
         # The other inputs of a choice. A choice costs as much time as the launches of a short row.
         state = policy.in_force(), capability.interpret.get() is not False
         key = implementation, step, problem, state
-        if (found := plans.PROGRAMS.get(key)) is not None:
+        if (found := plans.KNOWN.get(key)) is not None:
             return found
     asked = problem_of(*problem)
     if isinstance(implementation, tuple):
@@ -172,7 +172,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     return found if key is None else plans.keep(key, found)
 
 
-def description(
+def problem_key(
     query: torch.Tensor,
     key: torch.Tensor,
     value_width: int,
@@ -204,7 +204,7 @@ def description(
 
 
 def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
-    """The problem that a `description` describes; `step` is filled in later."""
+    """The problem of a `problem_key`; `step` is filled in later."""
     platform, index = device
     names = "B", "T", "S", "H", "Hkv", "D", "Dv"
     packed, gradient, cached = flags

@@ -42,11 +42,11 @@ from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 from nsa_torch import checks, plans
-from nsa_torch.call import KERNELS, Program, describe
+from nsa_torch.call import KERNELS, PlannedProgram, signature_of
 from nsa_torch.chunks import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
-from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
+from nsa_torch.dispatch import REGISTRY, choose, problem_key, problem_of
 from nsa_torch.geometry import geometry_of
 from nsa_torch.plain import as_given
 from nsa_torch.varlen import VarlenMetadata, borders_of
@@ -124,10 +124,11 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
       checked: whether the arguments are known to fit, with `key` and `value` as `Branches`. The
         queries of a packed row may then be the last `T` of the first `S` tokens.
     """
-    call, tensors = None, []
+    signature, tensors = None, []
     if not torch.compiler.is_compiling():
-        call, tensors = describe(arguments, implementation, config, scale, recompute, checked)
-        if call is not None and (known := plans.PROGRAMS.get(call)) is not None:
+        given = implementation, config, scale, recompute, checked
+        signature, tensors = signature_of(arguments, *given)
+        if signature is not None and (known := plans.KNOWN.get(signature)) is not None:
             if torch.is_autocast_enabled(tensors[0].device.type):
                 with as_given(arguments[0]):
                     return known(tensors)
@@ -143,11 +144,12 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
         rest = compressed, block_indices, cu_seqlens
         checks.attention(query, key, value, *rest, config, scale)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    chosen = choose(description(*problem, gates), implementation)
+    chosen = choose(problem_key(*problem, gates), implementation)
     with as_given(query):
-        if call is not None and chosen.attention in KERNELS:
+        if signature is not None and chosen.attention in KERNELS:
             path: Any = chosen.load("attention")
-            return plans.keep(call, Program(path, call, config, tensors))(tensors)
+            program = PlannedProgram(path, signature, config, tensors)
+            return plans.keep(signature, program)(tensors)
         lengths = {"config": config, "kv_len": key.selected.shape[1], "cu_seqlens": cu_seqlens}
         if compressed is None and (chosen.attention is None or debug.stepwise(TORCH, query)):
             phi = debug.watch(TORCH, "compress", "torch", compress_windows)
@@ -382,7 +384,7 @@ def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *l
     """
     query, key, *_ = tensors = [*memory.values()]
     width, packed = tensors[-1].shape[-1], cu_seqlens is not None
-    problem = description(query, key, width, config, packed, memory)
+    problem = problem_key(query, key, width, config, packed, memory)
     run = choose(problem, implementation, step).load(step)
     borders = checks.clamped(cu_seqlens, query.shape[1])
     lengths = dict(config=config, kv_len=kv_len, cu_seqlens=borders, scale=scale)
@@ -420,11 +422,11 @@ def explain(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.attention(query, key, value, compressed, None, cu_seqlens, config, None)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    return REGISTRY.choices(problem_of(*description(*problem, each)), implementation)
+    return REGISTRY.choices(problem_of(*problem_key(*problem, each)), implementation)
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """The description from which `dispatch` chooses an implementation of `attention`."""
+    """The key from which `dispatch` chooses an implementation of `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

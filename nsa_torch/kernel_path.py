@@ -227,11 +227,11 @@ class KernelPath:
             kind, kept = f"branch_attention/{name}/{branch}", slice(None)
             gradient = {"floats": 3, "kept": kept, "returned": 2}
             operators.define(kind, forward, operators.branch_shapes, backward, **gradient)
-            setattr(self, f"{branch}_attention", operators.one_step(kind))
+            setattr(self, f"{branch}_attention", operators.step_of_kind(kind))
         kind = f"select_blocks/{name}"
         operators.define(kind, Planned(self._select), operators.index_shapes)
         # `functional.select_blocks`; the normalisation is a pass of its own here.
-        self.select_blocks = operators.one_step(kind)
+        self.select_blocks = operators.step_of_kind(kind)
 
         self.planned: dict[tuple[InputMode, str], Planned] = {}
         modes = [*MODES, *(mode.with_joined_gates() for mode in MODES)]
@@ -252,12 +252,12 @@ class KernelPath:
     def kind(self, mode: InputMode, keep: str) -> str:
         return f"attention/{self.name}/{mode.name}/{keep}"
 
-    def _layout(self, ops, query, assume_finite, *place):
+    def _layout(self, ops, query, assume_finite, *layout_args):
         options = {
             "assume_finite": assume_finite or self.masks,
             "placed": self.steps.reads_places,
         }
-        return KernelLayout(ops, query, *place, **options)
+        return KernelLayout(ops, query, *layout_args, **options)
 
     # One branch, or only the selection.
 
@@ -292,8 +292,8 @@ class KernelPath:
         if keep == PAGES:  # behind the gates; the selected keys and values are pages
             given, rest = _split(rest, len(Pages._fields))
             pages = {"pages": Pages(*given)}
-        given, *place = rest
-        inputs, means, layout = self._inputs(mode, ops, tensors, place)
+        given, *rest = rest
+        inputs, means, layout = self._inputs(mode, ops, tensors, rest)
         inputs = inputs._replace(value=layout.zero_unreachable(inputs.value))
         steps = self.steps, ops, inputs, given, layout.params
         blocks = layout.num_blocks(inputs.key.compressed)
@@ -316,16 +316,16 @@ class KernelPath:
             branches, kept = _split(kept, 6)
             outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
             lists, kept = _split(kept, len(self.steps.lists))
-        tensors, (given, *place) = _split(kept, mode.count)
+        tensors, (given, *rest) = _split(kept, mode.count)
         indices = selection if given is None else given
         residuals = Residuals(indices, lists or None, outputs, lses)
         asked = mode.inputs(tensors)
         length = asked.key.compressed.shape[1]
-        inputs, _, layout = self._inputs(mode, ops, tensors, place, means)
+        inputs, _, layout = self._inputs(mode, ops, tensors, rest, means)
         inputs = inputs._replace(
             key=layout.zero_unreachable(inputs.key), value=layout.zero_unreachable(inputs.value)
         )
-        # What kernels that know places leave by them, the gradients of tokens take.
+        # `gradients_of_tokens` reads gradients in the slots in which such kernels leave them.
         by_places = mode.shared and self.steps.reads_places
         found = fused.backward(self.steps, ops, inputs, residuals, do, layout.params, by_places)
         if mode.compresses:
@@ -341,11 +341,11 @@ class KernelPath:
             gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in pairs))
         return mode.gradients(found._replace(gates=gates))
 
-    def _inputs(self, mode, ops, tensors, place, means=None):
+    def _inputs(self, mode, ops, tensors, rest, means=None):
         """Return `Inputs` with compressed tokens, the computed means, and the layout.
 
         Args:
-          place: `operators.REST`.
+          rest: `operators.REST`.
           means: The means of the forward pass. None means that this is the forward pass.
         """
         inputs = mode.inputs(tensors)
@@ -356,11 +356,12 @@ class KernelPath:
             else:
                 gates = ops.derive(_unbound, gates)
             inputs = inputs._replace(gates=Branches(*gates))
-        layout = self._layout(ops, inputs.query, *place)
+        layout = self._layout(ops, inputs.query, *rest)
         # Kernels that mask keys and queries read no padding. But they multiply their outputs by
         # the gates, and gates of padding may be NaN.
         if self.masks:
-            rows = KernelLayout(ops, inputs.query, *place[1:], assume_finite=place[0])
+            assume_finite, *layout_args = rest
+            rows = KernelLayout(ops, inputs.query, *layout_args, assume_finite=assume_finite)
             gates = padding_zeroed(ops, rows, *inputs.gates)
             inputs = inputs._replace(gates=Branches(*gates))
         pair = inputs.key.compressed, inputs.value.compressed
@@ -376,13 +377,13 @@ class KernelPath:
         out, lse = operators.branch_shapes(query, key.selected, value.selected)
         if keep in (FORWARD, PAGES):
             return [out]
-        given, _, *place = arguments[mode.count :]
+        given, _, *layout_args = arguments[mode.count :]
         selection = query.new_empty(0, dtype=torch.int32)
         if given is None:
-            (selection,) = operators.index_shapes(query, key.selected, *place)
-        found, config = [out, selection], operators.config_of(*place[-2])
+            (selection,) = operators.index_shapes(query, key.selected, *layout_args)
+        found, config = [out, selection], operators.config_of(*layout_args[-2])
         if mode.compresses:
-            length, borders = key.compressed.shape[1], place[2]
+            length, borders = key.compressed.shape[1], layout_args[2]
             count = config.num_compressed(length)
             if self.steps.reads_places:
                 multiple = config.select_block // config.compress_stride

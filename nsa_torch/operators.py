@@ -6,7 +6,7 @@ operator unchanged, and each gradient is a separate operator.
     compress, compress_backward                    compressed tokens, in compiled code
     select_blocks
 
-The first argument of an operator is the kind of its `Call`, for example
+The first argument of an operator is the name of its `Kind`, for example
 `attention/mosaic/shared_kv/saving`: the implementation and the form. Tensors follow, then `REST`.
 
 torch's dispatcher needs more time for such a call than a launch. If it would only look up the
@@ -51,6 +51,7 @@ LAYOUT_ARGS = (
 # `assume_finite`: whether keys and values that no query may look at are finite.
 REST = f"bool assume_finite, {LAYOUT_ARGS}"
 REST_COUNT = REST.count(",") + 1
+MAY_BE_NAN = False  # an `assume_finite`
 FORWARD_SCHEMA = "(str kind, Tensor?[] tensors, {}) -> Tensor[]"
 BACKWARD_SCHEMA = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {}) -> Tensor[]"
 DEVICES = ("cpu", "cuda")
@@ -66,10 +67,11 @@ NO_VMAP = (
 REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
-class Call(NamedTuple):
-    """The functions of a kind of call. Their arguments are flat: tensors or None, then `REST`.
+class Kind(NamedTuple):
+    """A kind of call and its functions. Their arguments are flat: tensors or None, then `REST`.
 
     Attributes:
+      name: begins with the name of the operator.
       run: returns the results.
       shapes: returns uninitialized results.
       backward: returns gradients of the first `floats` tensors. Its arguments are the gradient of
@@ -79,7 +81,7 @@ class Call(NamedTuple):
       composed: whether it only runs operators of torch.
     """
 
-    kind: str
+    name: str
     run: Callable[..., Iterable[Tensor]]
     shapes: Callable[..., Iterable[Tensor]]
     backward: Callable[..., Iterable[Tensor]] | None = None
@@ -89,27 +91,27 @@ class Call(NamedTuple):
     composed: bool = False
 
 
-_calls: dict[str, Call] = {}
-call_of = _calls.__getitem__
+_kinds: dict[str, Kind] = {}
+kind_of = _kinds.__getitem__
 
 
-def define(kind: str, run, shapes, backward=None, **attributes) -> None:
-    """Makes a kind of call known; its name begins with that of its operator."""
-    _calls[kind] = Call(kind, run, shapes, backward, **attributes)
+def define(name: str, run, shapes, backward=None, **attributes) -> None:
+    """Makes a kind of call known."""
+    _kinds[name] = Kind(name, run, shapes, backward, **attributes)
 
 
-def one_step(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
+def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
     """The function that `dispatch.py` names, of a kind of call of one step, and of one for calls
     that do not need the log-sum-exp.
     """
     selects = kind.startswith("select_blocks")
 
     def step(*tensors, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
-        place = arguments(config, kv_len, cu_seqlens, scale)
+        layout_args = pack_layout(config, kv_len, cu_seqlens, scale)
         if selects:
-            return call(kind, *(x.detach() for x in tensors), False, *place)[0]
+            return call(kind, *(x.detach() for x in tensors), MAY_BE_NAN, *layout_args)[0]
         chosen = kind if with_lse else without_lse or kind
-        out, lse = call(chosen, *tensors, False, *place)
+        out, lse = call(chosen, *tensors, MAY_BE_NAN, *layout_args)
         return out, lse
 
     return step
@@ -121,10 +123,10 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
         return _dispatched(kind, arguments)
     if under_transforms():
         refuse_transforms(*_tensors(arguments))
-        if _calls[kind].backward is None:
+        if _kinds[kind].backward is None:
             return _dispatched(kind, arguments)
         return Dispatched.apply(kind, *arguments)
-    found, given = _calls[kind], _alive(arguments)
+    found, given = _kinds[kind], _alive(arguments)
     if not _direct(found, given):
         return _dispatched(kind, given)
     if found.backward is None:
@@ -138,7 +140,7 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
         return Gradient.apply(kind, len(kept), grad, *kept, *arguments)
     grad, *flat = _alive([grad, *kept, *arguments])
-    found = _calls[kind]
+    found = _kinds[kind]
     if torch.compiler.is_compiling() or not _direct(found, [grad, *flat]):
         return _dispatched(kind, flat[len(kept) :], grad, flat[: len(kept)])
     assert found.backward is not None
@@ -175,7 +177,7 @@ def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
     return arguments
 
 
-def _direct(found: Call, arguments: Sequence[Any]) -> bool:
+def _direct(found: Kind, arguments: Sequence[Any]) -> bool:
     """Whether the function may be called without the dispatcher."""
     device = next(x for x in arguments if isinstance(x, Tensor)).device
     composed = found.composed and not traced(arguments)
@@ -199,7 +201,7 @@ def config_of(*numbers: int) -> NSAConfig:
     return NSAConfig(*sizes, compute_dtype=COMPUTE_DTYPES[compute_dtype])
 
 
-def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
+def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
     """The arguments that `LAYOUT_ARGS` describes."""
     lengths = kv_len if isinstance(kv_len, Tensor) else None
     kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
@@ -213,10 +215,10 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
     )
 
 
-def lengths(
+def unpack_layout(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """The inverse of `arguments`, by name, without the sizes of the boundaries."""
+    """The inverse of `pack_layout`, by name, without the sizes of the boundaries."""
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -246,7 +248,7 @@ def index_shapes(query, key, *rest):
 
 
 def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
-    """Splits the last arguments of a `Call.backward` into the gradient of the second result, if
+    """Splits the last arguments of a `Kind.backward` into the gradient of the second result, if
     any, and the arguments of the call; `count`: tensors among the latter.
     """
     given = len(flat) - count - REST_COUNT
@@ -261,11 +263,11 @@ class Program:
       run: returns the results for the caller followed by the saved results.
     """
 
-    def __init__(self, call: Call, arguments: Sequence[Any]):
-        self.call, self.returned = call, call.returned
+    def __init__(self, kind: Kind, arguments: Sequence[Any]):
+        self.kind, self.returned = kind, kind.returned
         self._others = [None if isinstance(x, Tensor) else x for x in arguments]
         self._places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-        self.alone = call.returned <= (call.kept.start or 0) and not has_hooks()
+        self.alone = kind.returned <= (kind.kept.start or 0) and not has_hooks()
         self.run: Any = self._run
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -277,8 +279,8 @@ class Program:
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Results that are both returned and saved occur twice."""
-        found = [*self.call.run(*self.arguments(tensors))]
-        return found[: self.returned] + found[self.call.kept]
+        found = [*self.kind.run(*self.arguments(tensors))]
+        return found[: self.returned] + found[self.kind.kept]
 
     def gradients(
         self, grads, kept, tensors, direct: bool, gives_back: bool
@@ -291,13 +293,13 @@ class Program:
         """
         first, *second = grads
         second = [x.contiguous() for x in second if x is not None]
-        return call_backward(self.call.kind, first, [*kept, *second], self.arguments(tensors))
+        return call_backward(self.kind.name, first, [*kept, *second], self.arguments(tensors))
 
     def complete(self, grads, tensors) -> Sequence[Tensor]:
         """Gradients of the results, with zeros for the first one if it has none."""
         if grads[0] is not None:
             return grads
-        first = next(iter(self.call.shapes(*self.arguments(tensors))))
+        first = next(iter(self.kind.shapes(*self.arguments(tensors))))
         return first.zero_(), *grads[1:]
 
 
@@ -347,7 +349,7 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
     addresses = [x.data_ptr() for x in saved]
     if 0 in addresses and any(x.numel() and not x.is_meta and not x.data_ptr() for x in saved):
         raise RuntimeError(
-            f"the last backward pass of {program.call.kind} was interrupted and has freed "
+            f"the last backward pass of {program.kind.name} was interrupted and has freed "
             "saved tensors: run the forward pass again, or pass retain_graph=True"
         )
     last = program.alone and is_last_pass()
@@ -368,7 +370,7 @@ class Dispatched(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         kind, *inputs = inputs
-        ctx.program, kept = Program(_calls[kind], inputs), output[_calls[kind].kept]
+        ctx.program, kept = Program(_kinds[kind], inputs), output[_kinds[kind].kept]
         ctx.save_for_backward(*kept, *_tensors(inputs))
         ctx.kept, ctx.count, ctx.transformed = len(kept), len(inputs), under_transforms()
         ctx.set_materialize_grads(False)
@@ -436,7 +438,9 @@ class InputMode(NamedTuple):
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
-        """Tensors by branch, but for gates that are one."""
+        """The tensors by branch. Joined gates remain one tensor. If the mode `compresses`, the
+        compressed keys and values are still tokens `[B, S, Hkv, .]`, not means.
+        """
         half = 1 if self.shared else 3
         pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]
         key, value = (Branches.each(x[0]) if self.shared else Branches(*x) for x in pairs)
@@ -521,8 +525,8 @@ def all_steps(
     keep = kept_of(requires_grad(*tensors), recompute)
     if pages is not None:
         keep, tensors = PAGES, [*tensors, *pages]
-    place = arguments(config, kv_len, cu_seqlens, scale)
-    return call(kind(mode, keep), *tensors, block_indices, assume_finite, *place)[0]
+    layout_args = pack_layout(config, kv_len, cu_seqlens, scale)
+    return call(kind(mode, keep), *tensors, block_indices, assume_finite, *layout_args)[0]
 
 
 # The operators
@@ -534,15 +538,15 @@ def _in_memory(tensors):
 
 
 def _run(kind, tensors, *rest):
-    return list(_calls[kind].run(*_in_memory(tensors), *rest))
+    return list(_kinds[kind].run(*_in_memory(tensors), *rest))
 
 
 def _shapes(kind, tensors, *rest):
-    return list(_calls[kind].shapes(*tensors, *rest))
+    return list(_kinds[kind].shapes(*tensors, *rest))
 
 
 def _differentiable(kind, tensors, *rest):
-    found = _calls[kind]
+    found = _kinds[kind]
     if found.backward is None:
         with torch._C._AutoDispatchBelowAutograd():
             return _dispatched(kind, [*tensors, *rest])
@@ -552,12 +556,12 @@ def _differentiable(kind, tensors, *rest):
 def _run_backward(kind, grad, kept, tensors, *rest):
     # Its callees need not be traceable. An autograd kernel, like that of torch.library.custom_op,
     # would disable autograd inside.
-    backward: Any = _calls[kind].backward
+    backward: Any = _kinds[kind].backward
     return [x.contiguous() for x in backward(grad, *kept, *_in_memory(tensors), *rest)]
 
 
 def _backward_shapes(kind, grad, kept, tensors, *rest):
-    return [x.new_empty(x.shape) for x in tensors[: _calls[kind].floats]]
+    return [x.new_empty(x.shape) for x in tensors[: _kinds[kind].floats]]
 
 
 def _register(name: str, schema: str, function, shapes) -> None:

@@ -274,7 +274,7 @@ class Step(NamedTuple):
             return None
         given = self.given()
         try:
-            found = plans.PROGRAMS.get(self._key(given))
+            found = plans.KNOWN.get(self._key(given))
         except TypeError:  # `made_with` without a hash
             return None
         if found is None:
@@ -306,7 +306,7 @@ class Step(NamedTuple):
         """The key of a launch; None if shapes do not determine it."""
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
-        found, _ = call.describe(arrays, self.implementation, config, self.scale, False)
+        found, _ = call.signature_of(arrays, self.implementation, config, self.scale, False)
         one = len({*map(id, given[4:])}) == 2  # a key and a value of all branches
         return found and (found, one, self.cache.contents, tuple(self.made_with))
 
@@ -379,7 +379,7 @@ def _problem(inputs: Inputs) -> Problem:
     key, width = cache.selected_key, cache.selected_value.shape[-1]
     memory = {"query": inputs.query, **cache.tensors()}
     arguments = inputs.query[None], key, width, cache.config, False, memory
-    return inputs.posed(dispatch.problem_of(*dispatch.description(*arguments)))
+    return inputs.posed(dispatch.problem_of(*dispatch.problem_key(*arguments)))
 
 
 def with_indices(
@@ -455,7 +455,7 @@ def gathering(
     if whole is not None:
         keys, memory["key"], memory["value"] = whole[0].selected, *(x.selected for x in whole)
     problem = queries, keys, width, config, False, memory
-    chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
+    chosen = dispatch.choose(dispatch.problem_key(*problem, gates, cached=True), implementation)
 
     def attend() -> Tensor:
         margin = KEY_TILE if full and chosen.attention in READING_TILES else None

@@ -448,10 +448,15 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-KEPT = 1024  # programs at most
-# Programs by the key of a call: the only cache between a public call and its launches. Most calls
-# only look up a program.
-PROGRAMS: dict[Hashable, Any] = {}
+KEPT = 1024  # entries at most
+# What is known of calls, by key. Most public calls are one look-up. There are five kinds of values:
+#   call.PlannedProgram      all steps of `attention`, by `call.Signature`
+#   BoundPlan                an operator, by its arguments (`Planned.__call__`)
+#   names                    the implementation of each step, by `dispatch.problem_key`
+#   paged_attend._Launch     a decode step, by `paged_attend.Step`
+#   context._Decided, a row  a call of context parallelism, and the row on which all ranks agreed
+# Below them only constants (`shared.SHARED`), tables of a batch, and bound kernels are cached.
+KNOWN: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 _prepared: set[Hashable] = set()  # layers on a GPU whose kernels were made ready
 
@@ -459,17 +464,17 @@ instead: ArrayOps | None = None  # if set, steps run on it directly, without pla
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
-    """Puts it into `PROGRAMS`, from which the oldest ones are dropped."""
+    """Puts it into `KNOWN`, from which the oldest ones are dropped."""
     with _lock:
-        PROGRAMS[key] = value
-        while len(PROGRAMS) > KEPT:
-            PROGRAMS.pop(next(iter(PROGRAMS)))
+        KNOWN[key] = value
+        while len(KNOWN) > KEPT:
+            KNOWN.pop(next(iter(KNOWN)))
     return value
 
 
 def forget() -> None:
     """Forget all plans and calls after the state that they depend on changed (tests, tuners)."""
-    PROGRAMS.clear()
+    KNOWN.clear()
 
 
 @contextlib.contextmanager
@@ -505,7 +510,7 @@ class Planned(NamedTuple):
             if isinstance(x, Tensor):
                 x = x.shape, x.dtype, x.get_device()
             key += (tuple(x) if isinstance(x, list) else x,)
-        bound = PROGRAMS.get(key) or keep(key, self.bind(arguments, tensors))
+        bound = KNOWN.get(key) or keep(key, self.bind(arguments, tensors))
         return bound(tensors)
 
     def bind(

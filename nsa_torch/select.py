@@ -21,13 +21,13 @@ from nsa_torch.plain import as_given
 from nsa_torch.torch_ops import TORCH_OPS
 
 
-def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
-    place = operators.lengths(*place)
+def _select_blocks(query, compressed_key, assume_finite, *layout_args) -> list[Tensor]:
+    layout = operators.unpack_layout(*layout_args)
 
     def rule(scores, own, log_scores):
-        return select_from_scores(scores, own, place["config"], log_scores)
+        return select_from_scores(scores, own, layout["config"], log_scores)
 
-    return [blocks_by(rule, query, compressed_key, **place)]
+    return [blocks_by(rule, query, compressed_key, **layout)]
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def blocks_by(
 
 operators.define("select_blocks/sdpa", _select_blocks, operators.index_shapes, composed=True)
 # int32 `[B, T, Hkv, n]`; scores never exist for all queries.
-select_blocks = operators.one_step("select_blocks/sdpa")
+select_blocks = operators.step_of_kind("select_blocks/sdpa")
 
 
 select_from_scores = functools.partial(selection.choose, TORCH_OPS)

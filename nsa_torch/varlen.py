@@ -169,7 +169,7 @@ class VarlenMetadata:
         self.check()
         name = str(dtype).removeprefix("torch.")
         array = lambda *shape: Array((1, self.total, *shape), name)
-        place = operators.arguments(self.config, self.total, self.cu_seqlens, None)
+        layout_args = operators.pack_layout(self.config, self.total, self.cu_seqlens, None)
         widths = key_width, key_width if value_width is None else value_width
         tokens = [array(kv_heads, width) for width in widths]
         query, gates = array(heads, key_width), [array(heads)] * 3
@@ -180,7 +180,8 @@ class VarlenMetadata:
         for mode in (SHARED_KV, SEPARATE_KV):
             each = [x for x in tokens for _ in range(1 if mode.shared else 3)]
             function = path.planned[mode, SAVING if gradients else FORWARD]
-            plans = function.plans([query, *each, *gates, None, False, *place], self.device)
+            rest = operators.MAY_BE_NAN, *layout_args
+            plans = function.plans([query, *each, *gates, None, *rest], self.device)
             makes |= dict.fromkeys(batch_tables.of_plan(x, self.device)[0] for x in plans)
         found = (x for make in makes for x in self._tables.get(self.cu_seqlens, make))
         return [x for x in found if x.numel()]

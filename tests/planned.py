@@ -41,7 +41,7 @@ def described(
     ]
     tokens = [tokens[1], tokens[4]] if mode.shared else tokens
     borders = Array((SEQUENCES + 1,), "int32")
-    place = operators.arguments(config, length, borders if packed else None, None)
+    place = operators.pack_layout(config, length, borders if packed else None, None)
     return (
         array(length, heads, key_width),
         *tokens,

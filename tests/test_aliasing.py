@@ -189,7 +189,7 @@ def test_arguments_in_the_same_memory(kind, monkeypatch):
     with stand_ins(monkeypatch):
         for _ in range(8):
             check_calls(small(kind, draw))
-        assert any(isinstance(x, call.Program) for x in plans.PROGRAMS.values())
+        assert any(isinstance(x, call.PlannedProgram) for x in plans.KNOWN.values())
 
 
 @pytest.mark.gpu

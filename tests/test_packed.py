@@ -283,7 +283,7 @@ def test_memory_of_many_documents():
     def bytes_of(sequences, length=4096):
         array = lambda *shape: Array((1, length, *shape), "bfloat16")
         numbers = Array((sequences + 1,), "int32")
-        place = operators.arguments(NSAConfig(), length, numbers, None)
+        place = operators.pack_layout(NSAConfig(), length, numbers, None)
         tensors = array(16, 64), array(2, 64), array(2, 64), *[array(16)] * 3
         with capability.interpreted(True):
             function = mosaic.PATH.planned[SHARED_KV, SAVING]

@@ -59,7 +59,7 @@ def call(mode, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=to
     if indices:
         chosen = torch.full((B, T, Hkv, config.num_selected), -1, dtype=torch.int32)
         chosen[..., 0] = 0
-    place = operators.arguments(config, S if kv_len is None else kv_len, cu_seqlens, None)
+    place = operators.pack_layout(config, S if kv_len is None else kv_len, cu_seqlens, None)
     return [normal(B, T, H, D), *tokens, *gates, chosen, False, *place]
 
 
@@ -175,7 +175,7 @@ def test_large_buffers_do_not_lie_between_small_ones():
     mib, ends = (2, 1, 2, 4), (2, 4, 3, 4)
     pairs = enumerate(zip(mib, ends, strict=True))
     lives = {n: (size * 2**20, range(n, end)) for n, (size, end) in pairs}
-    offsets, size = planner.placed(lives, [0] * 4)
+    offsets, size = planner.workspace_offsets(lives, [0] * 4)
     assert size == 5 * 2**20 and offsets.keys() == lives.keys()
 
 

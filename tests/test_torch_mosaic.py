@@ -292,7 +292,7 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
 
 def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     given = *inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False, {}
-    problem = dispatch.problem_of(*dispatch.description(*given))
+    problem = dispatch.problem_of(*dispatch.problem_key(*given))
     hopper = {"platform": "cuda", "capability": (9, 0), "step": "selected"}
     problem = problem._replace(**hopper)
     missing = "needs a C compiler and the compiler in JAX's CUDA plugin"

@@ -152,7 +152,7 @@ def test_gradients_lie_as_compiled_programs_are_told(branch):
         turned.append(nsa_torch.select_blocks(x.query, keys[0], config=x.config))
     grad = torch.randn(*x.query.shape[:3], x.value.shape[-1], dtype=x.query.dtype)
     kind = f"branch_attention/sdpa/{branch}/without_lse"
-    given = kind, grad, [], turned, False, *operators.arguments(x.config, 40, None, None)
+    given = kind, grad, [], turned, False, *operators.pack_layout(x.config, 40, None, None)
     operator = torch.ops.nsa.branch_attention_backward
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = operator(*given)

@@ -290,7 +290,7 @@ class PlanOps(ArrayOps):
                     lives[n] = size, steps_of
                 for i in range(first[n], len(steps)) if n in kept else steps_of:
                     others[i] += size * (n in tensors)
-        offsets, size = placed(lives, others)
+        offsets, size = workspace_offsets(lives, others)
         for n, offset in offsets.items():
             place = {"place": Place.WORKSPACE, "offset": offset}
             self._buffers[n] = self._buffers[n]._replace(**place)
@@ -464,7 +464,7 @@ FEW_BYTES = 16 * 2**20  # the limit if most of it would be idle at the call's pe
 type Lives = Mapping[int, tuple[int, range]]
 
 
-def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
+def workspace_offsets(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
     """The offset of each buffer in the workspace, and its total bytes. The workspace exists
     during the whole call. If less than half of it is in use when memory is at its peak, a small
     one is used.
@@ -473,7 +473,7 @@ def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
       lives: Buffers in the order of their first steps.
       others: bytes outside the workspace at each step.
     """
-    offsets, size = _placed(lives, MAX_BYTES)
+    offsets, size = _offsets(lives, MAX_BYTES)
     if size > FEW_BYTES:
         alone, used = list(others), [0] * len(others)
         for number, (bytes, steps) in lives.items():
@@ -481,11 +481,11 @@ def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
                 (used if number in offsets else alone)[i] += bytes
         both = [a + b for a, b in zip(alone, used, strict=True)]
         if 2 * (size + max(alone) - max(both)) > size:
-            return _placed(lives, FEW_BYTES)
+            return _offsets(lives, FEW_BYTES)
     return offsets, size
 
 
-def _placed(lives: Lives, most: int) -> tuple[dict[int, int], int]:
+def _offsets(lives: Lives, most: int) -> tuple[dict[int, int], int]:
     """Place buffers within `most` bytes, the largest first, each at the first offset that is
     free during its lifetime.
     """

@@ -261,7 +261,7 @@ def backward(
     residuals: Residuals,
     do,
     params: Params,
-    shared: bool = False,
+    by_places: bool = False,
 ) -> Inputs:
     """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
 
@@ -269,7 +269,8 @@ def backward(
     dq is one array, to which the branches add in place, in a fixed order.
 
     Args:
-      shared: Whether `gradients_of_tokens` is next, for branches that read the same tokens.
+      by_places: Whether kernels that read slots of packed rows may leave the gradients of the
+        selected tokens in them. `gradients_of_tokens` reads these if all branches share tokens.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
@@ -301,9 +302,10 @@ def backward(
     dq, compressed_pair, sliding_pair = intervals(steps, ops, do, branches, params)
     options: dict[str, Any] = {"block_lists": block_lists}
     selected_rows = rows_of("selected", block_indices, **options)
-    placed = {"placed": True} if shared else {}
+    if by_places:
+        options["by_places"] = True
     dq, *selected_pair = steps.backward.selected(
-        ops, qkv.selected, block_indices, do, selected_rows, params, dq, **options, **placed
+        ops, qkv.selected, block_indices, do, selected_rows, params, dq, **options
     )
     pairs = zip(compressed_pair, selected_pair, sliding_pair, strict=True)
     dk, dv = (Branches(*each) for each in pairs)

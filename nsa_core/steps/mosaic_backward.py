@@ -196,12 +196,12 @@ def selected(
     params: Params,
     added=None,
     block_lists=None,
-    placed: bool = False,
+    by_places: bool = False,
 ) -> Gradients:
     """Gradients of the selected branch.
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
-      placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
+      by_places: dk and dv of packed rows may be in slots, `[B, places, Hkv, .]`.
       do, added: as in `intervals`.
     """
     layout, config, scale = params
@@ -217,7 +217,7 @@ def selected(
     if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, packed):
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
         return mosaic_stored_ds.gradients(
-            ops, base, qkv, block_indices, do, stats, layout, added, block_lists, placed
+            ops, base, qkv, block_indices, do, stats, layout, added, block_lists, by_places
         )
     if isinstance(added, LaterDq):
         added = added.rows(ops)
@@ -255,7 +255,7 @@ def selected(
         block=block if lists.has_token_bits else 0,
     )
     gradients = _dkv(ops, spec, (*qkv, do, stats, table, *queries), sums, layout)
-    return Gradients(dq, *(gradients if placed else mosaic_lists.of_keys(layout, gradients)))
+    return Gradients(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:

@@ -2,7 +2,7 @@
 
 | structure | read by | contents |
 |---|---|---|
-| block list of a tile | `selected_forward`, `selected_dq` | which blocks its tokens chose, and who each |
+| block list of a tile | `selected` | which blocks its tokens chose, and who each |
 | query list of a block | `dkv` | which queries chose the block |
 | the same where dS is stored | `dkv` | which queries, which slot |
 | the same of far blocks of gathered tiles | `gathered` | which queries, which slot |

@@ -74,7 +74,7 @@ def gradients(
     layout: QueryLayout,
     added,
     block_lists,
-    placed: bool = False,
+    by_places: bool = False,
 ) -> Gradients:
     """Gradients of query, key and value. `added` is added to dq, perhaps in its memory.
 
@@ -84,7 +84,7 @@ def gradients(
       stats: `row_stats` of `base`.
       block_lists: Those of the forward tiles, or None.
       added: may be a `LaterDq`.
-      placed: as in `mosaic_backward.selected`.
+      by_places: as in `mosaic_backward.selected`.
     """
     query, key, _ = arrays
     selection_entries = block_indices.shape[-1]
@@ -154,7 +154,7 @@ def gradients(
         else:  # now, or partials of all chunks would exist
             merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
     gradients = [merged[name] for name in whole.widths]
-    return Gradients(dq, *(gradients if placed else mosaic_lists.of_keys(layout, gradients)))
+    return Gradients(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
