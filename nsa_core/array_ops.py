@@ -38,11 +38,6 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def int32(*shape: int) -> Array:
-    """The shape and dtype of an int32 array, for `shapes` of a derived step."""
-    return Array(shape, "int32")
-
-
 def like(x: Any, *shape: int) -> Array:
     """The shape and dtype of an array like `x`, for `shapes` of a derived step. The shape may
     differ.
@@ -51,11 +46,13 @@ def like(x: Any, *shape: int) -> Array:
 
 
 class Places(NamedTuple):
-    """The arrays of a `QueryLayout`."""
+    """A `QueryLayout` that consists of its arrays, for steps that read nothing else."""
 
     position: Any
     key_start: Any
-    compressed_start: Any
+    compressed_start: Any = None
+    packed: bool = False
+    varlen: None = None
 
 
 class QueryLayout(Protocol):
@@ -87,6 +84,12 @@ class QueryLayout(Protocol):
     def varlen(self) -> Any:
         """The tables of packed rows, a `nsa_core.varlen.Varlen`, or None if the number of sequences
         is not known.
+        """
+
+    @property
+    def num_keys(self) -> int | None:
+        """The keys of every sequence, if tables that follow from it are constants of a program.
+        torch has no such number, since it caches these tables.
         """
 
 
@@ -133,13 +136,13 @@ class ArrayOps(Protocol):
         """Whether elements of the first outputs that `kernel` does not write have the values of
         the last inputs.
         """
-        ...
+        return bool(kernel.in_place)
 
     def after(self, x: Any, done: Any) -> Any:
         """Make `x` (int32) depend on `done` (16-bit). No kernel that reads the result starts
-        before `done` is computed.
+        before `done` is computed. By default steps are queued one after the other.
         """
-        ...
+        return x
 
     def capability(self, x: Any) -> tuple[int, int]:
         """The compute capability of the GPU of `x`, which determines tiles."""
@@ -159,9 +162,9 @@ class ArrayOps(Protocol):
 
     def release(self, arrays: Iterable[Any]) -> None:
         """Declare that these arrays are not read any more. They must not share memory with
-        other arrays.
+        other arrays. By default nothing is freed early.
         """
-        ...
+        return None
 
     def arange(self, like: Any, count: int) -> Any:
         """int32 `[1, count]`, `0 .. count - 1`, on the device of `like`."""

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-import kernels_pallas
 from nsa_core import policy
 from nsa_core.config import NSAConfig
 from nsa_core.policy import STEPS
@@ -85,12 +84,12 @@ class Implementation:
     """A way to compute one step.
 
     Attributes:
-      target: `module:function`, imported at its first call.
+      target: `module:function`, imported at its first call. Empty if the caller has the function.
       why_not: function that returns the reason why it cannot run a problem, or None.
     """
 
     name: str
-    target: str
+    target: str = ""
     why_not: Callable[[Problem], str | None] = lambda problem: None
 
     def refusal(self, problem: Problem) -> str | None:
@@ -272,10 +271,3 @@ class Registry:
 @functools.cache
 def _log_once(line: str) -> None:
     log.info("%s", line)
-
-
-def kernel(name: str, target: str) -> Implementation:
-    """The entry of a step on kernels of `kernels_pallas`, which report what they do not
-    support.
-    """
-    return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import kernels_pallas
 from kernels_pallas.specs.decode import GATE_DTYPES
+from kernels_pallas.triton import capability
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import paged_layout
 from nsa_core.array_ops import ArrayOps
@@ -84,30 +84,23 @@ def checked(
     return Inputs(query, joined_gates(ops, gates, query), cache, *at, scale)
 
 
-def registry(
-    framework: str,
-    module: str,
-    why_not: Callable[[str, Problem], str | None],
-) -> Registry:
-    """The registry of a framework.
+def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> Registry:
+    """The registry of a framework. It only chooses: `paged_attention` runs what was chosen.
 
     Args:
-      module: name of the module with a function for each implementation.
-      why_not: Functions that return the framework's reasons against kernels, by name.
+      why_not: Function of a name that returns the framework's reasons against kernels.
     """
     kernels = (
-        Implementation(name, f"{module}:with_indices", functools.partial(why_not, name))
-        for name in KERNELS
+        Implementation(name, why_not=functools.partial(why_not, name)) for name in KERNELS
     )
-    gathered = Implementation(GATHERED, f"{module}:{GATHERED}")
-    return Registry(framework, {DECODE: (*kernels, gathered)})
+    return Registry(framework, {DECODE: (*kernels, Implementation(GATHERED))})
 
 
 def why_not(name: str, problem: Problem) -> str | None:
     """The reason why kernels on pages cannot run a paged call, or None."""
     if name == "mosaic":
         return mosaic_decode.why_not(problem)
-    return kernels_pallas.why_not(name, problem)
+    return capability.decode_why_not(problem)
 
 
 class Decided(NamedTuple):

@@ -29,8 +29,9 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs.tile import ROWS
-from nsa_core.array_ops import derived, int32, like
+from nsa_core.array_ops import derived, like
 from nsa_core.config import NSAConfig
 
 

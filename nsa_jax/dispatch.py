@@ -1,16 +1,19 @@
 """JAX's implementations of each step. `nsa_core.dispatch` chooses one."""
 
-from nsa_core.dispatch import FUNCTIONS, STEPS, WHOLE, Implementation, Registry, kernel
+import functools
+
+import kernels_pallas
+from nsa_core.dispatch import FUNCTIONS, STEPS, WHOLE, Implementation, Registry
 
 
 def _table(step: str) -> tuple[Implementation, ...]:
     name = FUNCTIONS[step]
     kernels = (
-        kernel("mosaic", f"nsa_jax.mosaic:{name}"),  # built for Hopper
-        kernel("triton", f"nsa_jax.triton:{name}"),  # NVIDIA GPUs from Ampere on
+        Implementation(x, f"nsa_jax.{x}:{name}", functools.partial(kernels_pallas.why_not, x))
+        for x in ("mosaic", "triton")  # built for Hopper; for NVIDIA GPUs from Ampere on
     )
     if step == WHOLE:
-        return kernels
+        return tuple(kernels)
     return (
         *kernels,
         Implementation("xla", f"nsa_jax.branches:{name}"),  # any device, memory bounded

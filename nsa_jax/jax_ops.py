@@ -79,9 +79,6 @@ class JaxOps(ArrayOps):
             raise NotImplementedError("JAX's first device must be an NVIDIA GPU")
         return found
 
-    def release(self, arrays):
-        """Do nothing, since XLA frees memory on its own."""
-
     def arange(self, like, count):
         return jnp.arange(count, dtype=jnp.int32)[None]
 

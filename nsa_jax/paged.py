@@ -256,7 +256,7 @@ def _decide(given, max_seqlen_q, implementation) -> Decided:
     return paged_dispatch.decide(OPS, REGISTRY, ATTENTION, _problem, *call)
 
 
-REGISTRY = paged_dispatch.registry("jax", "nsa_jax.paged", paged_dispatch.why_not)
+REGISTRY = paged_dispatch.registry("jax", paged_dispatch.why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:

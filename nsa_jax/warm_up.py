@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from kernels_pallas.kernel import LENGTHS, Kernel
+from kernels_pallas.kernel import LENGTHS
 from kernels_pallas.mosaic.capability import HOPPER
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
@@ -51,21 +51,17 @@ def prepare(
         raise NotImplementedError(
             f"Mosaic kernels need compute capability {HOPPER} (Hopper), got {capability}"
         )
-    wanted: dict[Kernel, None] = {}
-    for length in lengths:
-        for each in {False, gradients}:
-            wanted |= dict.fromkeys(
-                kernels.kernels_of(
-                    length=length,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    key_width=key_width,
-                    value_width=key_width if value_width is None else value_width,
-                    dtype=jnp.dtype(dtype).name,
-                    config=config,
-                    gradients=each,
-                    scale=scale,
-                    packed=packed,
-                )
-            )
+    wanted = kernels.kernels_of_layer(
+        tuple(lengths),
+        heads=heads,
+        kv_heads=kv_heads,
+        key_width=key_width,
+        value_width=key_width if value_width is None else value_width,
+        dtype=jnp.dtype(dtype).name,
+        config=config,
+        gradients=gradients,
+        scale=scale,
+        packed=packed,
+        compresses=False,
+    )
     return ffi.prepare(wanted, device, jobs)

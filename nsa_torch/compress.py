@@ -33,8 +33,8 @@ def compress(
     gaps. The remaining slots at the end are zero.
     """
     if torch.compiler.is_compiling():
-        place = operators.arguments(config, first, cu_seqlens, None)
-        return operators.call("compress/torch", x, *(params or ()), False, *place)[0]
+        rest = operators.MAY_BE_NAN, *operators.pack_layout(config, first, cu_seqlens, None)
+        return operators.call("compress/torch", x, *(params or ()), *rest)[0]
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
@@ -125,10 +125,10 @@ PARAMS: dict[int, Any] = {len(each._fields): each for each in KINDS}
 
 def _compress(*arguments):
     x, *params = arguments[: -operators.REST_COUNT]
-    place = operators.lengths(*arguments[1 - operators.REST_COUNT :])
+    layout = operators.unpack_layout(*arguments[1 - operators.REST_COUNT :])
     given = PARAMS[len(params)](*params) if params else None
-    options = {"config": place["config"], "cu_seqlens": place["cu_seqlens"]}
-    return [compress(x, given, **options, first=place["kv_len"]).contiguous()]
+    options = {"config": layout["config"], "cu_seqlens": layout["cu_seqlens"]}
+    return [compress(x, given, **options, first=layout["kv_len"]).contiguous()]
 
 
 def _gradients(grad, *arguments):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_core.array_ops import ArrayOps, Places, derived, int32, like, padding_zeroed
+from kernels_pallas.kernel import int32
+from nsa_core.array_ops import ArrayOps, Places, derived, like, padding_zeroed
 from nsa_core.steps import fused, key_bounds
 from nsa_core.steps.fused import Pages, Residuals, Steps, in_slots, of_slots
 from nsa_core.steps.params import Params, Qkv
@@ -108,7 +109,8 @@ class KernelLayout:
     @functools.cached_property
     def _arrays(self) -> Places:
         if self.varlen is not None:
-            return Places(*(getattr(self.varlen.tokens, name) for name in Places._fields))
+            tokens = self.varlen.tokens
+            return Places(tokens.position, tokens.key_start, tokens.compressed_start)
         given = [x for x in (self.lengths, self.cu_seqlens) if x is not None]
         sizes = {"shape": self.shape, "kv_len": self.kv_len, "packed": self.packed}
         with torch.device(self.device) if self.device else contextlib.nullcontext():
@@ -117,6 +119,8 @@ class KernelLayout:
     position = property(lambda self: self._arrays[0])
     key_start = property(lambda self: self._arrays[1])
     compressed_start = property(lambda self: self._arrays[2])
+
+    num_keys = None
 
     # A probability of zero times a value that is NaN is NaN, so values behind the last key
     # that a query may see are zeroed; of keys only the logits are masked, forward.

@@ -371,7 +371,7 @@ def _why_not(name: str, problem: Problem) -> str | None:
     return reason or (problem.strided and f"needs {problem.strided}")
 
 
-REGISTRY = paged_dispatch.registry("torch", "nsa_torch.paged_attend", _why_not)
+REGISTRY = paged_dispatch.registry("torch", _why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:
@@ -406,11 +406,6 @@ def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tenso
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
 
 
-def gathered(*call: Any) -> Tensor:
-    """Gathers the pages of each row, then runs `attention`; arguments as in `gathering`."""
-    return gathering(*call)()
-
-
 def gathering(
     inputs: Inputs,
     max_seqlen_q: int | None,
@@ -418,7 +413,8 @@ def gathering(
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
 ) -> Callable[[], Tensor]:
-    """A function that computes `gathered`, once the tokens are in their pages.
+    """A function that gathers the pages of each row and runs `attention`, once the tokens are in
+    their pages.
 
     `whole`: keys and values of rows without earlier tokens, used instead of their pages. `full`:
     all rows have the same number of queries.

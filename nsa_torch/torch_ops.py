@@ -39,17 +39,8 @@ class TorchOps(ArrayOps):
                 raise ValueError(f"{kernel.name}: argument {i} must be contiguous")
         launch_triton(kernel, *tensors)
 
-    def writes_in_place(self, kernel):
-        return bool(kernel.in_place)
-
-    def after(self, x, done):
-        return x  # steps are queued one after the other
-
     def capability(self, x):
         return capability_of(x.device.index) if x.device.type == "cuda" else INTERPRETED
-
-    def release(self, arrays):
-        """Not outside a plan."""
 
     def zeros(self, like, shape):
         return like.new_zeros(shape)

@@ -31,11 +31,10 @@ from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import Tile, slab_width
 from nsa_core import flags, policy
 from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
-from nsa_jax import Branches, NSAConfig, jax_problem, paged
+from nsa_jax import Branches, NSAConfig, jax_problem
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import fa2, functional, operators, torch_ops
-from nsa_torch import paged_attend as torch_paged_attend
 from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
 from tests.torch_inputs import on_the_cpu
@@ -266,12 +265,11 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
 
 
 def test_every_registered_kernel_is_there():
-    of_pages = paged.REGISTRY, torch_paged_attend.REGISTRY
-    for name, step in kernels_pallas.KERNELS:
-        for table in of_pages if step == policy.DECODE else REGISTRIES.values():
-            entry = table.entry(step, name)
-            assert entry and callable(entry.load())
-    assert kernels_pallas.why_not("cuda", TINY).startswith("kernels_pallas has no cuda kernel")
+    for table in REGISTRIES.values():
+        for name in kernels_pallas.CAPABILITIES:
+            for step in (*STEPS, WHOLE):
+                entry = table.entry(step, name)
+                assert entry and callable(entry.load())
 
 
 def test_flags_name_implementations(values):

@@ -54,7 +54,9 @@ def kernels_of(
         capacity = Capacity(batch, length, length, SEQUENCES, length, config)
         borders = ops.argument((batch, SEQUENCES + 1), "int32")
         varlen = Varlen(ops, capacity, borders)
-    layout: Any = types.SimpleNamespace(packed=packed, varlen=varlen, padded=False)
+    layout: Any = types.SimpleNamespace(
+        packed=packed, varlen=varlen, padded=False, num_keys=None
+    )
     layout.position, layout.key_start, layout.compressed_start = place(), place(), place()
     params = Params(layout, config, scale)
     count = length if compresses else config.num_compressed(length)
@@ -65,7 +67,8 @@ def kernels_of(
     gates = Branches.each(array(length, heads))
     inputs = Inputs(array(length, heads, key_width), key, value, gates)
     if compresses:
-        inputs = fused.with_means(STEPS, ops, inputs, params)
+        pair = key.compressed, value.compressed
+        inputs = inputs.with_compressed(*STEPS.compression.means(ops, *pair, params))
     blocks = config.num_blocks(length)
     if not gradients:
         out, _ = fused.forward(STEPS, ops, inputs, None, params, blocks)
@@ -80,21 +83,27 @@ def kernels_of(
 
 
 def kernels_of_layer(
-    lengths: Sequence[int], *, gradients: bool = True, packed: bool = False, **layer: Any
+    lengths: Sequence[int],
+    *,
+    gradients: bool = True,
+    packed: bool = False,
+    compresses: bool = True,
+    **layer: Any,
 ) -> list[Kernel]:
-    """The kernels of torch's calls of a layer, each once: without gradients, and with them where
-    `gradients`. Tokens are compressed in the plan.
+    """The kernels of the calls of a layer, each once: without gradients, and with them if
+    `gradients`.
 
     Args:
       lengths: Lengths of sequences.
+      compresses: Whether tokens are compressed in the plan, as in torch.
       layer: the other arguments of `kernels_of`.
     """
     calls = [(length, each, True) for length in lengths for each in {False, gradients}]
-    if gradients:
+    if gradients and compresses:
         # Whether the branches share their tokens matters to one kernel, of any length.
         calls += [(length, True, False) for length in lengths[:1]]
     found: dict[Kernel, None] = {}
     for length, each, shared in calls:
         call = {"length": length, "gradients": each, "shared": shared, "packed": packed}
-        found |= dict.fromkeys(kernels_of(**layer, **call, compresses=True))
+        found |= dict.fromkeys(kernels_of(**layer, **call, compresses=compresses))
     return list(found)

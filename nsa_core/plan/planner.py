@@ -5,8 +5,8 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kernels_pallas.kernel import ALIGNMENT, Array, Kernel
-from nsa_core.array_ops import ArrayOps, Slices, derived, int32, like
+from kernels_pallas.kernel import ALIGNMENT, Array, Kernel, int32
+from nsa_core.array_ops import ArrayOps, Slices, derived, like
 from nsa_core.plan.buffers import (
     BYTES,
     Buffer,
@@ -184,12 +184,6 @@ class PlanOps(ArrayOps):
         if [*arrays] == [*_rows_in(rows, first.shape)]:
             return self._made(_bound_rows, rows, dtype=name, shape=first.shape)
         return self._made(_bound, *arrays, dtype=name)
-
-    def writes_in_place(self, kernel):
-        return bool(kernel.in_place)
-
-    def after(self, x, done):
-        return x  # steps are queued one after the other
 
     def capability(self, x):
         return self._capability

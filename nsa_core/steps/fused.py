@@ -146,15 +146,6 @@ def intervals(
     return dq, *(next(of_some) if pair is None else pair for pair in pairs)
 
 
-def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, params: Params) -> Inputs:
-    """Replace the compressed keys and values of `inputs`, which are tokens `[B, S, Hkv, .]`,
-    with the means of their windows. It needs `steps.compression`.
-    """
-    _, key, value, _ = inputs
-    means = steps.compression.means(ops, key.compressed, value.compressed, params)
-    return inputs.with_compressed(*means)
-
-
 def gradients_of_tokens(
     steps: Steps, ops: ArrayOps, found: Inputs, length: int, params: Params, shared: bool
 ) -> Inputs:

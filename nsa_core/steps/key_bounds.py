@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs.tile import cdiv
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, like
 from nsa_core.config import NSAConfig
 from nsa_core.varlen import Capacity, taken
 
@@ -37,10 +38,9 @@ def _window(ops, key_start, last, *, window, num_keys):
     return first.clip(0, num_keys), last.clip(0, num_keys)
 
 
-def _tokens_of(layout: Any) -> Any:
+def _tokens_of(layout: QueryLayout) -> Any:
     """The table of a packed row's tokens (`nsa_core.varlen.Tokens`), or None."""
-    varlen = getattr(layout, "varlen", None)
-    return None if varlen is None else varlen.tokens
+    return None if layout.varlen is None else layout.varlen.tokens
 
 
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:

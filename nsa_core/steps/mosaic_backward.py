@@ -26,17 +26,18 @@ from typing import Any
 
 import numpy as np
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_lists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
-from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import combine_spec, sizes_of
-from nsa_core.steps.params import Gradients, Interval, LaterDq, Params, Qkv, RowResiduals
+from nsa_core.steps.params import Interval, LaterDq, Params, Qkv, RowResiduals
 from nsa_core.varlen import Capacity
 
 
@@ -128,7 +129,7 @@ def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
     heads = base.B * base.Hkv
     items = heads * split.segments * split.tiles
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * split.partials)
-    num_keys = getattr(layout, "num_keys", None)  # torch makes what follows from it once
+    num_keys = layout.num_keys
     if num_keys is None or items > MAX_KNOWN_ITEMS:
         table, *sums = ops.derive(_interval_items, *seen, spec=spec, split=split)
     else:
@@ -197,7 +198,7 @@ def selected(
     added=None,
     block_lists=None,
     by_places: bool = False,
-) -> Gradients:
+) -> Qkv:
     """Gradients of the selected branch.
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
@@ -255,7 +256,7 @@ def selected(
         block=block if lists.has_token_bits else 0,
     )
     gradients = _dkv(ops, spec, (*qkv, do, stats, table, *queries), sums, layout)
-    return Gradients(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
+    return Qkv(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:

@@ -15,13 +15,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import Kernel, int32
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import combine, scores
 from kernels_pallas.specs import interval as interval_spec
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.tile import parts_of_block
-from nsa_core.array_ops import ArrayOps, derived, int32
+from nsa_core.array_ops import ArrayOps, derived
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_fp8, mosaic_gather, mosaic_lists
 from nsa_core.steps.fused import Pages
@@ -85,7 +85,7 @@ def _operands(qkv: Qkv, layout, rounded):
     """The keys and values that a kernel reads, and the layout of the queries among them."""
     if rounded is None:
         return (qkv.key, qkv.value), layout
-    return rounded.operands, mosaic_fp8.placed(layout)
+    return rounded.operands, mosaic_fp8.of_slots(layout)
 
 
 def _last_inputs(ops, gate, added, rounded):
@@ -121,8 +121,8 @@ def selected(
         spec = dataclasses.replace(spec, **fused)
     operands, layout = _operands(qkv, params.layout, rounded)
     if block_lists is None:
-        placed = params._replace(layout=layout)
-        block_lists = tile_block_lists(ops, qkv, block_indices, placed)
+        of_keys = params._replace(layout=layout)
+        block_lists = tile_block_lists(ops, qkv, block_indices, of_keys)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     arrays, kernel = (qkv.query, *operands), selected_spec.forward(spec)
     if not spec.gather_limit:

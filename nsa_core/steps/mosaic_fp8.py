@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import fp8
 from kernels_pallas.specs.tile import ROWS, cdiv
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived
 from nsa_core.steps import key_bounds
 from nsa_core.validate import dtype_name
 
@@ -23,15 +24,6 @@ class Rounded(NamedTuple):
     def operands(self) -> tuple[Any, ...]:
         """The inputs of the attention kernels."""
         return self.key, self.value, self.key_scale, self.value_scale
-
-
-class Placed(NamedTuple):
-    """A `QueryLayout` whose keys are slots. It has only what bounds and block lists need."""
-
-    position: Any
-    key_start: Any
-    packed: bool
-    varlen: None = None
 
 
 def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
@@ -72,9 +64,9 @@ def _end(ops, causal_end):
     return [ops.to_int32(ops.xp.amax(causal_end, axis=-1).clip(0, None))]
 
 
-def placed(layout: QueryLayout) -> Any:
+def of_slots(layout: QueryLayout) -> Any:
     """The layout of queries relative to keys that `round_tokens` has moved to their slots."""
     if layout.varlen is None:
         return layout
     tokens = layout.varlen.tokens
-    return Placed(tokens.position, tokens.place_start, packed=True)
+    return Places(tokens.position, tokens.place_start, packed=True)

@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_gather_lists
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, parts_of_block, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
-from nsa_core.array_ops import ArrayOps, derived, int32
+from nsa_core.array_ops import ArrayOps, Places, derived
 from nsa_core.steps import mosaic_lists
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
@@ -122,21 +123,12 @@ def _staying(ops, merge, spec):
     return merge(dataclasses.replace(spec, stays=stays))
 
 
-class _Layout(NamedTuple):
-    """The part of a `QueryLayout` that is needed for split blocks, whose key tiles are
-    blocks.
-    """
-
-    position: Any
-    key_start: Any
-    varlen: None = None
-
-
 def _in_parts(ops, spec, block_indices, counts, layout):
     if spec.parts == 1:
         return block_indices, counts, layout
     (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
-    return block_indices, counts, _Layout(position, layout.key_start)
+    # Key tiles of split blocks are blocks.
+    return block_indices, counts, Places(position, layout.key_start)
 
 
 @derived(lambda position, *, parts: [int32(*position.shape)])

@@ -12,12 +12,13 @@
 import dataclasses
 from typing import Any
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs import block_query_lists as query_list_kernels
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import parts_of_block
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:

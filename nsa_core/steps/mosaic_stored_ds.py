@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from kernels_pallas.kernel import int32
 from kernels_pallas.specs import dkv, stored_ds, work_items
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_gather_lists
@@ -22,9 +23,9 @@ from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 from nsa_core.steps import mosaic_lists
-from nsa_core.steps.params import Gradients, LaterDq
+from nsa_core.steps.params import LaterDq, Qkv
 
 CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
 MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored
@@ -75,7 +76,7 @@ def gradients(
     added,
     block_lists,
     by_places: bool = False,
-) -> Gradients:
+) -> Qkv:
     """Gradients of query, key and value. `added` is added to dq, perhaps in its memory.
 
     Args:
@@ -154,7 +155,7 @@ def gradients(
         else:  # now, or partials of all chunks would exist
             merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
     gradients = [merged[name] for name in whole.widths]
-    return Gradients(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
+    return Qkv(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:

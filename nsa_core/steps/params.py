@@ -9,7 +9,9 @@ from nsa_core.config import NSAConfig
 
 
 class Qkv(NamedTuple):
-    """Query, key and value of a branch. The keys are S tokens, or C compressed ones."""
+    """Query, key and value of a branch, or their gradients. The keys are S tokens, or C compressed
+    ones.
+    """
 
     query: Any  # [B, T, H, D]
     key: Any  # [B, S, Hkv, D]
@@ -27,14 +29,6 @@ class Params(NamedTuple):
     layout: QueryLayout
     config: NSAConfig
     scale: float | None
-
-
-class Gradients(NamedTuple):
-    """Gradients of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
-
-    query: Any
-    key: Any
-    value: Any
 
 
 BESIDE_SMS = 56  # for kernels that run concurrently with dkv and dq of the selected branch

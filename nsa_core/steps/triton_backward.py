@@ -8,13 +8,13 @@ makes the query lists, so every sum has a fixed order.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, int32
 from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import power
-from nsa_core.array_ops import ArrayOps, derived, int32
+from nsa_core.array_ops import ArrayOps, derived
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed
-from nsa_core.steps.params import Gradients, Interval, Params, Qkv, RowResiduals
+from nsa_core.steps.params import Interval, Params, Qkv, RowResiduals
 from nsa_core.steps.triton_forward import (
     array_of,
     interval_of,
@@ -48,7 +48,7 @@ def intervals(
     return added, *pairs
 
 
-def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) -> Gradients:
+def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) -> Qkv:
     p = problem_of(ops, qkv, params.scale)
     interval = interval_of(ops, params.layout, bounds)
     residuals = do, *_statistics(ops, rows, unused=interval[0])
@@ -75,7 +75,7 @@ def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) ->
         sizes = {"tiles": p.pairs * tiles, "row": tiles, "segments": segments}
         (ends,) = ops.derive(_last_items, interval[0], **sizes)
         found = _merged(ops, p, found, ends, gradients, tiles, items, tiling.keys, tiling.keys)
-    return Gradients(dq, *found)
+    return Qkv(dq, *found)
 
 
 def _switches(rows: RowResiduals) -> dict[str, bool]:
@@ -151,7 +151,7 @@ def selected(
     params: Params,
     added=None,
     block_lists=None,
-) -> Gradients:
+) -> Qkv:
     """Gradients of the selected branch; see `mosaic_backward.selected`."""
     layout, config, scale = params
     if block_lists is None:
@@ -183,7 +183,7 @@ def selected(
     partials = ops.run(kernel, *arrays, *residuals, *lists)
     outputs = [array_of(qkv.key), array_of(qkv.value)]
     of_tile = sizes.tiles, sizes.items, block, parts * tiling.keys
-    return Gradients(dq, *_merged(ops, p, partials, lists[2], outputs, *of_tile))
+    return Qkv(dq, *_merged(ops, p, partials, lists[2], outputs, *of_tile))
 
 
 class ListSizes(NamedTuple):
