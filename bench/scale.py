@@ -32,7 +32,6 @@ If one device cannot hold the problem its row reports it, and others have no eff
 import importlib
 import itertools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -186,7 +185,7 @@ def work(size: int) -> None:
                     raise
                 reason = str(error).splitlines()[0].partition(". ")[0]
                 found = {"status": "unsupported", "reason": reason}
-            if os.environ.get("RANK", "0") == "0":
+            if launchers.is_first():
                 print(json.dumps(problem.about | {"devices": size} | found), flush=True)
 
 

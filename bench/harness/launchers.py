@@ -32,3 +32,8 @@ def check_one(together: str = "") -> None:
                 f"all of the work and write the same files: {use}start one, or unset {size} "
                 "if each is a separate run"
             )
+
+
+def is_first() -> bool:
+    """Whether this is the only process of a run, or the first that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
