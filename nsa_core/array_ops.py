@@ -117,7 +117,7 @@ class ArrayOps(Protocol):
         ...
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
-        """Run a kernel whose outputs have one shape. If they are adjacent, `bound` needs one
+        """Run a kernel whose outputs have one shape. If they are adjacent, `stacked` needs one
         copy.
         """
         return self.run(kernel, *arrays)
@@ -262,13 +262,13 @@ class ArrayOps(Protocol):
         """
         raise NotImplementedError
 
-    def unbound_float32(self, x: Any) -> Sequence[Any]:
+    def unstacked_float32(self, x: Any) -> Sequence[Any]:
         """Split the last axis into float32 copies."""
         return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
 
-    def bound(self, arrays: Sequence[Any], dtype: Any) -> Any:
+    def stacked(self, arrays: Sequence[Any], dtype: Any) -> Any:
         """Stack arrays of one shape along a new last axis, in a dtype of `xp`. This is the
-        inverse of `unbound_float32`.
+        inverse of `unstacked_float32`.
         """
         return self.copied(self.xp.stack([*arrays], -1), dtype)
 

@@ -174,11 +174,11 @@ def attend(
     arrays = query, key, value, gates, compressed
     if chosen.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
         how = {"recompute": recompute, "assume_finite": assume_finite}
-        return loaded(chosen.attention)(*arrays, block_indices, **rest, **how)
+        return function_of(chosen.attention)(*arrays, block_indices, **rest, **how)
     if block_indices is None:
-        block_indices = loaded(chosen.scores)(query, compressed_key, **rest)
+        block_indices = function_of(chosen.scores)(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
-    steps = Branches(*(loaded(getattr(chosen, x)) for x in Branches._fields))
+    steps = Branches(*(function_of(getattr(chosen, x)) for x in Branches._fields))
     by_branch = _recomputing if recompute else _by_branch
     if recompute and not debug.on:
         by_branch = compiled(by_branch)
@@ -384,7 +384,7 @@ def _step(
         checks.distinct(block_indices)
         arrays += (block_indices,)
     chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, step)
-    return loaded(getattr(chosen, step))(
+    return function_of(getattr(chosen, step))(
         *arrays, config=config, kv_len=kv_len, segment_ids=rows, scale=scale
     )
 
@@ -441,7 +441,7 @@ def choices_of(
     return chosen
 
 
-def loaded(choice: Choice):
+def function_of(choice: Choice):
     """The compiled implementation of a step, watched while `nsa_core.debug` reports events."""
     name, run = choice.implementation, compiled(choice.load())
     return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)

@@ -12,7 +12,7 @@ from nsa_core import block_lists, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
-from nsa_jax.api import Name, OutLse, choices_of, loaded
+from nsa_jax.api import Name, OutLse, choices_of, function_of
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled, foldable, refuse_derivatives
 from nsa_jax.indexers import capability, runs_on
@@ -129,7 +129,7 @@ def block_attention(
     config = block_lists.config_of(block_size // parts, entries * parts)
     about = query, key, value.shape[-1], config, segment_ids, implementation, "selected"
     where = {"config": config, "kv_len": kv_len, "segment_ids": segment_ids, "scale": scale}
-    out, lse = loaded(choices_of(*about).selected)(query, key, value, found, **where)
+    out, lse = function_of(choices_of(*about).selected)(query, key, value, found, **where)
     return (out, lse) if return_residual else out
 
 

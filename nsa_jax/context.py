@@ -269,7 +269,7 @@ def select_blocks(
     )
     place = dict(config=config, segment_ids=segment_ids, scale=scale)
     parts = [
-        api.loaded(chosen.scores)(query[:, tokens], compressed_key, kv_len=end, **place)
+        api.function_of(chosen.scores)(query[:, tokens], compressed_key, kv_len=end, **place)
         for tokens, end in shard.calls
     ]
     return jnp.concatenate(parts, axis=1)

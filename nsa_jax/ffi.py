@@ -63,7 +63,7 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
       Its outputs. The first ones may reuse the memory of the last arrays, if the kernel is
       `in_place` and these have no other reader.
     """
-    text, key = _described(kernel)
+    text, key = text_and_key(kernel)
     with _lock:
         _prefetch[kernel] = None
         _prefetch.move_to_end(kernel)
@@ -104,7 +104,7 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
 
 
 @functools.cache
-def _described(kernel: Kernel) -> tuple[str, np.int64]:
+def text_and_key(kernel: Kernel) -> tuple[str, np.int64]:
     """A kernel's description, and its hash, a number that identifies it in any process."""
     text = description.canonical(description.describe(kernel))
     digest = hashlib.sha256(text.encode()).digest()
@@ -144,7 +144,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
     with _lock:
         key = given.key, given.device
         if key not in _launches:
-            kernel = description.described(json.loads(given.text()))
+            kernel = description.kernel_of(json.loads(given.text()))
             found = loaded.bound(kernel, given.device, _wanted)
             if len(_launches) >= LAUNCHES:
                 _launches.pop(next(iter(_launches)))

@@ -7,7 +7,6 @@ log-sum-exp are kept, and the selection.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -105,22 +104,6 @@ class _Lengths:
         return dataclasses.replace(found, **places, varlen=varlen)
 
 
-def _target(name: str) -> Callable:
-    """`branches.<name>_attention` on the kernels of a path."""
-
-    def attend(
-        path, query, key, value, *indices, config, kv_len=None, segment_ids=None, scale=None
-    ):
-        tokens, pair = query if name == "compressed" else key, (key, value)
-        lengths = path._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
-        if name != "compressed":
-            pair = (geometry.without_padding(x, kv_len, segment_ids) for x in pair)
-        return path._branch(name, (query, *pair), lengths, config, scale, *indices)
-
-    attend.__name__ = f"{name}_attention"
-    return attend
-
-
 class KernelPath:
     """The functions of an implementation that consists of kernels.
 
@@ -163,7 +146,33 @@ class KernelPath:
         functions = forward, forward_with_residuals, backward
         return _differentiable(*functions, arrays, integers, config)
 
-    compressed_attention, selected_attention, sliding_attention = map(_target, Branches._fields)
+    def _attention(
+        self,
+        name: str,
+        query,
+        key,
+        value,
+        *indices,
+        config,
+        kv_len=None,
+        segment_ids=None,
+        scale=None,
+    ):
+        """`branches.<name>_attention` on the kernels of this path."""
+        tokens, pair = query if name == "compressed" else key, (key, value)
+        lengths = self._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
+        if name != "compressed":
+            pair = (geometry.without_padding(x, kv_len, segment_ids) for x in pair)
+        return self._branch(name, (query, *pair), lengths, config, scale, *indices)
+
+    def compressed_attention(self, *arrays, **options):
+        return self._attention("compressed", *arrays, **options)
+
+    def selected_attention(self, *arrays, **options):
+        return self._attention("selected", *arrays, **options)
+
+    def sliding_attention(self, *arrays, **options):
+        return self._attention("sliding", *arrays, **options)
 
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None

@@ -187,7 +187,7 @@ def cached_attention(
       NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
     step = None
-    if (
+    may_be_known = (  # as a step that was checked before
         isinstance(cache, NSACache)
         and new_lengths is None
         and compress_params == (None, None)
@@ -196,7 +196,8 @@ def cached_attention(
         and query.ndim == 4
         and cache.longest + query.shape[1] <= cache.capacity
         and not any(map(_WANTS_GRADIENT, cache.pages.tensors().values()))
-    ):
+    )
+    if may_be_known:
         _check_runs_once(cache)
         lengths = cache.length + query.shape[1]
         at = query, gates, cache.pages, cache.page_table, lengths

@@ -339,7 +339,7 @@ class KernelPath:
             pair = found.key.compressed, found.value.compressed
             found = found.with_compressed(*of_slots(layout, length, *pair))
         if mode.joined:
-            gates: Any = ops.bound(found.gates, asked.gates.dtype)
+            gates: Any = ops.stacked(found.gates, asked.gates.dtype)
         else:
             pairs = zip(found.gates, asked.gates, strict=True)
             gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in pairs))
@@ -356,7 +356,7 @@ class KernelPath:
         if mode.joined:
             gates = inputs.gates
             if self.steps.gates_together:
-                gates = ops.unbound_float32(gates)
+                gates = ops.unstacked_float32(gates)
             else:
                 gates = ops.derive(_unbound, gates)
             inputs = inputs._replace(gates=Branches(*gates))

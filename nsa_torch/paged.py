@@ -440,7 +440,7 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
 
 
 def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
-    """Why the Mosaic kernel does not support this call (arguments of `described`), or None."""
+    """Why the Mosaic kernel does not support this call (arguments of `append_spec`), or None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs a Hopper GPU, got {device.type}"
@@ -449,12 +449,12 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
     for name, x in cache.tensors().items():
         if x.data_ptr() % ALIGNMENT:
             return f"needs {name} to start at a multiple of {ALIGNMENT} bytes"
-    return specs.why_not(described(cache, *call))
+    return specs.why_not(append_spec(cache, *call))
 
 
 def _is_built(*call: Any) -> bool:
     """Whether the Mosaic kernel needs neither to be built nor to be traced."""
-    generic = described(*call).for_any_length()
+    generic = append_spec(*call).for_any_length()
     return not torch.compiler.is_compiling() and loaded.on_disk(specs.append(generic))
 
 
@@ -475,10 +475,10 @@ def append_why_not(cache: PagedCache) -> str | None:
     return reason or (capability.fp8_why_not(found) if cache.is_fp8 else None)
 
 
-def described(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
-    """The launch of a call on Mosaic."""
+def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
+    """The spec of a launch on Mosaic."""
     (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
-    return mosaic_append.described(
+    return mosaic_append.append_spec(
         *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),
         N=key.selected.shape[0],
         B=rows,
@@ -496,7 +496,7 @@ def append_by_mosaic(
     """Writes new tokens to their pages; the means too if compressed tokens are. The cache's tensors
     are contiguous, and not of 8 bits.
     """
-    spec = described(cache, key, page_table, cu_seqlens_q, means)
+    spec = append_spec(cache, key, page_table, cu_seqlens_q, means)
     if not spec.N:
         return
     new, pages = [key.selected, value.selected], [cache.selected_key, cache.selected_value]

@@ -34,8 +34,8 @@ from nsa_torch import call, checks, dispatch, functional, paged, plans
 from nsa_torch.debug import TORCH
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
-from nsa_torch.torch_ops import TORCH_OPS, readable
 from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import readable
 
 # Implementations whose sliding branch reads tiles of keys that a query looks at, and no others; the
 # largest tile, which begins at a multiple of its size.
@@ -236,8 +236,8 @@ def _prepared(
 
 def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Decided:
     registries = REGISTRY, dispatch.REGISTRY
-    call = inputs, max_seqlen_q, implementation
-    return paged_dispatch.decide(OPS, *registries, _problem, *call)
+    given = inputs, max_seqlen_q, implementation
+    return paged_dispatch.decide(OPS, *registries, _problem, *given)
 
 
 class _Launch(NamedTuple):
@@ -304,6 +304,7 @@ class Step(NamedTuple):
 
     def _key(self, given: list[Any]) -> Hashable | None:
         """The key of a launch; None if shapes do not determine it."""
+        # `signature_of` wants the boundaries of a packed row last; a step has none.
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
         found, _ = call.signature_of(arrays, self.implementation, config, self.scale, False)
@@ -560,7 +561,7 @@ def _copy(
         which = entries, reach, margin, fp8, last_page
         kernel = decode_descriptions.gather(key, value, page_table, dtype, *which)
         given = (lengths if x is None else x for x in scales)
-        found = TORCH_OPS.run(kernel, key, value, *given, page_table, lengths)
+        found = OPS.run(kernel, key, value, *given, page_table, lengths)
         return found[0], found[1]
     pages, width = page_table.clamp(0, cache.num_pages - 1), page_table.shape[1]
     token = torch.arange(entries.per_page * width, device=key.device) * entries.stride
@@ -572,7 +573,7 @@ def _copy(
     seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
 
     def copied(name: str) -> Tensor:
-        found = paged_append.read(TORCH_OPS, cache, name, (pages,)).flatten(1, 2)
+        found = paged_append.read(OPS, cache, name, (pages,)).flatten(1, 2)
         return torch.where(seen, found.roll(-entries.first, 1) if entries.first else found, 0)
 
     return copied(names[0]), copied(names[1])

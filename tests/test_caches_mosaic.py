@@ -85,7 +85,7 @@ def ran(monkeypatch, blocks):
             place.copy_(torch.where(x == GARBAGE, place, x))
 
     def why_not(*call):
-        return append_spec.why_not(paged.described(*call))
+        return append_spec.why_not(paged.append_spec(*call))
 
     monkeypatch.setattr(paged, "launch", append)
     monkeypatch.setattr(paged, "mosaic_why_not", why_not)
@@ -380,7 +380,7 @@ def test_one_kernel_serves_all_batches_pools_and_tables():
     assert generic() is generic(B=7, pages=1000, table_pages=100)
     assert generic() is not generic(q_len=2)
     there = json.loads(json.dumps(description.describe(generic())))
-    assert description.described(there) is generic(), "another process can describe it"
+    assert description.kernel_of(there) is generic(), "another process can describe it"
 
 
 ALIGNING = 1024  # bytes of shared memory that Mosaic takes beside what a kernel asks for

@@ -139,7 +139,7 @@ def test_a_program_names_its_kernels(hopper):
             assert "mosaic_gpu" not in name
             if name == ffi.TARGET:
                 config = operation.attributes["mhlo.backend_config"]
-                found.append(description.described(json.loads(config["kernel"].value)))
+                found.append(description.kernel_of(json.loads(config["kernel"].value)))
         for region in operation.regions:
             for block in region.blocks:
                 for inner in block.operations:
@@ -226,7 +226,7 @@ def test_chunks_of_context_parallelism_copy_no_tokens(hopper, monkeypatch):
 
 
 def call_of(kernel, device=0):
-    text, key = ffi._described(kernel)
+    text, key = ffi.text_and_key(kernel)
     return xla_call.Call(int(key), [1, 2, 3], 77, device, lambda: text)
 
 

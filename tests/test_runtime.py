@@ -13,7 +13,7 @@ from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.bound_kernel import BoundKernel
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.description import canonical, describe, described
+from kernels_pallas.runtime.description import canonical, describe, kernel_of
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile, kept_builders, pretend
@@ -45,7 +45,7 @@ def test_a_description_makes_the_same_kernel_elsewhere():
     spec, place = dkv_work_items(lists), "kernels_pallas.specs.work_items:work_items"
     work_items = Kernel("work_items", spec, "", (Array((1,), "int32"),), (), source=place)
     for kernel in work_items, ANY_LENGTH, paired(Paired(Pair(3, (4, 5)))):
-        again = described(json.loads(canonical(describe(kernel))))
+        again = kernel_of(json.loads(canonical(describe(kernel))))
         assert again.spec == kernel.spec and again.name == kernel.name
     assert type(again.spec.pair) is Pair  # a tuple with names
 
@@ -93,7 +93,7 @@ def test_a_description_names_what_modules_of_specs_define(place, monkeypatch):
         {"source": "kernels_pallas.specs.combine:gated_sum", "spec": SPEC | {"class": place}},
     ):
         with pytest.raises(ValueError, match=words):
-            described(description)
+            kernel_of(description)
 
 
 # Building

@@ -300,7 +300,7 @@ def _printing_to(file: IO[bytes]) -> Iterator[None]:
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        built, image = build(description.described(request))
+        built, image = build(description.kernel_of(request))
     except (RuntimeError, ValueError) as error:
         return {"error": str(error)}
     except Exception:

@@ -29,7 +29,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
     return {"source": kernel.source, "spec": _plain(kernel.spec, f"the spec of {kernel.name}")}
 
 
-def described(description: dict[str, Any]) -> Kernel:
+def kernel_of(description: dict[str, Any]) -> Kernel:
     """The kernel of a description: the result of its source for its spec.
 
     Raises:

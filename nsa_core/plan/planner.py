@@ -169,21 +169,21 @@ class PlanOps(ArrayOps):
             return arrays  # each when it is read: `to_float32`
         return self._rows_of(_float32_rows, arrays, arrays[0].shape)
 
-    def unbound_float32(self, x):
-        return self._rows_of(_unbound_rows, [x], x.shape[:-1])
+    def unstacked_float32(self, x):
+        return self._rows_of(_unstacked_rows, [x], x.shape[:-1])
 
     def _rows_of(self, function, arrays, shape):
         (rows,) = self.derive(function, *arrays, length=_row_length(shape, "float32"))
         return _rows_in(rows, shape)
 
-    def bound(self, arrays, dtype):
+    def stacked(self, arrays, dtype):
         first = arrays[0]
         length = _row_length(first.shape, first.dtype)
         rows = View(first.buffer, 0, (len(arrays), length), first.dtype)
         name = str(dtype).removeprefix("torch.")
         if [*arrays] == [*_rows_in(rows, first.shape)]:
-            return self._made(_bound_rows, rows, dtype=name, shape=first.shape)
-        return self._made(_bound, *arrays, dtype=name)
+            return self._made(_stacked_rows, rows, dtype=name, shape=first.shape)
+        return self._made(_stacked, *arrays, dtype=name)
 
     def capability(self, x):
         return self._capability
@@ -428,19 +428,19 @@ def _float32_rows(ops, *arrays, length):
 
 
 @derived(lambda x, *, length: [Array((x.shape[-1], length), "float32")])
-def _unbound_rows(ops, x, *, length):
+def _unstacked_rows(ops, x, *, length):
     return [ops.float32_rows(ops.xp.moveaxis(x, -1, 0), length)]
 
 
 @derived(lambda rows, *, dtype, shape: [Array((*shape, rows.shape[0]), dtype)])
-def _bound_rows(ops, rows, *, dtype, shape):
+def _stacked_rows(ops, rows, *, dtype, shape):
     arrays = rows[:, : math.prod(shape)].reshape(-1, *shape)
     return [ops.copied(ops.xp.moveaxis(arrays, 0, -1), getattr(ops.xp, dtype))]
 
 
 @derived(lambda *arrays, dtype: [Array((*arrays[0].shape, len(arrays)), dtype)])
-def _bound(ops, *arrays, dtype):
-    return [ops.bound(arrays, getattr(ops.xp, dtype))]
+def _stacked(ops, *arrays, dtype):
+    return [ops.stacked(arrays, getattr(ops.xp, dtype))]
 
 
 @derived(lambda *arrays: [Array(x.shape, "float32") for x in arrays])

@@ -193,6 +193,7 @@ def forward(
         gate = getattr(gates, name)
         return attend(steps, ops, name, getattr(qkv, name), params, *indices, gate=gate, **how)
 
+    # `added` is the sum of the branches before, to which each adds its gated output.
     out, lse = branch("compressed")
     if block_indices is None:
         block_indices = steps.forward.select_blocks(

@@ -17,13 +17,13 @@ def kernels_of(
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}
         sizes = dict.fromkeys(("N", "B", "pages", "table_pages"), 1)
-        spec = described(kv_heads, key_width, value_width, dtype, config, **sizes, **flags)
+        spec = append_spec(kv_heads, key_width, value_width, dtype, config, **sizes, **flags)
         if not why_not(spec):
             found.append(append(spec).for_any_length())
     return found
 
 
-def described(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
+def append_spec(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
     """The spec of a launch. `rest` has the fields of `Append` that the layer does not
     determine.
     """

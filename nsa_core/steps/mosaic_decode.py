@@ -46,7 +46,7 @@ def step_kernel(
     """The kernel that `attention` runs."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
-    spec = _described(
+    spec = _decode_spec(
         config,
         B=rows,
         q_len=tokens // rows,
@@ -131,7 +131,7 @@ def kernels_of(
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []
     for variant, fp8 in itertools.product(VARIANTS, (False, True)):
-        spec = _described(
+        spec = _decode_spec(
             config,
             **sizes,
             B=1,
@@ -152,7 +152,7 @@ def kernels_of(
 def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     pages = problem.S // problem.config.select_block
     sizes = {name: getattr(problem, name) for name in ("B", "H", "Hkv", "D", "Dv", "dtype")}
-    return _described(
+    return _decode_spec(
         problem.config,
         **sizes,
         q_len=problem.T,
@@ -166,7 +166,7 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     )
 
 
-def _described(config: NSAConfig, **sizes: Any) -> Decode:
+def _decode_spec(config: NSAConfig, **sizes: Any) -> Decode:
     """The spec of a decode kernel. `sizes` are the fields of `Decode` that `config` does not
     determine.
     """
