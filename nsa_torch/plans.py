@@ -29,7 +29,7 @@ from nsa_core.plan.buffers import (
     Buffer,
     Join,
     Launch,
-    Place,
+    Memory,
     Plan,
     View,
     by_address,
@@ -148,7 +148,9 @@ class BoundPlan:
                 at.setdefault((x.buffer, x.offset), len(at))
         self.tables, batch = batch_tables.of_plan(plan, device)
         # For buffers in another allocation: its number after the buffers, and the offset.
-        inside = {n: (0, x.offset) for n, x in enumerate(buffers) if x.place is Place.WORKSPACE}
+        inside = {
+            n: (0, x.offset) for n, x in enumerate(buffers) if x.memory is Memory.WORKSPACE
+        }
         inside |= {n: (1, start) for n, start in lying.items()}
         for n, number in batch.items():
             i, start = self.tables.place(number)
@@ -167,7 +169,7 @@ class BoundPlan:
         self.bundle_views = [
             (n, start, buffers[n]) for n, start in lying.items() if n in by_torch
         ]
-        self.constants = sorted([n for n in read if buffers[n].place is Place.CONSTANT])
+        self.constants = sorted([n for n in read if buffers[n].memory is Memory.CONSTANT])
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.tables_read_by_torch = [
             (n, self.tables.tensor(number)) for n, number in batch.items() if n in by_torch
@@ -298,7 +300,7 @@ class BoundPlan:
                     row.append(one)
                     ended = [plan.buffers[n] for n in ends]
                     late = all(
-                        x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in ended
+                        x.memory is Memory.ARGUMENT or x.bytes <= LATE_BYTES for x in ended
                     )
                     if late and not gone:
                         continue

@@ -151,7 +151,7 @@ def _shown(plan: Plan) -> str:
         return f"{x.buffer}{at}{[*x.shape]}{x.dtype}"
 
     for number, buffer in enumerate(plan.buffers):
-        place = f"{buffer.place.name.lower()}+{buffer.offset}"
+        place = f"{buffer.memory.name.lower()}+{buffer.offset}"
         lines.append(f"buffer {number} {[*buffer.shape]} {buffer.dtype} {place}")
     for kind in ("constants", "batch", "steps"):
         for number, step in enumerate(getattr(plan, kind)):

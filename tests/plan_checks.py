@@ -5,7 +5,7 @@ is a step too short, or memory that two buffers have at once, changes a result.
 import torch
 
 from kernels_pallas.kernel import Kernel
-from nsa_core.plan.buffers import Derived, Join, Launch, Place
+from nsa_core.plan.buffers import Derived, Join, Launch, Memory
 from nsa_torch.torch_ops import TORCH_OPS
 
 POISON = 0xFF  # bytes of which every float is NaN, and every integer is no index
@@ -16,7 +16,7 @@ def peak(plan):
     held, most = {}, 0
     for step, ends in zip(plan.steps, plan.ends, strict=True):
         buffers = {x.buffer: plan.buffers[x.buffer] for x in step.writes}
-        held |= {n: x.bytes for n, x in buffers.items() if x.place is Place.ALONE}
+        held |= {n: x.bytes for n, x in buffers.items() if x.memory is Memory.ALONE}
         most = max(most, sum(held.values()))
         for n in ends:
             held.pop(n, None)
@@ -35,9 +35,9 @@ def run(plan, given, kernels, triton):
     for i, step in enumerate(plan.steps):
         last |= {x.buffer: i for x in (*step.reads, *step.writes)}
     for n, buffer in enumerate(plan.buffers):
-        if buffer.place is Place.ARGUMENT:
+        if buffer.memory is Memory.ARGUMENT:
             memory[n] = _bytes(given[n].detach().contiguous())
-        elif buffer.place is Place.WORKSPACE:
+        elif buffer.memory is Memory.WORKSPACE:
             memory[n] = workspace[buffer.offset :][: buffer.bytes]
         else:
             memory[n] = torch.full((buffer.bytes,), POISON, dtype=torch.uint8)
@@ -65,7 +65,7 @@ def run(plan, given, kernels, triton):
             at(x).copy_(y.reshape(x.shape))
         for n, end in last.items():
             if end == i and n not in [x.buffer for x in plan.results]:
-                if plan.buffers[n].place is not Place.ARGUMENT:
+                if plan.buffers[n].memory is not Memory.ARGUMENT:
                     memory[n].fill_(POISON)
     return [at(x).clone() for x in plan.results]
 

@@ -27,7 +27,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.mosaic.operands import REGISTERS
 from nsa_core import debug
 from nsa_core.layer import LayerSpec
-from nsa_core.plan.buffers import Launch, Place
+from nsa_core.plan.buffers import Launch, Memory
 from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, NSAConfig, batch_tables, mosaic, operators, triton
 from nsa_torch.kernel_path import SAVING
@@ -267,8 +267,8 @@ def test_tables_of_a_layer(name):
         function = PATHS[name].planned[PRECOMPRESSED, SAVING]
         plans = function.plans(arguments, torch.device("cpu"))
     for plan in plans:
-        of_batch = Place.CONSTANT, Place.BATCH
-        fixed = {i for i, x in enumerate(plan.buffers) if x.place in of_batch} | {plan.shared}
+        of_batch = Memory.CONSTANT, Memory.BATCH
+        fixed = {i for i, x in enumerate(plan.buffers) if x.memory in of_batch} | {plan.shared}
         assert len(plan.batch) > 4
         for step in plan.steps:
             reads = {x.buffer for x in step.reads}

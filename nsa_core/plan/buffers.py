@@ -16,7 +16,7 @@ BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16":
 }
 
 
-class Place(enum.Enum):
+class Memory(enum.Enum):
     """The kind of memory of a buffer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    place: Place
+    memory: Memory
     offset: int = 0
 
     @property

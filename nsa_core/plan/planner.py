@@ -13,7 +13,7 @@ from nsa_core.plan.buffers import (
     Derived,
     Join,
     Launch,
-    Place,
+    Memory,
     Plan,
     View,
     by_address,
@@ -95,32 +95,32 @@ class PlanOps(ArrayOps):
         versions = tuple([self._written.get(x.buffer, 0) for x in arrays])
         key = function, tuple(sorted(static.items())), arrays, versions
         if key not in self._known:
-            place = self._place_of_derived(arrays)
-            self._known[key] = self._derived(*key[:3], place)
+            memory = self._memory_of_derived(arrays)
+            self._known[key] = self._derived(*key[:3], memory)
         return self._known[key]
 
-    def _derived(self, function, named, arrays, place, own=False) -> tuple[View, ...]:
+    def _derived(self, function, named, arrays, memory, own=False) -> tuple[View, ...]:
         found = function.shapes(*arrays, **dict(named))
-        writes = tuple([self._new(x, place, own) for x in found])
-        made_once = {Place.CONSTANT: self._constants, Place.BATCH: self._batch}
-        steps = made_once.get(place, self._steps)
+        writes = tuple([self._new(x, memory, own) for x in found])
+        made_once = {Memory.CONSTANT: self._constants, Memory.BATCH: self._batch}
+        steps = made_once.get(memory, self._steps)
         steps.append(Derived(function, named, arrays, writes))
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
         """A new separate array, which may be written."""
         named = tuple(sorted(static.items()))
-        return self._derived(function, named, arrays, Place.ALONE, own=True)[0]
+        return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
-    def _place_of_derived(self, arrays) -> Place:
+    def _memory_of_derived(self, arrays) -> Memory:
         """The kind of memory of an array that depends only on `arrays`."""
-        found = Place.CONSTANT
+        found = Memory.CONSTANT
         for x in arrays:
-            place = self._buffers[x.buffer].place
-            if place is Place.BATCH or x.buffer == self._shared:
-                found = Place.BATCH
-            elif place is not Place.CONSTANT:
-                return Place.ALONE
+            memory = self._buffers[x.buffer].memory
+            if memory is Memory.BATCH or x.buffer == self._shared:
+                found = Memory.BATCH
+            elif memory is not Memory.CONSTANT:
+                return Memory.ALONE
         return found
 
     def part(self, x, index):
@@ -130,8 +130,8 @@ class PlanOps(ArrayOps):
         return self.derive(_cut, x, index=index)[0]
 
     def write(self, x, index, part):
-        place = _view_at(x, index)
-        if place is not None and place[:2] == part[:2] and place.bytes == part.bytes:
+        there = _view_at(x, index)
+        if there is not None and there[:2] == part[:2] and there.bytes == part.bytes:
             return x  # the kernel has written it there
         x = self._writable(x)
         self._steps.append(Derived(_assign, (("index", index),), (x, part), (x,)))
@@ -163,9 +163,9 @@ class PlanOps(ArrayOps):
     def all_float32(self, arrays):
         if all(x.dtype == "float32" for x in arrays):
             # Arguments may have any layout. If they must be copied, they are copied together.
-            given = [self._buffers[x.buffer].place is Place.ARGUMENT for x in arrays]
+            given = [self._buffers[x.buffer].memory is Memory.ARGUMENT for x in arrays]
             return self.derive(_all_float32, *arrays) if any(given) else arrays
-        if any(self._buffers[x.buffer].place is not Place.ARGUMENT for x in arrays):
+        if any(self._buffers[x.buffer].memory is not Memory.ARGUMENT for x in arrays):
             return arrays  # each when it is read: `to_float32`
         return self._rows_of(_float32_rows, arrays, arrays[0].shape)
 
@@ -196,7 +196,7 @@ class PlanOps(ArrayOps):
 
     def release(self, arrays):
         large = (x.buffer for x in arrays if x.bytes >= LEAST_RELEASED)
-        self._released |= {n for n in large if self._buffers[n].place is Place.ARGUMENT}
+        self._released |= {n for n in large if self._buffers[n].memory is Memory.ARGUMENT}
 
     # Buffers
 
@@ -204,11 +204,11 @@ class PlanOps(ArrayOps):
         """Declare an array of the caller. All of them must be declared before the first
         step.
         """
-        return self._new(Array(tuple(shape), dtype), Place.ARGUMENT)
+        return self._new(Array(tuple(shape), dtype), Memory.ARGUMENT)
 
-    def _new(self, array, place=Place.ALONE, own=False) -> View:
+    def _new(self, array, memory=Memory.ALONE, own=False) -> View:
         number = len(self._buffers)
-        self._buffers.append(Buffer(array.shape, array.dtype, place))
+        self._buffers.append(Buffer(array.shape, array.dtype, memory))
         if own:
             self._own.add(number)
         return View(number, 0, array.shape, array.dtype)
@@ -240,14 +240,14 @@ class PlanOps(ArrayOps):
         begins: list[list[int]] = [[] for _ in steps]
         ends: list[list[int]] = [[] for _ in steps]
         for n in first:
-            place = self._buffers[n].place
-            if place is Place.ALONE:
+            memory = self._buffers[n].memory
+            if memory is Memory.ALONE:
                 begins[first[n]].append(n)
             # Arguments too, since an argument with another layout was copied.
-            if place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
+            if memory in (Memory.ALONE, Memory.ARGUMENT) and n not in kept:
                 ends[last[n]].append(n)
         return Plan(
-            len([x for x in self._buffers if x.place is Place.ARGUMENT]),
+            len([x for x in self._buffers if x.memory is Memory.ARGUMENT]),
             tuple(self._buffers),
             tuple(constants),
             tuple(batch),
@@ -278,7 +278,7 @@ class PlanOps(ArrayOps):
         """Place buffers that only kernels read and write in the workspace. Returns its bytes."""
         tensors, others, lives = kept | touched_by_torch(steps), [0] * len(steps), {}
         for n in sorted(first, key=first.__getitem__):
-            if self._buffers[n].place is Place.ALONE:
+            if self._buffers[n].memory is Memory.ALONE:
                 size, steps_of = self._buffers[n].bytes, range(first[n], last[n] + 1)
                 if n not in tensors:
                     lives[n] = size, steps_of
@@ -286,8 +286,8 @@ class PlanOps(ArrayOps):
                     others[i] += size * (n in tensors)
         offsets, size = workspace_offsets(lives, others)
         for n, offset in offsets.items():
-            place = {"place": Place.WORKSPACE, "offset": offset}
-            self._buffers[n] = self._buffers[n]._replace(**place)
+            memory = {"memory": Memory.WORKSPACE, "offset": offset}
+            self._buffers[n] = self._buffers[n]._replace(**memory)
         return size
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
@@ -301,8 +301,8 @@ class PlanOps(ArrayOps):
         """
         if not any(map(by_address, steps)):
             return steps
-        given = Place.ARGUMENT, Place.CONSTANT, Place.BATCH
-        ready = {n for n, x in enumerate(self._buffers) if x.place in given}
+        given = Memory.ARGUMENT, Memory.CONSTANT, Memory.BATCH
+        ready = {n for n, x in enumerate(self._buffers) if x.memory in given}
         first, rest, waiting = [], [], dict[int, Any]()
         for step in steps:
             if isinstance(step, Derived) and ready.issuperset([x.buffer for x in step.reads]):
