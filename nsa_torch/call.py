@@ -159,7 +159,7 @@ class PlannedProgram(operators.Program):
         arguments = [*given[: mode.count], chosen, operators.MAY_BE_NAN, *layout_args]
         keep = kept_of(signature.gradient, signature.recompute)
         super().__init__(operators.kind_of(path.kind(mode, keep)), arguments)
-        self._planned, self._gradient = path.planned[mode, keep], None
+        self._planned, self._gradient = path.planned(mode, keep), None
         bundles = signature.gradient and self.alone
         self.run = self._planned.bind(arguments, given, bundles=bundles)
 

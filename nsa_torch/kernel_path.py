@@ -203,11 +203,6 @@ class KernelPath:
         Otherwise these are set to zero in copies.
       list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
         key, value, the number of selected blocks and `select_block`.
-
-    Attributes:
-      planned: Functions of all steps, by input mode and kind of residuals. `FORWARD` has none,
-        `SAVING` has all, and `RECOMPUTING` those of a backward pass that computes the branches
-        again.
     """
 
     compressed_attention: Callable[..., Any]
@@ -237,7 +232,6 @@ class KernelPath:
         # `functional.select_blocks`; the normalisation is a pass of its own here.
         self.select_blocks = operators.step_of_kind(kind)
 
-        self.planned: dict[tuple[InputMode, str], Planned] = {}
         modes = [*MODES, *(mode.with_joined_gates() for mode in MODES)]
         every = [*itertools.product(modes, (FORWARD, SAVING, RECOMPUTING))]
         every += [(PRECOMPRESSED, PAGES)] if steps.reads_pages else []
@@ -250,11 +244,19 @@ class KernelPath:
             if keep in (SAVING, RECOMPUTING):
                 pull_back = Planned(backward)
                 gradient = {"floats": mode.count, "kept": slice(1, None)}
-            function = self.planned[mode, keep] = Planned(forward, pull_back)
+            function = Planned(forward, pull_back)
             operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
     def kind(self, mode: InputMode, keep: str) -> str:
+        """The name of a kind of calls of all steps. Of the residuals that it keeps, `FORWARD` has
+        none, `SAVING` has all, and `RECOMPUTING` has those of a backward pass that computes the
+        branches again.
+        """
         return f"attention/{self.name}/{mode.name}/{keep}"
+
+    def planned(self, mode: InputMode, keep: str) -> Any:
+        """The `Planned` of this kind."""
+        return operators.kind_of(self.kind(mode, keep)).run
 
     def _layout(self, ops, query, assume_finite, *layout_args):
         options = {

@@ -179,7 +179,7 @@ class VarlenMetadata:
         )
         for mode in (SHARED_KV, SEPARATE_KV):
             each = [x for x in tokens for _ in range(1 if mode.shared else 3)]
-            function = path.planned[mode, SAVING if gradients else FORWARD]
+            function = path.planned(mode, SAVING if gradients else FORWARD)
             rest = operators.MAY_BE_NAN, *layout_args
             plans = function.plans([query, *each, *gates, None, *rest], self.device)
             makes |= dict.fromkeys(batch_tables.of_plan(x, self.device)[0] for x in plans)

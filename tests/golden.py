@@ -133,10 +133,8 @@ def _plans() -> Iterator[tuple[str, Plan]]:
                 (x, y) for x in of_path.items() for y in (False, True)
             ):
                 for keep in (FORWARD, SAVING, RECOMPUTING):
-                    if (mode, keep) not in path.planned:
-                        continue
                     call = planned.described(mode, 1, 4096, packed=packed, **layer)
-                    for part, plan in enumerate(path.planned[mode, keep].plans(call, None)):
+                    for part, plan in enumerate(path.planned(mode, keep).plans(call, None)):
                         rows = "packed" if packed else "rows"
                         yield f"{preset} {name} {mode_name} {rows} {keep} {part}", plan
 

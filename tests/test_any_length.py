@@ -45,7 +45,7 @@ def generic(kernels):
 @by_layer
 def test_an_operator_of_torch_runs_these_kernels(name, gradients):
     mode = MODES.get(name, operators.SHARED_KV)
-    function = mosaic.PATH.planned[mode, "saving" if gradients else "forward"]
+    function = mosaic.PATH.planned(mode, "saving" if gradients else "forward")
     given = planned.described(mode, 1, 9000, **LAYERS[name], config=NSAConfig())
     found = [x for plan in function.plans(given, None) for x in plan.kernels]
     assert ("compress_means" in {x.name for x in found}) == mode.compresses

@@ -264,7 +264,7 @@ def test_tables_of_a_layer(name):
         assert not same(before, again)
         sizes = 1, T, T, 4, 2, 16, 16, SMALL
         arguments = call(PRECOMPRESSED, sizes, cu_seqlens=borders(BATCHES["documents"]))
-        function = PATHS[name].planned[PRECOMPRESSED, SAVING]
+        function = PATHS[name].planned(PRECOMPRESSED, SAVING)
         plans = function.plans(arguments, torch.device("cpu"))
     for plan in plans:
         of_batch = Memory.CONSTANT, Memory.BATCH
@@ -286,7 +286,7 @@ def test_memory_of_many_documents():
         place = operators.pack_layout(NSAConfig(), length, numbers, None)
         tensors = array(16, 64), array(2, 64), array(2, 64), *[array(16)] * 3
         with capability.interpreted(True):
-            function = mosaic.PATH.planned[SHARED_KV, SAVING]
+            function = mosaic.PATH.planned(SHARED_KV, SAVING)
             plans = function.plans([*tensors, None, False, *place], None)
         return sum(x.bytes for plan in plans for x in plan.buffers)
 

@@ -94,9 +94,9 @@ def path(request, monkeypatch):
 
 def check_all(path, mode, arguments):
     """Forward alone, with residuals and gradients, and with branches computed again."""
-    both_ways(path.planned[mode, FORWARD], arguments)
+    both_ways(path.planned(mode, FORWARD), arguments)
     for keep in SAVING, RECOMPUTING:
-        function = path.planned[mode, keep]
+        function = path.planned(mode, keep)
         out, *kept = both_ways(function, arguments)
         grads = both_ways(function.backward, [out.flip(1), *kept, *arguments])
         assert len(grads) == mode.count
@@ -132,12 +132,12 @@ def test_gates_in_one_tensor(dtype, where, path):
     joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
     mode = PRECOMPRESSED.with_joined_gates()
     check_all(path, mode, joined)
-    outs = path.planned[mode, FORWARD](*joined) + path.planned[PRECOMPRESSED, FORWARD](
+    outs = path.planned(mode, FORWARD)(*joined) + path.planned(PRECOMPRESSED, FORWARD)(
         *arguments
     )
     assert torch.equal(*outs)
     for keep in SAVING, RECOMPUTING:
-        apart, together = path.planned[PRECOMPRESSED, keep], path.planned[mode, keep]
+        apart, together = path.planned(PRECOMPRESSED, keep), path.planned(mode, keep)
         out, *kept = together(*joined)
         assert torch.equal(out, apart(*arguments)[0])
         *grads, dgates = together.backward(out.flip(1), *kept, *joined)
@@ -192,7 +192,7 @@ def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeyp
     layer = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
     mode = SHARED_KV.with_joined_gates()
     arguments = planned.described(mode, batch, length, **layer, config=NSAConfig())
-    function = mosaic.PATH.planned[mode, SAVING]
+    function = mosaic.PATH.planned(mode, SAVING)
     with_workspace = function.plans(arguments, None)
     set_limits(monkeypatch, workspace_bytes=0)
     for plan, without in zip(with_workspace, function.plans(arguments, None), strict=True):
@@ -204,7 +204,7 @@ def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeyp
 def test_arrays_are_made_where_those_are_that_they_follow_from(where, path):
     """Whatever torch's default device is: constants, batch buffers, derived steps."""
     arguments = call(PRECOMPRESSED, ROWS, **where)
-    function = path.planned[PRECOMPRESSED, SAVING]
+    function = path.planned(PRECOMPRESSED, SAVING)
     with torch.device("meta"):
         out, *kept = function(*arguments)
         grads = function.backward(out.flip(1), *kept, *arguments)

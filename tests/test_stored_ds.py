@@ -26,7 +26,7 @@ def plan_of_backward(monkeypatch):
     set_limits(monkeypatch, ds_chunk_bytes=1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
     given = planned.described(operators.SHARED_KV, 1, 2048, **sizes, config=PAPER)
-    function = nsa_torch.mosaic.PATH.planned[operators.SHARED_KV, "saving"]
+    function = nsa_torch.mosaic.PATH.planned(operators.SHARED_KV, "saving")
     return function.plans(given, None)[1]
 
 

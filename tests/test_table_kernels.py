@@ -50,7 +50,7 @@ def plans(length, ends, config, layer, queries=None, gap=0):
     arguments[-3] = gap
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        return mosaic.PATH.planned[mode, pass_].plans(arguments, torch.device("cpu"))
+        return mosaic.PATH.planned(mode, pass_).plans(arguments, torch.device("cpu"))
 
 
 @kernel

@@ -99,10 +99,11 @@ def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Laun
     layer = {"heads": case.H, "kv_heads": case.Hkv, "key_width": case.D, "value_width": case.Dv}
     sizes = {"config": case.config, "packed": packed, "dtype": case.dtype}
     given = planned.described(PRECOMPRESSED, case.B, case.T, **layer, **sizes)
-    found, paths = [], triton.PATH.planned
+    found = []
     with mock.patch.object(plans, "capability_of", lambda _: capability):
         for keep in FORWARD, SAVING:
-            for plan in paths[PRECOMPRESSED, keep].plans(given, torch.device("cuda", 0)):
+            planned_of = triton.PATH.planned(PRECOMPRESSED, keep)
+            for plan in planned_of.plans(given, torch.device("cuda", 0)):
                 for step in plan.steps:
                     if isinstance(step, buffers.Launch):
                         dtypes = tuple(x.dtype for x in step.reads)
