@@ -513,7 +513,7 @@ def check_runs(
     if starts is not None and lengths is not None:
         for (missing,) in np.argwhere((lengths > 0) & (np.diff(starts) > 0) & ~covered):
             raise ValueError(
-                f"runs must have each row with new tokens, got none of row {missing}"
+                f"runs must include every row that has new tokens, but row {missing} is in none"
             )
 
 

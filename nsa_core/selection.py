@@ -48,7 +48,8 @@ def choose(
 
     Args:
       scores: `[..., N]`.
-      own: The query's own block, broadcast to `[...]`. A negative one has no candidates.
+      own: The query's own block, broadcast to `[...]`. If it is negative, the query has no
+        candidate blocks.
       log_scores: Function that returns the logarithms of the scores. On a CPU they order scores
         that are not exact, if one of these would be selected and not all candidates are.
     """

@@ -253,7 +253,7 @@ def select_blocks(
 ) -> Int[Array, "B T Hkv n"]:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower block is chosen. Scores too small for float32 (logits 87 below
+    If scores are equal, the lower index is chosen. Scores too small for float32 (logits 87 below
     the log-sum-exp) are still ordered by `reference`, and by `xla` on a CPU. Other
     implementations treat them as 0 (docs/kernels/numerics.md).
 

@@ -46,7 +46,7 @@ def index_blocks(
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
     in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
-    query's own, and those of the highest z. If scores are equal, the lower block is chosen. No
+    query's own, and those of the highest z. If scores are equal, the lower index is chosen. No
     array of queries times keys is allocated: the plain implementation processes chunks of queries.
 
     Args:

@@ -54,7 +54,8 @@ def _each(given):
 def _whole(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided:
         raise ValueError(
-            f"{name} must be dense, got {x.layout}: rows of several lengths are packed (cu_seqlens)"
+            f"{name} must be dense (torch.strided), got {x.layout}; pack rows of several lengths "
+            "into one row with cu_seqlens"
         )
     if torch.compiler.is_compiling() or type(x) in TENSORS:
         return

@@ -233,13 +233,13 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def branch_shapes(query, key, value, *rest):
-    """Output and log-sum-exp of a branch, unwritten."""
+    """Make uninitialized tensors with the shapes and dtypes of a branch's output and lse."""
     out = query.new_empty(*query.shape[:3], value.shape[-1])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def index_shapes(query, key, *rest):
-    """Selected blocks, unwritten."""
+    """Make an uninitialized tensor with the shape and dtype of block indices."""
     shape = *query.shape[:2], key.shape[2], config_of(*rest[-2]).num_selected
     return (query.new_empty(shape, dtype=torch.int32),)
 

@@ -178,7 +178,7 @@ def test_gradients_reach_every_weight():
     ("changed", "message"),
     [
         (dict(selection="best"), "selection must be one of"),
-        (dict(block_counts=3), "as many blocks per query as a chunk has"),
+        (dict(block_counts=3), "needs block_counts == block_size"),
         (dict(block_size=0, selection="exact"), "compress_stride must be >= 1"),
         (dict(window_size=-1), "window must be >= 0"),
         (dict(attention_dropout=0.1), "attention_dropout must be 0, got 0.1"),

@@ -397,7 +397,7 @@ def test_kinds_are_named_by_what_differs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": pair(0, (1, 1), (1, 1))}, "separate seed of nsa, got 0 again"),
+        ({"b": pair(0, (1, 1), (1, 1))}, "seed 0 occurs twice among the runs with nsa"),
         ({"b": lines("nsa", 1, 1.0, 1.0, steps=11)}, "must include dense attention"),
         ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a run that ended of torch-nsa"),
         ({"b": lines("nsa", 1, 1.0, 1.0)}, r"dense must have the seeds of nsa .*none of \[1\]"),
@@ -515,7 +515,7 @@ def test_a_row_of_an_experiment():
         ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
         (
             {x: lines("nsa", 1, 1.0, 1.0) for x in "ab"},
-            "b must have a separate seed, got 1 again",
+            "b: seed 1 occurs twice among the runs with",
         ),
     ],
 )

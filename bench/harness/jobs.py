@@ -109,8 +109,10 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
 
 
 def in_form(form: str, runner, job: Job, settings) -> Job:
-    """The whole attention of `job` in another form. `recompute` stores no branch outputs for
-    the backward pass. `packed` uses one packed row with metadata that is made before."""
+    """Make a job that computes all branches as `job` does, with `recompute` or as one packed row.
+
+    `recompute` stores no branch outputs for the backward pass. `packed` uses one packed row with
+    metadata that is made before."""
     run, config = settings.runtime, settings.nsa
     meta = runner.metadata(run.batch, run.seq_len, config) if form == "packed" else None
 

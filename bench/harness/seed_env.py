@@ -141,15 +141,15 @@ def _one(name, text, values, command, present) -> str:
     if meaning.command and meaning.command != command:
         if meaning.required and _measures(values):
             raise ValueError(
-                f"{name}={text} is --{' --'.join(wanted)} of bench.{meaning.command}, and "
-                f"nothing in bench.{command}: unset it"
+                f"{name}={text} is --{' --'.join(wanted)} of bench.{meaning.command} and has no "
+                f"meaning for bench.{command}; unset {name}"
             )
         return f"{use} of bench.{meaning.command}; ignored here"
     lacking = [flag for flag in wanted if flag not in values]
     if lacking and not meaning.command and _measures(values):
         raise ValueError(
-            f"{name}={text} is nothing in bench.{command}, which has no --{' --'.join(lacking)}: "
-            "unset it"
+            f"{name}={text} has no meaning for bench.{command}, which has no "
+            f"--{' --'.join(lacking)}; unset {name}"
         )
     notes = []
     for flag, x in wanted.items():

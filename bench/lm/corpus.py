@@ -77,7 +77,8 @@ class Wheels:
         by its path from there. Defaults to this one.
 
     Raises:
-      ValueError: A wheel belongs to both parts, or the sizes of a file are in the wrong order.
+      ValueError: A wheel is in both `train` and `held_out`, or the minimum in `file_bytes` is
+        greater than the maximum.
     """
 
     train: Names

@@ -51,7 +51,7 @@ class Batches:
       sha256: hash of the tokens and of the packing.
 
     Raises:
-      ValueError: the held-out part is shorter than a row, or there is no such packing.
+      ValueError: The held-out part is shorter than a row, or `pack` is not one of the three names.
     """
 
     def __init__(

@@ -179,7 +179,10 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
             raise ValueError(f"{name} must hold one run") from None
         ended = _ended(name, run, lines)
         if runs.setdefault(ended.seed, ended) is not ended:
-            raise ValueError(f"{name} must have a separate seed, got {ended.seed} again")
+            raise ValueError(
+                f"{name}: seed {ended.seed} occurs twice among the runs with {label}; each run "
+                "needs its own seed"
+            )
     return Kind(label, dict(sorted(runs.items())))
 
 
@@ -257,7 +260,8 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
         label = " ".join([own["attention"], *stated])
         if run.seed in kinds.setdefault(label, {}):
             raise ValueError(
-                f"{name} must have a separate seed of {label}, got {run.seed} again"
+                f"{name}: seed {run.seed} occurs twice among the runs with {label}; each run "
+                "needs its own seed"
             )
         kinds[label][run.seed] = run
     about = runs[0][1].header

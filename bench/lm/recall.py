@@ -12,9 +12,10 @@ except in one of the two positions, which has the text of another row:
 
 in nats per token. Over many rows p and q come from the same text, but p fits the text around it
 better, which `recall` includes. A model that only counts the tokens of the window before gains 0.5
-at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`. `copied` compares the same
-tokens after the same ones. All of it comes from the first occurrence of the passage, which is
-beyond the sliding window, in reach of compressed and selected tokens only.
+at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`. For `copied`, both rows end
+in the same 64 tokens, after the same preceding tokens; only the earlier passage differs. The whole
+difference comes from the first occurrence of the passage, which is beyond the sliding window, in
+reach of compressed and selected tokens only.
 """
 
 from typing import NamedTuple

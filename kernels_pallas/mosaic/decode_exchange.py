@@ -238,7 +238,9 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     floats = HEADS * width
 
     def chunk(row, number):
-        """Offset of 32 bytes of a row of the output, in different banks in each of four rows."""
+        """Offset of 32-byte chunk `number` in output row `row`. The chunks with the same number in
+        four rows are in different banks.
+        """
         return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
 
     place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)

@@ -50,9 +50,10 @@ class Queue:
     """The strips that a warp reads, and its ring buffer.
 
     Attributes:
-      limit: Turns that are known from the length.
-      total: All turns.
-      near: First turn of values.
+      limit: Number of strips that are known from the length, before the blocks are selected.
+      total: Number of all strips.
+      near: Index in the queue of the first strip of values. Those of keys of the compressed and
+        sliding branches come before it.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):

@@ -140,7 +140,9 @@ class KeyTile:
         full = refs.step_full.at[stage]
 
         def rows_of(array):
-            """The query tile in `array` `[B, T, H, width]`, by columns."""
+            """Make a function from columns to those columns of the query tile's rows in `array`,
+            `[B, T, H, width]`.
+            """
             tokens, group = pl.ds(tile * query_tile.tokens, query_tile.tokens), query_tile.group
             return lambda columns: array.at[
                 self.b, tokens, pl.ds(self.g * group, group), columns

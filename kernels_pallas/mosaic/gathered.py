@@ -341,7 +341,9 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
     tile_rows = TileRows.of(spec)
 
     def heads_of(array):
-        """The tile of `[B, segment_tokens, H, width]`, by columns."""
+        """Make a function from columns to those columns of this tile's rows in `array`,
+        `[B, segment_tokens, H, width]`.
+        """
         heads = pl.ds(kv_head * spec.group, spec.group)
         return lambda columns: array.at[b, tokens, heads, columns]
 

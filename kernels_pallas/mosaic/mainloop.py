@@ -58,7 +58,7 @@ class TilePlace(NamedTuple):
 
 
 def rows_of(size: Tile, array, at: TilePlace):
-    """The tile of `[B, T, H, .]`, by columns."""
+    """Make a function from columns to those columns of a tile's rows in `array`, `[B, T, H, .]`."""
     tokens = pl.ds(at.index * size.tokens, size.tokens)
     heads = pl.ds(at.kv_head * size.group, size.group)
     return lambda columns: array.at[at.b, tokens, heads, columns]

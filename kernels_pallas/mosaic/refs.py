@@ -30,10 +30,10 @@ def build_kernel(
 
     Args:
       kernel: A kernel of `Kernel.named`.
-      body: A function of one object whose attributes are the refs. An input that a description
-        leaves out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python
-        integers, or scalars that the kernel reads at launch. `refs.cta` has the CTA's index on each
-        axis of the grid (`cta_index`).
+      body: A function of one object whose attributes are the refs. An input that the
+        kernel's description omits has no attribute on this object. `refs.sizes`
+        has the numbers of `kernel.sizes`: Python integers, or scalars that the kernel reads at
+        launch. `refs.cta` has the CTA's index on each axis of the grid (`cta_index`).
       scratch: Types of the scratch refs, in their order in memory.
       options: Other options of `plgpu.kernel`, e.g. `grid_names`.
 

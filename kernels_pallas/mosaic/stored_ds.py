@@ -261,7 +261,7 @@ def dq(kernel: Kernel):
             plgpu.copy_gmem_to_smem(source, refs.starts.at[chunk], refs.list_ready)
 
         def heads_of(array, t):
-            """Token `t` of the tile, by columns."""
+            """Make a function from columns to those columns of token `t` of the tile."""
             heads = pl.ds(kv_head * tile.group, tile.group)
             return lambda columns: array.at[b, pl.ds(first + t, 1), heads, columns]
 

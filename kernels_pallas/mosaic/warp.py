@@ -289,7 +289,7 @@ def join(address: Word, x: Word, only: Word) -> None:
 
 
 def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
-    """Writes two neighbouring float32 to shared memory, at a multiple of 8."""
+    """Writes two neighbouring float32 to shared memory. The address must be a multiple of 8."""
     _do(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", address, x, y)
 
 
@@ -324,14 +324,16 @@ def put(address: Word, x: Number, only: Word) -> None:
 
 
 def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
-    """Writes 2 or 4 integers to global memory, at a multiple of their bytes, if `only` holds."""
+    """If `only` holds, writes 2 or 4 integers to global memory. The address must be a multiple of
+    their total size in bytes.
+    """
     text = f"st.global.v{len(values)}.b32 [$0], {_listed(1, len(values))};"
     _do(text, address, *values, only=only)
 
 
 def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
-    """2 or 4 integers from global memory that is read once and not written, at a multiple of their
-    bytes; zeros if `only` does not hold.
+    """Reads 2 or 4 integers from global memory that is read once and not written. The address must
+    be a multiple of their total size in bytes. The result is zeros if `only` does not hold.
     """
     load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
@@ -411,7 +413,9 @@ def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: s
 
 
 def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
-    """2 or 4 neighbours in shared memory, at a multiple of their bytes."""
+    """Reads 2 or 4 neighbouring integers from shared memory. The address must be a multiple of
+    their total size in bytes.
+    """
     text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
     return _ptx(text, address, result=[i32()] * count, reads=True)
 

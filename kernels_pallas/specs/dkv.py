@@ -254,12 +254,13 @@ def partials(spec: Dkv) -> Kernel:
 
 @described
 def merge(spec: Dkv) -> Kernel:
-    """dk and dv: the sums of the partials of each tile of keys.
+    """Add up the partials of each tile of keys, which gives dk and dv.
 
-    Inputs: the outputs of `partials`; `first` and `count`, int32 `[B * Hkv * key_tiles]`: which
-    partials belong to a tile of keys. With `stored_rows` also ds_chunk, and the existing output of
-    one gradient: other rows of `[B, Hkv]` are not written. Outputs, as wanted: dk
-    `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`.
+    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`,
+    which state the partials of each tile of keys. With `stored_rows` there are two more inputs:
+    `ds_chunk`, and `before`, the gradient (dk or dv) that the kernel updates in place. Only the
+    rows of `[B, Hkv]` in this chunk are written; the others keep their values. Outputs are dk
+    `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`, or one of them.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

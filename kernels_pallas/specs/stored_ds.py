@@ -56,7 +56,7 @@ class StoredDsQuery(BlockListSizes):
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """A token: its heads, and padding rows."""
+        """The rows of one token: its heads, and padding rows."""
         slab = slab_width(self.D, self.Dv)
         if self.group == HEADS:
             return Tile(HEADS, slab, HEADS)
@@ -64,7 +64,7 @@ class StoredDsQuery(BlockListSizes):
 
     @functools.cached_property
     def tile(self) -> Tile:
-        """64 rows of whole tokens, which share a block list."""
+        """64 rows: `query_tile.rows` for each token. The tokens share a block list."""
         return Tile(self.query_tile.rows, self.query_tile.slab)
 
 

@@ -328,8 +328,9 @@ class WorkItems:
 
     @property
     def items(self) -> int:
-        """Distance from a row's work items to the next row's: the work items of all segments if
-        `halving`, since a row's are contiguous, otherwise those of a segment.
+        """Distance between the work items of two neighbouring rows. If `halving`, a row's items are
+        contiguous, and the distance is the number of its items in all segments. Otherwise it is
+        the number in one segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 

@@ -85,7 +85,9 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """The greater of two maxima, and the same for exponents: 0 if no key is seen."""
+    """The greater of two maxima, and the value to subtract from exponents: that maximum, or 0 if no
+    key was seen.
+    """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
 

@@ -97,8 +97,8 @@ class Derived(NamedTuple):
 
     Attributes:
       static: its other arguments, by name.
-      writes: new buffers, or the first one that is read: the function then writes to it, and
-        returns nothing.
+      writes: The outputs, which are new buffers or the first buffer of `reads`. In the second case
+        the function writes into that buffer and returns nothing.
     """
 
     function: Callable[..., Any]

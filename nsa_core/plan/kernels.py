@@ -42,8 +42,8 @@ def kernels_of(
       scale: None means 1 / sqrt(key_width).
       gradients: Whether to include the backward pass, and the forward pass that stores residuals.
       packed: Whether rows have several sequences.
-      compresses: Whether to include compression by means (torch), with the gradients of tokens, and
-        packed rows whose sequences have slots (`nsa_core.varlen`).
+      compresses: Whether to include compression by means (torch) and the gradients of tokens. If
+        `packed` is also set, each sequence has its own slots (`nsa_core.varlen`).
       shared: Whether all branches read the same tokens.
     """
     ops = PlanOps(HOPPER)

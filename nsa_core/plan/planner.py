@@ -190,7 +190,9 @@ class PlanOps(ArrayOps):
 
     def per_batch(self, x):
         if self._shared not in (None, x.buffer):
-            raise ValueError("a plan can have only one argument that calls share")
+            raise ValueError(
+                "a plan can have only one argument that many calls share (per_batch)"
+            )
         self._shared = x.buffer
         return x
 

@@ -306,7 +306,7 @@ def backward(
 
 
 def in_slots(layout, *arrays):
-    """Move compressed tokens without gaps to the slots that kernels read."""
+    """Move compressed tokens, which are stored without gaps, to the slots that kernels read."""
     return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
 
 

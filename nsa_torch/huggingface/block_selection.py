@@ -40,8 +40,8 @@ NAMES: set[str] = set()  # all that were registered
 TAKEN: set[type] = set()  # classes whose `forward` was replaced
 MODEL = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
 # Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are
-# padding and 0 in others: kernels read it with the keys. 16 is what they ask widths to be
-# multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
+# padding and 0 in others: kernels read it with the keys. Kernels require widths that are
+# multiples of 16, and 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
 LANES, HIDDEN = 16, -30000.0
 # Arguments of other models' attention that would be lost here: sinks, windows, biases, and
 # `indices`, single tokens that DeepSeek-V3.2 and its kin choose; boundaries of packed rows.
@@ -53,8 +53,8 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
 
     Args:
       name: The value of `attn_implementation` that selects it.
-      implementation: That of `nsa_torch.block_attention`, a name that never falls back. None means
-        automatic.
+      implementation: As in `nsa_torch.block_attention`. A named implementation never falls back to
+        another. None means automatic.
     """
     attend = functools.partial(block_attention, implementation=implementation)
     AttentionInterface.register(name, attend)
@@ -262,8 +262,8 @@ def _is_key_states(mask: Tensor | None) -> bool:
 
 
 def take_over() -> None:
-    """Our indexer in MiniMax-M3, if its code has been imported, where `attn_implementation` is one
-    of `NAMES`; the one that was there under every other name.
+    """If MiniMax-M3's code has been imported, make it use our indexer when `attn_implementation` is
+    one of `NAMES`. With any other name the original indexer runs.
     """
     module: Any = sys.modules.get(MODEL)
     if module is None or module.MiniMaxM3VLIndexer in TAKEN:

@@ -215,7 +215,10 @@ class NSAModelCache(Cache):
         self.clear()
 
     def clear(self) -> None:
-        """As if no call had been made; each layer's first call makes its tensors."""
+        """Reset the cache to the state before any call.
+
+        The first call of each layer creates its tensors.
+        """
         self.layers: list[Any] = [
             DenseLayer() if kind == "dense" else self.nsa_layer()
             for kind in self.config.layer_attention

@@ -81,7 +81,9 @@ class SavedConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Does nothing: transformers would write the source of this file next to config.json."""
+        """Do nothing. If the class were registered, transformers would write the source of this
+        file next to config.json.
+        """
 
 
 class NSAModelConfig(SavedConfig):
@@ -96,8 +98,8 @@ class NSAModelConfig(SavedConfig):
         `hidden_size // num_attention_heads`, and the width of key heads.
       max_position_embeddings: intended maximum of tokens; nothing depends on it.
       initializer_range: initial standard deviation of all matrices. None means
-        `1 / sqrt(3 inputs)`, `sqrt(2 layers)` times less for those that write to the residual
-        stream, and 0.02 for the embedding. It does not affect gates and `phi`.
+        `1 / sqrt(3 * inputs)`, for matrices that write to the residual stream divided by
+        `sqrt(2 * layers)`, and 0.02 for the embedding. It does not affect gates and `phi`.
       rms_norm_eps: epsilon of the norms.
       rope_parameters: `rope_theta`, and `rope_type`: "default", "linear" with `factor`, by which
         positions are divided, or "llama3" or "yarn" with the numbers of `nsa_core.rotation`. Pairs

@@ -44,9 +44,11 @@ FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocato
 
 
 def check_manager() -> None:
-    """
+    """Refuse a version of transformers whose manager of pages is not supported.
+
     Raises:
-      NotImplementedError: transformers' manager has no allocators, or others.
+      NotImplementedError: transformers' manager has no allocators, or its allocators differ from
+        those of the supported versions (5.19 to 5.24).
     """
     if not hasattr(FullAttentionCacheAllocator, "layer_type"):
         raise NotImplementedError(
@@ -251,9 +253,9 @@ def manager_of(
       make: transformers' `init_continuous_batching`.
 
     Raises:
-      NotImplementedError: transformers has another manager than those that were tried.
-      ValueError: The errors of `continuous_batching_config`, or beams are requested.
-      MemoryError: there is less memory than `num_blocks` need.
+      NotImplementedError: This version of transformers has a manager that was not tried.
+      ValueError: `continuous_batching_config` is invalid, or beams are requested.
+      MemoryError: There is less memory than `num_blocks` blocks need.
     """
     check_manager()
     _batches.ATTN_TYPE_TO_ALLOCATOR[KIND] = AllocatorByConfiguration

@@ -76,8 +76,8 @@ class NSAGenerationMixin(GenerationMixin):
             `destroy_cached_continuous_batching_manager()` first.
 
         Raises:
-          ValueError: A prompt is not a list of at least one token of the vocabulary. In a step it
-            would also end the other requests.
+          ValueError: A prompt is not a list of at least one token of the vocabulary. If such
+            a prompt were found only during a step, the error would also end the other requests.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments

@@ -2,17 +2,19 @@
 
 A layer is Llama's with a projection of gates: `sigmoid(x g_proj^T)`, rows (head, branch),
 branches compressed, selected, sliding. All branches read the same rotated keys and the values;
-compressed ones are means of `block_size` tokens; a query's own block is always selected, no other
-by force. So one `nsa_torch.attention` is the layer, but for its selection:
+compressed keys and values are means of `block_size` tokens. A query's own block is always selected,
+and no other block is forced. One call of `nsa_torch.attention` computes the layer except for its
+selection, of which there are two kinds:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
   selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:
                         after each chunk of 16 blocks the slots hold the best half of their old
-                        blocks and the best half of the chunk. So half of the blocks are the best
-                        before the last chunk, and up to half come from the last chunk, regardless
-                        of their score
+                        blocks and the best half of the chunk. Half of the selected blocks are
+                        therefore the best of those before the last chunk, and up to half are blocks
+                        of the last chunk, whatever their score
 
-The checkpoint was trained by the second, if by the file that its README has put into place.
+The checkpoint was trained with selection="trained" if the file that its README tells users to
+install was used.
 """
 
 import inspect
@@ -67,8 +69,9 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
         validate.one_of("selection", self.selection, SELECTIONS)
         if self.selection == "trained" and self.block_size != self.block_counts:
             raise ValueError(
-                "selection='trained' needs as many blocks per query as a chunk has, "
-                f"block_counts={self.block_counts}, got block_size={self.block_size}"
+                "selection='trained' needs block_counts == block_size, because a chunk has "
+                f"block_size blocks and one slot each; got block_counts={self.block_counts}, "
+                f"block_size={self.block_size}"
             )
         if self.attention_dropout:
             raise ValueError(f"attention_dropout must be 0, got {self.attention_dropout}")

@@ -61,7 +61,10 @@ class NSABackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls():
-        raise NotImplementedError("an NSA layer has its own attention operator")
+        raise NotImplementedError(
+            "an NSA layer must run nsa_torch.vllm's own attention operator, but vLLM asked this "
+            "backend for one of its layers; do not select this backend by hand"
+        )
 
     @staticmethod
     def get_builder_cls():
