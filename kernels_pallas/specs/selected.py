@@ -33,7 +33,7 @@ MAX_LIST_BYTES = 48 * 1024  # longest block list: 64 tokens x 64 blocks, 3 int32
 
 
 class BlockCounts(NamedTuple):
-    """One row of `block_counts`: what a tile's block list contains, as counts and positions."""
+    """One row of `block_counts`, which has counts and positions in a tile's block list."""
 
     full_blocks: Any  # blocks of the prefix that needs no mask by key
     blocks: Any  # of the whole list

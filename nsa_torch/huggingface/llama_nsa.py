@@ -11,9 +11,9 @@ selection, of which there are two kinds:
                         after each chunk of 16 blocks the slots hold the best half of their old
                         blocks and the best half of the chunk. Half of the selected blocks are
                         therefore the best of those before the last chunk, and up to half are blocks
-                        of the last chunk, whatever their score
+                        of the last chunk, regardless of their score
 
-The checkpoint was trained with selection="trained" if the file that its README tells users to
+The checkpoint was trained with selection="trained" if the file that its README asks users to
 install was used.
 """
 
