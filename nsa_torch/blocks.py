@@ -34,7 +34,7 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of each query to its listed key blocks, in one softmax.
+    """Compute causal attention of each query to its listed key blocks, in one softmax.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. The query sees those at or before its own position. The queries are the last `T`
@@ -142,7 +142,8 @@ def paged_block_attention(
     return_residual: bool = False,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
+    """Compute `block_attention` of each row's last tokens to its tokens in pages. The result is
+    `[N, H, Dv]`.
 
     It reads only the named blocks. Only shapes determine the launches, so that a CUDA graph serves
     growing lengths.

@@ -82,7 +82,9 @@ class NSACache:
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A cache with `function` applied to each tensor, whose axis 0 is the row."""
+        """Return a cache with `function` applied to each tensor. Axis 0 of each tensor is the
+        row.
+        """
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
         )
@@ -90,7 +92,7 @@ class NSACache:
         return dataclasses.replace(self, pages=pages, length=length, page_table=None)
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this one."""
+        """Return a copy that shares no memory with this cache."""
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
@@ -311,7 +313,7 @@ def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
 
 
 def grow(cache: NSACache, capacity: int) -> NSACache:
-    """A cache with the same tokens and a capacity of `capacity` tokens."""
+    """Return a cache with the same tokens and room for `capacity` tokens."""
     used, wanted = cache.page_table.shape[1], cache.config.num_blocks(capacity)
     rows = lambda x: x.unflatten(0, cache.page_table.shape)
     pages = cache.pages.map(lambda x: extend(rows(x), used, wanted).flatten(0, 1))
@@ -319,7 +321,9 @@ def grow(cache: NSACache, capacity: int) -> NSACache:
 
 
 def extend(x: Tensor, used: int, length: int) -> Tensor:
-    """The first `used` of `x` [B, M, ...], and zeros up to `length` of them."""
+    """Return the first `used` entries of `x` [B, M, ...], followed by zeros up to `length`
+    entries.
+    """
     wide = x.new_zeros(x.shape[0], length, *x.shape[2:])
     wide[:, :used] = x[:, :used]
     return wide

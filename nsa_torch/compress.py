@@ -1,4 +1,6 @@
-"""Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
+"""Compression `phi`, which makes one token from each window of `l` tokens. A window begins every
+`d` tokens (Eq. 7).
+"""
 
 from typing import Any
 
@@ -26,8 +28,8 @@ def compress(
     cu_seqlens: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
-    it is packed: `[B, C, Hkv, D]`.
+    """Apply `phi` to the windows of `x` [B, S, Hkv, D]. The result is `[B, C, Hkv, D]`. `x` begins
+    at position `first`, or at 0 in a packed row.
 
     In a packed row the windows of all sequences are in the order of their first token, without
     gaps. The remaining slots at the end are zero.
@@ -60,7 +62,7 @@ def compress(
 def gradient_of_means(
     grad: Tensor, length: int, *, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The gradient of `length` tokens from that of the means of their windows."""
+    """Compute the gradient of `length` tokens from the gradient of the means of their windows."""
     batch, count, kv_heads, width = grad.shape
     block, stride = config.compress_block, config.compress_stride
     dtype, shape = grad.dtype, (batch, length, kv_heads, width)
@@ -93,7 +95,8 @@ def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first)
 
 
 def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
-    """`phi` of each window `[B, C, l, Hkv, D]`, accumulated in float32: `[B, C, Hkv, D]`.
+    """Apply `phi` to each window `[B, C, l, Hkv, D]`, accumulating in float32. The result is
+    `[B, C, Hkv, D]`.
 
     Args:
       first: the position of each window's first token in its sequence, `[B or 1, C]`.

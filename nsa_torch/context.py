@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence over the ranks of a mesh dimension.
+"""Context parallelism, which divides one sequence among the ranks of a mesh dimension.
 
 Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
 values are gathered one batch row and some key/value heads at a time (`head_groups`); the gather of
@@ -57,7 +57,7 @@ from nsa_torch.varlen import borders_of
 def shard_sequence(
     x: Tensor, context_mesh: DeviceMesh, *, dim: int = 1, context_layout: Layout = "zigzag"
 ) -> Tensor:
-    """This rank's tokens of `x`, which every rank has whole, along `dim`.
+    """Return this rank's tokens of `x` along `dim`. Every rank passes the whole of `x`.
 
     A length that is no multiple of the chunks there are is padded with zeros at the end.
     """
@@ -78,7 +78,9 @@ def unshard_sequence(
     length: int | None = None,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """The whole sequence on every rank, without gradient; `length`: without padding."""
+    """Return the whole sequence on every rank, without gradient. `length` is the length without
+    padding.
+    """
     ranks = Ranks(context_mesh, x.device)
     shards = Shards.of(ranks, "x", x.shape[dim], context_layout)
     found = ranks.gather(x.detach().movedim(dim, 0), "the sequence")()
@@ -93,7 +95,9 @@ def shard_positions(
     device: torch.device | None = None,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """Position of each token of this rank in its own sequence, int64 `[1, T]`; -1: padding."""
+    """Return the position of each token of this rank in its own sequence, int64 `[1, T]`. Padding
+    has position -1.
+    """
     device = device or torch.device(context_mesh.device_type)
     ranks = Ranks(context_mesh, device)
     shards = Shards.of(ranks, "query", local_length, context_layout)
@@ -121,7 +125,7 @@ def compress(
     context_mesh: DeviceMesh,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """`nsa_torch.compress` of the whole sequence, on every rank.
+    """Apply `nsa_torch.compress` to the whole sequence. Every rank gets the result.
 
     Args:
       x: `[B, T, Hkv, D]`, the rank's own tokens.
@@ -158,7 +162,8 @@ def select_blocks(
     context_mesh: DeviceMesh,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """The blocks that this rank's queries read, int32 `[B, T, Hkv, n]`; nothing is moved.
+    """Return the blocks that this rank's queries read, int32 `[B, T, Hkv, n]`. No tokens are moved
+    between ranks.
 
     Args:
       query: `[B, T, H, D]`, the rank's own.
@@ -364,7 +369,9 @@ class Call(NamedTuple):
         return [(slice(0, tokens.stop), end, options)]
 
     def units(self, given: Given) -> Iterator[Unit]:
-        """The gather of the next unit starts before one is handed out."""
+        """Yield the units. The gather of the next unit starts before the current unit is
+        returned.
+        """
         batch, _, kv_heads = given.keys_values[0].shape[:3]
         group = given.own[0].shape[2] // kv_heads
         widths = [x.shape[-1] for x in given.keys_values]
@@ -419,7 +426,8 @@ def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
 def local_graph(
     function: Callable[..., Tensor], leaves: list[Tensor], kept: list[Tensor]
 ) -> tuple[Tensor, Callable[..., list[Tensor | None]]]:
-    """A call's output, and its graph without the memory of the tensors it was given.
+    """Return a call's output, and its graph without the memory of the tensors that were passed to
+    it.
 
     Args:
       kept: List to which the tensors that the graph saves are appended. The graph does not own

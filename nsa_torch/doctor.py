@@ -51,7 +51,7 @@ def packages() -> Iterator[Finding]:
 
 
 def gpu() -> Finding:
-    """The GPU, and the kernels that it runs."""
+    """Report the GPU and the kernels that it runs."""
     if torch.version.cuda is None:
         words = (
             "this torch is a CPU build, attention runs on the CPU: install a CUDA build (pip "
@@ -89,7 +89,7 @@ def cuda() -> Iterator[Finding]:
 
 
 def kernels() -> Finding:
-    """The kernels on disk, and the problems that they serve."""
+    """Report the kernels on disk and the problems that they serve."""
     entries, layers = loaded.store().entries(), loaded.store().layers()
     if not entries:
         reason = build.why_not()

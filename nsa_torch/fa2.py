@@ -1,4 +1,4 @@
-"""The three branches through FlashAttention-2's variable-length kernels (CUDA).
+"""The three branches on FlashAttention-2's variable-length kernels (CUDA).
 
 `flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align
 causal masks to the bottom right: the last query of a sequence sees its last key.
@@ -47,7 +47,7 @@ MAX_SEQUENCES = 65535
 
 @constant
 def library() -> str:
-    """The name and version of the FA-2 that runs here."""
+    """Return the name and version of the installed FlashAttention-2."""
     return _library()
 
 
@@ -59,7 +59,7 @@ def _library() -> str:
 
 
 def why_not(problem) -> str | None:
-    """Why FA-2 cannot run `problem`, or None."""
+    """Return the reason why FlashAttention-2 cannot run `problem`, or None."""
     if problem.platform != "cuda":
         return f"FA-2 needs CUDA tensors, got {problem.platform}"
     if problem.dtype not in ("float16", "bfloat16"):
@@ -80,7 +80,8 @@ def why_not(problem) -> str | None:
 
 
 def varlen(query, key, value, bounds, longest, *, causal, window, scale):
-    """FA-2 on packed rows `[rows, heads, width]`: out and lse `[heads, rows]`.
+    """Run FlashAttention-2 on packed rows `[rows, heads, width]`. Return out and lse
+    `[heads, rows]`.
 
     Args:
       bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
@@ -129,7 +130,9 @@ def compressed_attention(
     scale=None,
     with_lse=True,
 ):
-    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
+    `p >= i*d + l - 1`.
+    """
     refuse_transforms(query, compressed_key, compressed_value)
     batch, length, heads, _ = query.shape
     count, stride = compressed_key.shape[1], config.compress_stride
@@ -164,7 +167,7 @@ def compressed_attention(
 def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
-    """The last `window` keys of the sequence, the query's own included."""
+    """Compute attention over the last `window` keys of the sequence, including the query's own."""
     refuse_transforms(query, key, value)
     batch, length, heads, _ = query.shape
     if config.window == 0:
@@ -234,7 +237,7 @@ def selected_attention(
     scale=None,
     with_lse=True,
 ):
-    """One softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
 
     def positions():
         return geometry_of(query, config, kv_len, cu_seqlens).position

@@ -1,4 +1,5 @@
-"""The public functions on torch tensors: validation once, then the chosen implementations.
+"""The public functions on torch tensors, which check their arguments once and then run the chosen
+implementations.
 
 Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_core.types`.
 Functions that accept `key`/`value` also accept a `Branches` of tensors. `implementation` is
@@ -72,7 +73,7 @@ def attention(
     context_mesh: DeviceMesh | None = None,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
+    """Compute causal Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5).
 
     Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
 
@@ -221,7 +222,7 @@ def compress(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
 ) -> Tensor:
-    """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
+    """Apply `phi` to windows of `l` tokens, which begin every `d` tokens (Eq. 7).
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
@@ -258,7 +259,7 @@ def select_blocks(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> Tensor:
-    """The blocks that each query reads (Eqs. 8-12), without gradient.
+    """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
     If scores are equal, the lower index is chosen. Scores too small for float32 (logits 87 below
     the log-sum-exp) are still ordered by `reference`, and by `sdpa` on a CPU. Other
@@ -299,7 +300,8 @@ def compressed_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
+    `p >= i*d + l - 1`.
 
     Args: the same as in `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
 
@@ -328,7 +330,8 @@ def selected_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
+    """Compute attention over the keys of the selected blocks at or before the query. Return
+    `(out, lse)`.
 
     Args:
       query: `[B, T, H, D]`.
@@ -362,7 +365,8 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the last `window` keys, the query's own included: `(out, lse)`.
+    """Compute attention over the last `window` keys, including the query's own. Return
+    `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 

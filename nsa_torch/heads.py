@@ -27,7 +27,7 @@ from nsa_torch.torch_ops import TORCH_OPS, capability_of, readable
 
 
 class GateOutput(nn.Linear):
-    """A linear layer that starts near zero: gates start near equal."""
+    """A linear layer that starts near zero, so that all gates start near the same value."""
 
     def reset_parameters(self) -> None:
         """Draws the weights again."""
@@ -36,7 +36,9 @@ class GateOutput(nn.Linear):
 
 
 class Gate(nn.Module):
-    """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+    """Computes three gates per key/value group from its mean query, `[B, T, Hkv, D]` to
+    `[..., 3]`.
+    """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
         super().__init__()
@@ -51,7 +53,7 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def set_constant(self, *logits: float) -> None:
-        """Gates of these logits (compressed, selected, sliding) for every query."""
+        """Set the gates to these logits (compressed, selected, sliding) for every query."""
         self.fc2.weight.zero_()
         self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
 
@@ -61,7 +63,8 @@ class Gate(nn.Module):
 
 
 class HeadGate(nn.Linear):
-    """Logits of three gates per query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+    """Computes the logits of three gates per query head from the layer's input, `[B, T, dim]` to
+    `[B, T, 3 H]`.
 
     Head by head: compressed, selected, sliding.
     """
@@ -87,7 +90,9 @@ class HeadGate(nn.Linear):
 
     @torch.no_grad()
     def set_constant(self, *logits: float) -> None:
-        """Gates of these logits (compressed, selected, sliding) for every query and head."""
+        """Set the gates to these logits (compressed, selected, sliding) for every query and
+        head.
+        """
         self.weight.zero_()
         self.bias.copy_((torch.tensor(logits) * self.temp).repeat(self.out_features // 3))
 

@@ -39,7 +39,7 @@ def index_blocks(
     cu_seqlens: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """The key blocks with the highest scores of an indexer, without gradient.
+    """Select the key blocks with the highest scores of an indexer, without gradient.
 
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)

@@ -1,4 +1,4 @@
-"""`NSAAttention`: an attention layer with projections, rotary positions, compression and gates.
+"""`NSAAttention`, an attention layer with projections, rotary positions, compression and gates.
 
 Constructor arguments, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` must not
 change (docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`.
@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
 
 class Pool(nn.Conv1d):
-    """A depthwise convolution that starts as the mean."""
+    """A depthwise convolution whose initial weights compute the mean."""
 
     def __init__(self, length: int, stride: int, width: int, **factory: Any):
         options = {"stride": stride, "groups": width, "bias": False}
@@ -293,7 +293,8 @@ class NSAAttention(nn.Module):
         return made
 
     def project(self, x: Tensor, position: Tensor):
-        """`query, key, value, gates` of `x` [B, T, dim], the arguments of `nsa_torch.attention`.
+        """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
+        `nsa_torch.attention`.
 
         With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
         """

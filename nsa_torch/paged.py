@@ -101,7 +101,7 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype = torch.bfloat16,
         max_rows: int = MAX_ROWS,
     ) -> Self:
-        """A cache on pages that another manager owns, in place.
+        """Make a cache on pages that another manager owns, without copying them.
 
         Other pages may be between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
         layers. If all given arrays have the same distance between pages, kernels read them without
@@ -170,7 +170,7 @@ class PagedCache(PagedArrays):
         config: NSAConfig = NSAConfig(),
         separate: bool = False,
     ) -> Self:
-        """A cache in the memory of another manager, of as many pages as fit.
+        """Make a cache in the memory of another manager, with as many pages as fit.
 
         Args:
           memory: `[elements]`, contiguous, in the cache's dtype. Its content is unchanged. The
@@ -198,7 +198,7 @@ class PagedCache(PagedArrays):
         return cls.of(config, **arrays)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A cache with `function` applied to each tensor."""
+        """Return a cache with `function` applied to each tensor."""
         cache = copy.copy(self)
         for name, x in self.tensors().items():
             setattr(cache, name, function(x))
@@ -221,7 +221,7 @@ class PagedCache(PagedArrays):
 
     @property
     def own_pages(self) -> int:
-        """The number of pages, without those between them."""
+        """The number of this cache's pages, without other pages between them."""
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:

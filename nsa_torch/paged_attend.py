@@ -62,7 +62,8 @@ def paged_attention(
     runs: Sequence[Run] | None = None,
     implementation: functional.Name | None = None,
 ) -> Tensor:
-    """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
+    """Compute attention of each row's last tokens to all its tokens in the cache. The result is
+    `[N, H, Dv]`.
 
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Append first and then
     attend, or pass the new tokens here, which is one launch on `mosaic`. The output of a row

@@ -74,7 +74,8 @@ def key_states(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of `block_attention`: a state of each key slot, not of each pair.
+    """Make the mask of `block_attention`, which has one state per key slot and not per pair of
+    query and key.
 
     Args:
       q_offset: slot of the first query; a tensor with a static cache.
@@ -156,7 +157,8 @@ def block_attention(
     implementation: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: out `[B, Sq, H, Dv]`, and None for the weights.
+    """Compute `nsa_torch.block_attention` as an attention function of transformers. Return out
+    `[B, Sq, H, Dv]`, and None in place of the weights.
 
     Layers without a selection (dense ones, the vision tower) go to transformers' `sdpa`.
 
@@ -288,7 +290,8 @@ def chosen_blocks(
     cache: Any,
     position_ids: Tensor,
 ) -> Tensor:
-    """int32 `[B, index heads, Sq, n]`: ascending, -1 in empty slots at the end.
+    """Return the blocks that the indexer selects, int32 `[B, index heads, Sq, n]`, ascending. Empty
+    slots at the end are -1.
 
     Args:
       indexer: a `MiniMaxM3VLIndexer`; rotate: its `apply_rotary_pos_emb`.

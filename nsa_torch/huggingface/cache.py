@@ -46,7 +46,8 @@ CACHED = (
 
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments`, in which a cache given by either of `NAMES` has this one.
+    """Return `arguments`, in which a cache that was passed under either of `NAMES` is replaced by
+    this cache.
 
     Raises:
       ValueError: caches are given by both names.
@@ -59,7 +60,7 @@ def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose argument `cache` may also be given as `past_key_values`."""
+    """Wrap `function`, so that its argument `cache` may also be passed as `past_key_values`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -84,12 +85,12 @@ class Call(NamedTuple):
 
 
 class NSALayer:
-    """The cache of a layer with NSA, which grows; the first call creates it."""
+    """The cache of a layer with NSA. It grows, and the first call creates it."""
 
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """`attention` of the columns `x` [B, T, dim] to all before."""
+        """Compute `attention` of the columns `x` [B, T, dim] to all columns before them."""
         if self.state is None:
             dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
             self.state = attention.init_cache(x.shape[0], call.room, dtype, x.device)
@@ -107,7 +108,7 @@ class NSALayer:
         self.state.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Forgets the last `count` tokens of every row, which leaves `lengths` of them."""
+        """Remove the last `count` tokens of every row. `lengths` tokens remain."""
         nsa_cache.crop(self.state, count)
 
 
@@ -147,7 +148,9 @@ class DenseLayer:
 
 
 class PagedLayer:
-    """The pages of a layer with NSA, `fp8` or in the model's dtype; made by the first call."""
+    """The pages of a layer with NSA, in fp8 or in the model's dtype. The first call creates
+    them.
+    """
 
     pages: Any = None  # a `PagedCache`
 
@@ -155,7 +158,7 @@ class PagedLayer:
         self.page, self.fp8 = page, fp8
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """`attention` of the columns `x` [B, T, dim] to all before."""
+        """Compute `attention` of the columns `x` [B, T, dim] to all columns before them."""
         spec = attention.spec
         if self.pages is None:
             self.batch, dtype = x.shape[0], product_dtype(x.device, x.dtype)
@@ -193,7 +196,8 @@ class PagedLayer:
 
 
 class NSAModelCache(Cache):
-    """The past of a batch: each call of `NSAForCausalLM` appends to it, with or without gradients.
+    """The keys and values of a batch's earlier tokens. Each call of `NSAForCausalLM` appends to it,
+    with or without gradients.
 
     Args:
       config: configuration of the model.
@@ -238,7 +242,7 @@ class NSAModelCache(Cache):
         return self.lengths is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included."""
+        """Return the number of columns seen, including padding."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -252,15 +256,17 @@ class NSAModelCache(Cache):
         Contents(theirs).with_facts(ours, "for a model ")
 
     def reserve(self, num_new: int) -> int:
-        """The number of columns with `num_new` more. ValueError if they exceed the capacity."""
+        """Return the number of columns after `num_new` more. Raise a ValueError if it exceeds the
+        capacity.
+        """
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
             raise ValueError(f"cache capacity is {self.capacity} tokens, got {needed}")
         return needed
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Before a call's first layer gets `x` [B, T, dim], of which row `b` has the first
-        `count[b]`.
+        """Prepare the cache before the first layer of a call gets `x` [B, T, dim]. Row `b` contains
+        its first `count[b]` columns.
 
         Raises:
           ValueError: there is no room, or the last call did not end and layers have its tokens.
@@ -284,13 +290,13 @@ class NSAModelCache(Cache):
         return Call(self.columns, count, position, lengths + new, self.room, needed)
 
     def end(self, call: Call) -> None:
-        """After the last layer of `call`: its tokens count."""
+        """Count the tokens of `call` after its last layer."""
         self.lengths = call.after if self.lengths is None else self.lengths.copy_(call.after)
         self.columns += call.position.shape[1]
         self.ragged = self.ragged or call.count is not None
 
     def reset(self) -> None:
-        """Forgets the tokens."""
+        """Remove all tokens."""
         if self.lengths is None:
             return
         for layer in self.layers:
@@ -317,7 +323,7 @@ class NSAModelCache(Cache):
         self.columns -= count
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Continues with these rows."""
+        """Keep only these rows."""
         if self.lengths is None:
             return
         select = lambda x: x[indices.to(x.device)]
@@ -330,12 +336,13 @@ class NSAModelCache(Cache):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes what row `beam_idx[i]` is."""
+        """Copy row `beam_idx[i]` to row `i`."""
         self.batch_select_indices(beam_idx)
 
 
 class NSAPagedModelCache(NSAModelCache):
-    """The past of a batch, for `NSAForCausalLM`: `generate(.., cache=this)`.
+    """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Use it as
+    `generate(.., cache=this)`.
 
     Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
     device, where a call reads them once and writes them once. A step therefore does not wait for
@@ -374,7 +381,9 @@ class NSAPagedModelCache(NSAModelCache):
         return self.batch
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Up to `QUERIES` columns, shapes do not depend on the number of tokens."""
+        """Prepare the cache before a call. With at most `QUERIES` columns, shapes do not depend on
+        the number of tokens.
+        """
         batch, T = x.shape[:2]
         if batch != self.batch:
             raise ValueError(
@@ -434,7 +443,8 @@ def attend_pages(
     order: Tensor | None = None,
     **at: Any,
 ) -> Tensor:
-    """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
+    """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute `attention` of
+    them.
 
     Args:
       order: as in `Call`; None means the order of `x`.
@@ -483,7 +493,7 @@ def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.
 
 
 def one_name(implementation: Names) -> Name | None:
-    """The implementation of all branches, which attention from pages runs at once."""
+    """Return the implementation of all branches. Attention from pages runs all branches at once."""
     names = set(Branches.each(implementation))
     if len(names) > 1:
         raise NotImplementedError(

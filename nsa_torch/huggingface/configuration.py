@@ -1,4 +1,4 @@
-"""`NSAModelConfig`: the configuration of a model, in transformers' terms."""
+"""`NSAModelConfig`, the configuration of a model for transformers."""
 
 import dataclasses
 import difflib
@@ -71,8 +71,8 @@ class SavedConfig(PreTrainedConfig):
     classes: ClassVar[dict[str, str]]
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers' `to_json_file`, and the module: `save_pretrained` calls it between noting
-        which files there are and uploading those that are new.
+        """Run transformers' `to_json_file`, and write the module. `save_pretrained` calls this
+        after it lists the existing files and before it uploads new ones.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)
@@ -87,7 +87,7 @@ class SavedConfig(PreTrainedConfig):
 
 
 class NSAModelConfig(SavedConfig):
-    """A decoder with Native Sparse Attention.
+    """The configuration of a decoder with Native Sparse Attention.
 
     Attributes:
       vocab_size: size of the vocabulary.
@@ -187,7 +187,7 @@ class NSAModelConfig(SavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """A configuration from its JSON. ValueError if it belongs to another model."""
+        """Make a configuration from its JSON. Raise a ValueError if it belongs to another model."""
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}, got {found!r}")
@@ -210,7 +210,7 @@ class NSAModelConfig(SavedConfig):
 
     @property
     def layer_attention(self) -> tuple[str, ...]:
-        """ "nsa" or "dense" of each layer."""
+        """The kind of attention of each layer, "nsa" or "dense"."""
         count, found = self.num_hidden_layers, self.attention
         kinds = (found,) * count if isinstance(found, str) else tuple(found)
         if len(kinds) != count:

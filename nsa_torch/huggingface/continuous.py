@@ -58,7 +58,7 @@ def check_manager() -> None:
 
 
 def elements_of_layers(config: NSAModelConfig) -> list[int]:
-    """Elements of a block of `select_block` tokens, a number for each layer."""
+    """Return the number of elements in a block of `select_block` tokens, for each layer."""
     spec = config.layer_spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
     nsa = paged_layout.page_elements(heads, *widths, spec.config, spec.separate)
@@ -67,7 +67,7 @@ def elements_of_layers(config: NSAModelConfig) -> list[int]:
 
 
 def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of a block of `select_block` tokens of all layers."""
+    """Return the size in bytes of a block of `select_block` tokens, over all layers."""
     return sum(elements_of_layers(config)) * dtype.itemsize
 
 
@@ -124,7 +124,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
         self.pages: dict[int, PagedCache | tuple[Tensor, Tensor]] = {}
 
     def register_cache_tensor(self, bytes_per_sector, non_trash_bytes, cache_tensor, pool):
-        """Carves `cache_tensor`, the manager's memory in bytes."""
+        """Divide `cache_tensor`, the manager's memory in bytes, into the pages of the layers."""
         self.bytes_per_sector = bytes_per_sector
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         blocks = cache_tensor.numel() // self.bytes_per_block
@@ -162,14 +162,16 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_read_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """The blocks of the request, in place of its tokens."""
+        """Return the blocks of the request. Transformers' own allocators return its tokens."""
         count = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][:count]
 
     def get_write_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """The same for a request that begins. A step with only such requests reads no blocks."""
+        """Return the blocks of a request that begins. A step with only such requests reads no
+        blocks.
+        """
         return [] if past_length else self.get_read_indices(request_id, 0, query_length)
 
 
@@ -185,7 +187,7 @@ class AllocatorByConfiguration(FullAttentionCacheAllocator):
 def continuous_batching_config(
     config: NSAModelConfig, **options: Any
 ) -> ContinuousBatchingConfig:
-    """transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
+    """Make transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
       options: Other fields of it. `use_cuda_graph` applies to steps of one token per row. It
@@ -247,7 +249,7 @@ def manager_of(
     given: ContinuousBatchingConfig | None,
     hints: Any,
 ) -> Any:
-    """transformers' manager for a model with NSA.
+    """Make transformers' manager for a model with NSA.
 
     Args:
       make: transformers' `init_continuous_batching`.
@@ -314,7 +316,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
 
 class ContinuousBatch:
-    """One step of a model with NSA: some rows prefill, some decode.
+    """One step of a model with NSA. Some rows prefill and others decode.
 
     Args:
       config: The model's.
@@ -379,7 +381,7 @@ class ContinuousBatch:
         self.page_table = blocks[index.to(blocks.device, non_blocking=True)].to(torch.int32)
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
+        """Compute the attention of layer `index` for its new tokens `x` [1, N, dim]."""
         pages = self.allocator.pages[index]
         if not isinstance(attention, NSAAttention):
             attend = functools.partial(self.attend_to_all, pages)
@@ -400,7 +402,7 @@ class ContinuousBatch:
         scaling: float,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Causal attention of a dense layer, on gathered pages.
+        """Compute causal attention of a dense layer, on gathered pages.
 
         query, key, value: `[1, heads, N, .]`, the step's tokens.
         """

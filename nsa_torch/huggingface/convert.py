@@ -91,8 +91,8 @@ class DifferentError(Exception):
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
-    """Rows of heads of `width` from (i, i + width / 2), which transformers rotates together, to
-    (2i, 2i + 1).
+    """Reorder rows of heads of `width`. Transformers rotates rows i and i + width / 2 together,
+    which become rows 2i and 2i + 1.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -102,7 +102,7 @@ def configuration(
     dense_layers: Iterable[int] = (),
     **nsa: Any,
 ) -> NSAModelConfig:
-    """The configuration of the converted model.
+    """Make the configuration of the converted model.
 
     Args:
       dense_layers: indices of layers that retain dense attention.
@@ -142,7 +142,7 @@ def configuration(
 
 
 def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[str, Tensor]:
-    """The weight `name` of the dense model under the names of `NSAForCausalLM`."""
+    """Return the weight `name` of the dense model under the names of `NSAForCausalLM`."""
     found = ATTENTION.fullmatch(name)
     if found is None:
         return {name: x}
@@ -166,7 +166,9 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
 
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
-    """The weights that a dense model with those of `source` has not: gates, `phi`, some biases."""
+    """Make the weights that the dense model with weights `source` does not have, which are gates,
+    `phi` and some biases.
+    """
     found: dict[str, Tensor] = {}
     spec = config.layer_spec
     for index, kind in enumerate(config.layer_attention):
@@ -351,7 +353,7 @@ def _write(
 
 @torch.no_grad()
 def _compare(folder: Path, made: Path, count: int, config: NSAModelConfig) -> None:
-    """The logits of both models on random tokens, one model at a time."""
+    """Compare the logits of both models on random tokens, one model at a time."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
     load = transformers.AutoModelForCausalLM.from_pretrained

@@ -34,7 +34,9 @@ class NSAGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, whose `cache` is also `past_key_values`, in every version."""
+        """Run transformers' `generate`. In every version, `cache` may also be passed as
+        `past_key_values`.
+        """
         base: Any = super()
         return base.generate(*args, **cache_named(CACHE, kwargs))
 

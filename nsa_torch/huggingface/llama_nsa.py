@@ -40,7 +40,7 @@ THEIRS = *inspect.signature(LlamaForCausalLM.forward).parameters, "return_dict",
 
 
 class LlamaNSAConfig(SavedConfig, LlamaConfig):
-    """Llama's, and the sizes of NSA.
+    """The configuration of Llama, with the sizes of NSA.
 
     Attributes:
       block_size: tokens of a compressed token and of a selection block.
@@ -84,7 +84,7 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer, in place of Llama's and under its names."""
+    """The attention of a layer. It replaces Llama's, with the same names of weights."""
 
     config: LlamaNSAConfig
 
@@ -125,7 +125,9 @@ class LlamaNSAAttention(LlamaAttention):
 def trained_blocks(
     query: Tensor, key: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """int32 `[B, T, Hkv, n]`: see `selection="trained"` above."""
+    """Select blocks as described for `selection="trained"` above. The result is int32
+    `[B, T, Hkv, n]`.
+    """
     group = query.shape[2] // key.shape[2]
     packed: dict[str, Any] = {"config": config, "cu_seqlens": cu_seqlens}
     with torch.no_grad():
@@ -142,7 +144,8 @@ def trained_blocks(
 
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
-    """int32 `[..., places]` from scores `[..., N]` (negative if no candidate), ascending, then -1.
+    """Select `places` indices of scores `[..., N]`, which are negative if a block is no candidate.
+    The result is int32 `[..., places]`, ascending and then -1.
 
     Chunks of `places` blocks one after the other, up to the last one with a candidate.
     """
@@ -167,7 +170,7 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 
 
 class LlamaNSAForCausalLM(LlamaForCausalLM):
-    """`from_pretrained(path, selection="exact")` or `"trained"`.
+    """A Llama with NSA. Load it with `from_pretrained(path, selection="exact")` or `"trained"`.
 
     A packed row is marked by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
     `position_ids` of one row that start again.
@@ -189,7 +192,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **rest: Any
     ) -> Any:
-        """The same as Llama's."""
+        """Run the model as Llama's `forward` does."""
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
                 "attention_mask must be None or all ones: LlamaNSAForCausalLM supports no padding"

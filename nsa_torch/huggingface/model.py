@@ -1,4 +1,4 @@
-"""`NSAModel` and `NSAForCausalLM`: the decoder, with the interface of transformers."""
+"""`NSAModel` and `NSAForCausalLM`, a decoder with the interface of transformers."""
 
 import functools
 import inspect
@@ -48,14 +48,16 @@ class SelfAttention(NSAAttention):
         attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """The same as `NSAAttention`. A cache's layer passes `attend`, which replaces the call."""
+        """Run the layer as `NSAAttention` does. A layer of a cache passes `attend`, which replaces
+        the call.
+        """
         if attend is None:
             return super().forward(x, kv, **options)
         return attend(self, x), None
 
 
 class DenseAttention(nn.Module):
-    """Causal attention to all keys, by transformers' attention interface."""
+    """Computes causal attention to all keys through transformers' attention interface."""
 
     is_causal = True
 
@@ -83,7 +85,7 @@ class DenseAttention(nn.Module):
         attend: Any = None,
         **paged: Any,
     ) -> Tensor:
-        """`x` [B, T, dim] at `position` [B, T].
+        """Compute attention of `x` [B, T, dim] at `position` [B, T].
 
         Args:
           append: A function of keys, values `[B, Hkv, T, .]` and `paged`. It appends to a cache and
@@ -107,7 +109,7 @@ class DenseAttention(nn.Module):
 
 
 class NSADecoderLayer(GradientCheckpointingLayer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """A decoder layer, which computes `x + attention(norm(x))` and then `x + mlp(norm(x))`."""
 
     def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
@@ -124,7 +126,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         )
 
     def forward(self, x: Tensor, batch: Rows | ContinuousBatch | DenseBatch) -> Tensor:
-        """`x` [B, T, dim]."""
+        """Run the layer on `x` [B, T, dim]."""
         x = x + batch.attend(self.self_attn, self.index, self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -149,7 +151,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         self.register_state_dict_post_hook(_without_kinds)
 
     def set_nsa_implementation(self, name: Names) -> None:
-        """`implementation` of `nsa_torch.attention`, for every layer with NSA."""
+        """Set the `implementation` of `nsa_torch.attention` for every layer with NSA."""
         for module in self.modules():
             if isinstance(module, NSAAttention):
                 module.implementation = name
@@ -164,8 +166,8 @@ class NSAPreTrainedModel(PreTrainedModel):
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ):
-        """transformers' `from_pretrained` for a complete checkpoint in safetensors. Other files of
-        weights are pickles, which may run code.
+        """Run transformers' `from_pretrained` for a complete checkpoint in safetensors. Weights in
+        other files are pickles, which may run code.
 
         Args:
           strict: If False, missing weights are initialized and unknown weights are ignored, with
@@ -235,7 +237,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
 
 class NSAModel(NSAPreTrainedModel):
-    """The decoder without a head: `last_hidden_state` [B, T, hidden_size]."""
+    """The decoder without a head. Its output is `last_hidden_state` [B, T, hidden_size]."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
 
@@ -262,7 +264,8 @@ class NSAModel(NSAPreTrainedModel):
         max_length_q: int | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden_size].
+        """Compute the hidden states of `input_ids` [B, T], or of `inputs_embeds`
+        [B, T, hidden_size].
 
         Args:
           attention_mask: see `rows.rows`; a row may be padded on the left or on the right.
@@ -365,7 +368,9 @@ class NSAModel(NSAPreTrainedModel):
 
 
 class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
-    """The decoder with a head: logits `[B, T, vocab_size]`, a loss where labels are given."""
+    """The decoder with a head. It computes logits `[B, T, vocab_size]`, and a loss if labels are
+    given.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 

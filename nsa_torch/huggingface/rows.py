@@ -33,7 +33,7 @@ LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transform
 
 
 class Rows(NamedTuple):
-    """The real tokens among the `T` columns of a call, which follow those of the cache."""
+    """The real tokens among the `T` columns of a call. These columns follow those of the cache."""
 
     first: Tensor | None = None  # int64 [B], padding on the left; None means nowhere
     count: Tensor | None = None  # int64 [B], real tokens; None means every column
@@ -45,8 +45,8 @@ class Rows(NamedTuple):
     mask: Tensor | None = None  # the same, as transformers' attention functions take it
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """The attention of layer `index` to the tokens `x` [B, T, dim], and to those of the cache;
-        attention to no token is 0.
+        """Compute the attention of layer `index` for the tokens `x` [B, T, dim], to these tokens
+        and to those of the cache. Attention to no token is 0.
         """
         x = x if self.first is None else _roll(x, self.first)
         layer = None if self.cache is None else self.cache.layers[index]
@@ -61,7 +61,9 @@ class Rows(NamedTuple):
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
-        """bool `[B or 1, T]`: whether a column is a token; None means each is."""
+        """Return which columns are tokens, bool `[B or 1, T]`. None means that all columns are
+        tokens.
+        """
         if self.cu_seqlens is not None:
             if not checks.may_be_padded(self.cu_seqlens, length):
                 return None
@@ -100,7 +102,8 @@ def rows(
     cache: NSAModelCache | None,
     config: NSAConfig,
 ) -> Rows:
-    """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
+    """Find the tokens of a call with `batch` rows of `length` columns, after the columns of
+    `cache`.
 
     Args:
       attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step of one token per row on an

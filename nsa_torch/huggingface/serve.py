@@ -1,4 +1,4 @@
-"""`transformers serve`, a server with the API of OpenAI, of checkpoints with NSA.
+"""Runs `transformers serve`, a server with OpenAI's API, for checkpoints with NSA.
 
     python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
     python -m nsa_torch.huggingface.serve --help
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """The arguments of transformers' command. The first of `arguments` is a checkpoint or an
+    """Make the arguments of transformers' command. The first of `arguments` is a checkpoint or an
     option.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`StepGraph`: a model's step on an `NSAPagedModelCache` as one CUDA graph."""
+"""`StepGraph`, which runs a model's step on an `NSAPagedModelCache` as one CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,8 @@ DEVICE = "cuda"  # whose steps are captured
 
 
 class StepGraph:
-    """Steps of `model` on `cache`, one token per row: `graph(input_ids [B, 1]) -> [B, 1, vocab]`.
+    """Runs steps of `model` on `cache`, with one token per row. `graph(input_ids [B, 1])` returns
+    `[B, 1, vocab]`.
 
     The first `WARMUP` calls run the model eagerly. The next one captures a CUDA graph of all
     layers, and each later call replays it. The host launches once; rows may grow, be cropped and

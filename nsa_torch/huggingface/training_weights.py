@@ -1,4 +1,4 @@
-"""Weights of `NSAForCausalLM` for the models of `nsa_bench.train`, and back.
+"""Converts weights of `NSAForCausalLM` to those of the models of `nsa_bench.train`, and back.
 
 The file is one of `nsa_interop.weights`: its names and its hyper-parameters are those of
 `nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The modules below hold the parameters of a
