@@ -1,4 +1,5 @@
-"""Between the frameworks: arrays (`nsa_interop.dlpack`) and weights (`nsa_interop.weights`).
+"""Exchanges arrays (`nsa_interop.dlpack`) and weights (`nsa_interop.weights`) between the
+frameworks.
 
 No part is imported here, so that a user of one does not load the others.
 """

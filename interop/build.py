@@ -28,7 +28,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def layer_of(preset: str) -> dict[str, Any]:
-    """The layer of a file of `configs/`, in the form that a store records."""
+    """Return the layer of a file of `configs/`, as a store records it."""
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     return layer_note(
@@ -44,8 +44,8 @@ def layer_of(preset: str) -> dict[str, Any]:
 def kernels_of(
     preset: str, decode: bool = False, lengths: Sequence[int] = LENGTHS
 ) -> list[Kernel]:
-    """The kernels that a file of `configs/` runs, forward and backward, for any length, of packed
-    rows and of others.
+    """Return the kernels that a file of `configs/` runs, forward and backward, for any length, with
+    packed rows and without.
 
     Args:
       decode: those over paged caches too, which append tokens among them.
@@ -66,7 +66,7 @@ def kernels_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 if a kernel could not be built."""
+    """Run the command. The exit status is 0, or 1 if a kernel could not be built."""
     parser = argparse.ArgumentParser("python -m nsa_interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")

@@ -1,4 +1,4 @@
-"""Arrays between torch and JAX without a copy, and the protocol that keeps this safe.
+"""Shares arrays between torch and JAX without a copy, with the protocol that keeps this safe.
 
 Both frameworks queue work on CUDA streams and return before it has run, and each has its own
 memory pool, which hands out freed memory in the order of its own streams. DLPack shares the
@@ -50,8 +50,8 @@ _lock = threading.Lock()
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The JAX array of `tensor`, ordered after torch's current stream; in the same memory, where
-    that is contiguous, aligned and not pinned.
+    """Return the JAX array of `tensor`, ordered after torch's current stream. It is in the same
+    memory if the tensor is contiguous, aligned and not pinned.
 
     Args:
       tensor: A tensor on a device that JAX supports, with a dtype that JAX does not convert. Keep
@@ -93,7 +93,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
-    """The torch tensor of a JAX array. Later work on torch's current stream waits for the array.
+    """Return the torch tensor of a JAX array. Later work on torch's current stream waits for the
+    array.
 
     Args:
       array: a computed array on one device.

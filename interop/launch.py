@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels on torch tensors: one C call on torch's current stream, no XLA.
+"""Runs Mosaic GPU kernels on torch tensors with one C call on torch's current stream, without XLA.
 
 Machine code that serves every length comes from disk, or is built there once
 (`kernels_pallas.runtime`); a launch is a call of the driver with the numbers and tensor maps of
@@ -91,7 +91,7 @@ def launch(
 
 
 def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
-    """The function that `launch` calls to queue one run. Its arguments are a stream
+    """Return the function that `launch` calls to queue one run. Its arguments are a stream
     (`current_stream`) and the addresses of inputs and outputs, which must satisfy `launch`.
 
     Raises:
@@ -103,7 +103,7 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
 def sequence(
     kernels: Sequence[Kernel], arguments: Sequence[Sequence[int]], device: torch.device
 ) -> Callable[[int, tuple[int, ...]], None]:
-    """The same as `launcher`, for a sequence of kernels (`runtime.sequence`).
+    """Return the same as `launcher`, for a sequence of kernels (`runtime.sequence`).
 
     Args:
       arguments: For each kernel, the indices of its addresses.
@@ -112,7 +112,7 @@ def sequence(
 
 
 def current_stream(device: torch.device) -> int:
-    """The address of torch's current stream."""
+    """Return the address of torch's current stream."""
     return torch._C._cuda_getCurrentRawStream(_index(device))
 
 

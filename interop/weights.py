@@ -1,4 +1,5 @@
-"""The attention module's weights in one file that both frameworks read (safetensors).
+"""Saves and loads the attention module's weights in one file that both frameworks read
+(safetensors).
 
 The file holds the torch module's `state_dict`: its keys and its layouts. The Flax NNX module
 has the same names, so a path maps to a key by one rule:

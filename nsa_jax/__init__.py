@@ -1,4 +1,5 @@
-"""Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_core.types`.
+"""Native Sparse Attention (arXiv 2502.11089) in JAX. `nsa_core.types` describes shapes and
+numerics.
 
 Names are imported at their first use. `import nsa_jax` does not import JAX, so that `nsa_torch`
 can share the parts without JAX.

@@ -1,4 +1,5 @@
-"""The public functions: validation once, then the chosen implementation of every step.
+"""The public functions, which check their arguments once and then run the chosen implementation of
+every step.
 
 Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Functions that accept `key`/`value`
 also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None (automatic),
@@ -57,7 +58,7 @@ def attention(
     context_axis: str | None = None,
     context_layout: Layout = "zigzag",
 ) -> Float[Array, "B T H Dv"]:
-    """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
+    """Compute causal Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5).
 
     Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
 
@@ -216,7 +217,7 @@ def compress(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
 ) -> Float[Array, "B C Hkv D"]:
-    """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
+    """Apply `phi` to windows of `l` tokens, which begin every `d` tokens (Eq. 7).
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
@@ -251,7 +252,7 @@ def select_blocks(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> Int[Array, "B T Hkv n"]:
-    """The blocks that each query reads (Eqs. 8-12), without gradient.
+    """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
     If scores are equal, the lower index is chosen. Scores too small for float32 (logits 87 below
     the log-sum-exp) are still ordered by `reference`, and by `xla` on a CPU. Other
@@ -291,7 +292,8 @@ def compressed_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
+    `p >= i*d + l - 1`.
 
     Args: the same as `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
     Raises: the same errors as `select_blocks`.
@@ -317,7 +319,8 @@ def selected_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
+    """Compute attention over the keys of the selected blocks at or before the query. Return
+    `(out, lse)`.
 
     Args:
       query: `[B, T, H, D]`.
@@ -347,7 +350,8 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Attention over the last `window` keys, the query's own included: `(out, lse)`.
+    """Compute attention over the last `window` keys, including the query's own. Return
+    `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 
@@ -426,7 +430,7 @@ def explain(
 def choices_of(
     query, key, value_width, config, segment_ids, implementation, step=None
 ) -> Choices:
-    """The choice for every step of a call, in the form of `Registry.choices`.
+    """Return the choice for every step of a call, in the format of `Registry.choices`.
 
     Args:
       query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).

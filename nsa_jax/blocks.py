@@ -1,4 +1,4 @@
-"""Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
+"""Attention to blocks of keys that the caller chose, in arrays (`block_attention`) and in pages."""
 
 import functools
 from typing import Any, Literal
@@ -38,7 +38,7 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Float[Array, "B T H Dv"] | OutLse:
-    """Causal attention of each query to the key blocks that it names, in one softmax.
+    """Compute causal attention of each query to the key blocks that it lists, in one softmax.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. The query sees those at or before its own position. The queries are the last tokens.
@@ -179,7 +179,8 @@ def paged_block_attention(
     return_residual: bool = False,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
-    """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
+    """Compute `block_attention` of each row's last tokens to its tokens in pages. The result is
+    `[N, H, Dv]`.
 
     It reads only the named blocks.
 

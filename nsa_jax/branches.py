@@ -53,7 +53,9 @@ def compressed_attention(
     segment_ids=None,
     scale=None,
 ):
-    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
+    `p >= i*d + l - 1`.
+    """
     batch, length, heads, _ = query.shape
     count = compressed_key.shape[1]
     where = geometry.layout_of(query, length, config, kv_len, segment_ids)
@@ -85,7 +87,7 @@ def selected_attention(
     segment_ids=None,
     scale=None,
 ):
-    """One softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
     batch, _, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     size = config.select_block
@@ -130,7 +132,7 @@ def selected_attention(
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
-    """Attention to the last `window` keys of the sequence, including the query's own."""
+    """Compute attention to the last `window` keys of the sequence, including the query's own."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
@@ -155,7 +157,9 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
 
 
 def combine(outputs, gates):
-    """`sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`, in float32; gates `[B, T, H]`."""
+    """Compute `sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`, in float32, with gates
+    `[B, T, H]`.
+    """
     dtype = outputs.compressed.dtype
     total = jnp.zeros((), wide(dtype))
     for out, gate in zip(outputs, gates, strict=True):
@@ -164,7 +168,7 @@ def combine(outputs, gates):
 
 
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
-    """The maximum number of selection blocks of a sequence in these arrays."""
+    """Return the maximum number of selection blocks of a sequence in these arrays."""
     if segment_ids is not None:
         limit = getattr(segment_ids, "max_seqlen", None)
         kv_len = min(segment_ids.shape[1], limit or segment_ids.shape[1])
@@ -178,7 +182,7 @@ def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
 def select_blocks(
     query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
 ) -> Int[Array, "B T Hkv n"]:
-    """The selected blocks of each query and key/value head. Scores of all T queries never exist
+    """Select the blocks of each query and key/value head. The scores of all T queries never exist
     at once.
     """
     query, compressed_key = lax.stop_gradient((query, compressed_key))

@@ -61,8 +61,8 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """An empty cache, without facts about tokens. It contains zeros, since kernels multiply
-        whole tiles, and memory after the last token must not be NaN.
+        """Return an empty cache without facts about tokens. It contains zeros, since kernels
+        multiply whole tiles, and memory after the last token must not be NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -201,7 +201,8 @@ def _unless(wrong, out):
 
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
-    """The contents of a cache after a write with `facts`, and the rows `[B]` that become wrong.
+    """Return the contents of a cache after a write with `facts`, and the rows `[B]` that become
+    wrong.
 
     A writer of means without other facts leaves the contents open, so that the first step does not
     change the structure and the carry of a `scan` may begin empty.
@@ -220,7 +221,7 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
 
 
 def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> NSACache:
-    """The cache with the new tokens, which are `[B, T, Hkv, .]` in each branch."""
+    """Return the cache with the new tokens, which are `[B, T, Hkv, .]` in each branch."""
     lengths = cache.length + key.selected.shape[1]
     given = ((name, getattr(cache, name, None)) for name in PAGES)
 

@@ -21,7 +21,7 @@ def is_read(x: Any) -> bool:
 
 
 def read(x: Any) -> np.ndarray | None:
-    """The numbers of an argument; None means the host does not read them."""
+    """Return the numbers of an argument, or None if the host does not read them."""
     return np.asarray(x) if is_read(x) else None
 
 

@@ -1,4 +1,4 @@
-"""Work on a chunk of queries at a time, so that memory stays bounded in both directions."""
+"""Computes on one chunk of queries at a time, so that memory stays bounded forward and backward."""
 
 import functools
 
@@ -15,7 +15,7 @@ BUDGET_BYTES = 128 * 2**20
 
 
 def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | None = None):
-    """`body(*chunk, *shared)` mapped over chunks of the query axis of `arrays`.
+    """Map `body(*chunk, *shared)` over chunks of the query axis of `arrays`.
 
     `arrays` are `[B, T, ...]`, and so are the leaves of the result; `shared` is what every
     query may read (keys and values). `row_bytes` is what one query index costs in the largest

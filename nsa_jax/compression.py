@@ -1,4 +1,6 @@
-"""Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
+"""Compression `phi`, which makes one token from each window of `l` tokens. A window begins every
+`d` tokens (Eq. 7).
+"""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""Context parallelism: one sequence over the devices of a mesh axis, inside `jax.shard_map`.
+"""Context parallelism, which divides one sequence among the devices of a mesh axis, inside
+`jax.shard_map`.
 
 Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
 values are gathered some key/value heads at a time (`head_groups`), by `lax.all_gather`; the next
@@ -59,7 +60,7 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
 def unshard_sequence(
     x, size: int, *, axis: int = 1, length=None, context_layout: Layout = "zigzag"
 ):
-    """The inverse of `shard_sequence`. `length` is the length without padding."""
+    """Undo `shard_sequence`. `length` is the length without padding."""
     layouts.check(context_layout)
     x = jnp.asarray(x)
     length = x.shape[axis] if length is None else length
@@ -148,7 +149,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def shard_positions(
     local_length: int, *, context_axis: str, segment_ids=None, context_layout: Layout = "zigzag"
 ):
-    """Position of each token of this device in its own sequence, int32 `[1 or B, T]`.
+    """Return the position of each token of this device in its own sequence, int32 `[1 or B, T]`.
 
     Args:
       segment_ids: `[B, T]`, the device's own. The position of padding is -1.
@@ -254,7 +255,7 @@ def select_blocks(
     context_axis: str,
     context_layout: Layout = "zigzag",
 ):
-    """The blocks that this device's queries read, int32 `[B, T, Hkv, n]`.
+    """Return the blocks that this device's queries read, int32 `[B, T, Hkv, n]`.
 
     Args:
       query: `[B, T, H, D]`, the device's own; `segment_ids` `[B, T]` likewise.

@@ -1,4 +1,4 @@
-"""Mosaic kernels in JAX programs, from machine code that serves every length.
+"""Runs Mosaic kernels in JAX programs, from machine code that serves every length.
 
     trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
              a number that stands for it

@@ -59,7 +59,7 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`(B, S)`."""
+        """The shape `(B, S)`."""
         return self.segment_ids.shape
 
 
@@ -67,7 +67,7 @@ Segments = Int[Array, "B S"] | PackedRows
 
 
 def ids_of(segment_ids: Any) -> Any:
-    """The ids themselves."""
+    """Return the segment ids of either argument."""
     return segment_ids.segment_ids if isinstance(segment_ids, PackedRows) else segment_ids
 
 
@@ -79,8 +79,8 @@ def query_layout(
     segment_ids: Segments | None,
     config: NSAConfig,
 ) -> QueryLayout:
-    """The layout of the last `num_queries` of `kv_len` tokens. In a packed row it is that of all
-    tokens, or of the first `kv_len` if `kv_len` is an array.
+    """Make the layout of the last `num_queries` of `kv_len` tokens. In a packed row it describes
+    all tokens, or the first `kv_len` if `kv_len` is an array.
     """
     if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]
@@ -103,13 +103,15 @@ def query_layout(
 
 
 def layout_of(query, keys: int, config: NSAConfig, kv_len, segment_ids) -> QueryLayout:
-    """The layout of `query` `[B, T, H, D]`. If `kv_len` is None, it is `keys`."""
+    """Make the layout of `query` `[B, T, H, D]`. If `kv_len` is None, it is `keys`."""
     at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     return query_layout(*query.shape[:2], **at, config=config)
 
 
 def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) -> PackedRows:
-    """The metadata of packed rows from their ids. XLA drops arrays that a program does not use."""
+    """Make the metadata of packed rows from their ids. XLA drops arrays that a program does not
+    use.
+    """
     if isinstance(segment_ids, PackedRows):
         return segment_ids
     length, count = segment_ids.shape[1], config.num_compressed(segment_ids.shape[1])
@@ -135,7 +137,9 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
 
 
 def without_padding(x, kv_len, segment_ids):
-    """`x` [B, S, ...] with zeros for tokens that no query may see, so that NaN cannot spread."""
+    """Return `x` [B, S, ...] with zeros for tokens that no query may see, so that NaN cannot
+    spread.
+    """
     length = x.shape[1]
     if segment_ids is not None:
         valid = ids_of(segment_ids) >= 0
@@ -151,7 +155,8 @@ def without_padding(x, kv_len, segment_ids):
 def rows_of(
     segment_ids: Any, varlen: Any, config: NSAConfig, batch: int, length: int | None = None
 ) -> Any:
-    """The argument `segment_ids` of the steps: these, or the `PackedRows` of `varlen`.
+    """Return the argument `segment_ids` of the steps, which is `segment_ids` or the `PackedRows` of
+    `varlen`.
 
     Args:
       batch, length: Sizes of the rows. A length of None means any.

@@ -1,4 +1,4 @@
-"""Indexers, which choose the blocks of each query, and the loss that trains them."""
+"""Indexers, which choose the blocks of each query, and the loss that trains indexers."""
 
 import functools
 from typing import Literal
@@ -40,7 +40,7 @@ def index_blocks(
     segment_ids: Int[Array, "B S"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Int[Array, "B T G n"]:
-    """The key blocks with the highest scores of an indexer, without gradient.
+    """Select the key blocks with the highest scores of an indexer, without gradient.
 
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
@@ -112,8 +112,8 @@ def paged_index_blocks(
     cu_seqlens_q: Int[Array, " B1"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Int[Array, "N G n"]:
-    """`index_blocks` of each row's last tokens with keys in pages: the lists of
-    `paged_block_attention`.
+    """Compute `index_blocks` of each row's last tokens with keys in pages. The result is the
+    `block_indices` of `paged_block_attention`.
 
     Args:
       index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
@@ -145,7 +145,7 @@ def paged_index_blocks(
 
 
 def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str:
-    """`triton` or `xla`, as `nsa_core.index.implementation`."""
+    """Return `triton` or `xla`, as `nsa_core.index.implementation` chooses."""
     found = jax_problem.capability()
     if found is None:
         reason = f"needs an NVIDIA GPU, got {jax.default_backend()}"
@@ -155,7 +155,7 @@ def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability of JAX's device, or that of any GPU if it has none."""
+    """Return the compute capability of JAX's device, or of any GPU if that device has none."""
     return jax_problem.capability() or AMPERE
 
 
@@ -203,7 +203,8 @@ def indexer_kl(
     segment_ids: Int[Array, "B S"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "B T Hi"]:
-    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
+    """Compute KL(attention || indexer) of each query and index head, over the keys `j` that the
+    query attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j

@@ -29,7 +29,7 @@ _posed = contextvars.ContextVar("posed", default=None)
 
 @contextlib.contextmanager
 def compiled_for(capability: tuple[int, int]) -> Iterator[None]:
-    """A context in which kernels are compiled for a GPU that need not exist (lowering,
+    """Make a context in which kernels are compiled for a GPU that need not exist (lowering,
     tests).
     """
     token = _posed.set(capability)

@@ -8,7 +8,7 @@ from nsa_core.dispatch import Problem
 
 
 def device_name() -> str | None:
-    """The driver's name of JAX's default device, or None if that is no GPU."""
+    """Return the driver's name of JAX's default device, or None if that device is no GPU."""
     if interpret.get():
         return None
     device = _default_device()
@@ -16,7 +16,9 @@ def device_name() -> str | None:
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's default device, or None if that is no NVIDIA GPU."""
+    """Return the compute capability of JAX's default device, or None if that device is no NVIDIA
+    GPU.
+    """
     version = str(getattr(_default_device(), "compute_capability", ""))
     major, _, minor = version.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -30,7 +32,7 @@ def _default_device() -> jax.Device:
 def problem_of(
     query, kv_heads: int, num_keys: int, value_width: int, config: NSAConfig, packed: bool
 ) -> Problem:
-    """The problem that `query` `[B, T, H, D]` poses on the default JAX backend.
+    """Return the problem that `query` `[B, T, H, D]` defines on the default JAX backend.
 
     Under `jit` it is unknown whether a gradient will be requested, so it is assumed: a call without
     a backward pass is refused before the forward pass runs. A `compute_dtype` has no gradient, and

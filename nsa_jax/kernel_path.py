@@ -177,8 +177,8 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """The same as `branches.select_blocks`, except that the normalisation is a separate
-        pass.
+        """Select blocks as `branches.select_blocks` does, except that the normalisation is a
+        separate pass.
         """
         ops = self.ops
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))

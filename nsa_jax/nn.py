@@ -1,4 +1,4 @@
-"""`NSAAttention` in Flax NNX: projections, rotary embedding, compression, gates, cache.
+"""`NSAAttention` in Flax NNX, with projections, rotary embedding, compression, gates and a cache.
 
 The attribute names are those of the torch module's state_dict, so that
 `nsa_interop.weights` carries a checkpoint from either framework to the other.
@@ -49,7 +49,7 @@ def apply_rope(
 
 
 def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:
-    """The rotation of each column pair per position, float32 `[width / 2]`."""
+    """Return the rotation of each column pair per position, float32 `[width / 2]`."""
     columns = np.arange(0, width, 2, dtype=np.float32)
     # The power is rounded once, as in `nsa_torch.heads`.
     found = 1 / (base ** (columns / np.float32(width)).astype(np.float64)).astype(np.float32)
@@ -57,7 +57,9 @@ def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarr
 
 
 class HeadNorm(nnx.Module):
-    """RMSNorm over the columns of each head of `x` [.., D], in float32, as its result is."""
+    """Computes RMSNorm over the columns of each head of `x` [.., D]. It computes and returns
+    float32.
+    """
 
     def __init__(self, width: int, eps: float, *, param_dtype):
         self.weight, self.eps = nnx.Param(jnp.ones((width,), param_dtype)), eps
@@ -74,7 +76,9 @@ GATE_START = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
 
 
 class Gate(nnx.Module):
-    """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+    """Computes three gates per key/value group from its mean query, `[B, T, Hkv, D]` to
+    `[..., 3]`.
+    """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
         self.fc1 = nnx.Linear(spec.d_k, spec.gate_width, **factory)
@@ -90,7 +94,8 @@ class Gate(nnx.Module):
 
 
 class HeadGate(nnx.Linear):
-    """Logits of three gates per query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+    """Computes the logits of three gates per query head from the layer's input, `[B, T, dim]` to
+    `[B, T, 3 H]`.
 
     The order is compressed, selected, sliding for each head.
     """
@@ -104,7 +109,9 @@ class HeadGate(nnx.Linear):
 
 
 class Pool(nnx.Module):
-    """Weights `[l, D]` of a depthwise convolution over a window; they start as the mean."""
+    """Has the weights `[l, D]` of a depthwise convolution over a window, which start as the
+    mean.
+    """
 
     def __init__(self, length: int, width: int, *, param_dtype):
         self.weight = nnx.Param(jnp.full((length, width), 1 / length, param_dtype))
@@ -246,7 +253,7 @@ class NSAAttention(nnx.Module):
         return api.explain(*heads, **how)
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
-        """`nsa_jax.varlen_metadata` for this layer; `limits`: its other arguments."""
+        """Make `nsa_jax.varlen_metadata` for this layer. `limits` are its other arguments."""
         return api.varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
@@ -259,7 +266,9 @@ class NSAAttention(nnx.Module):
         return self.spec.compress_params(self, lambda key: rates(*turns))
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
-        """An empty cache for `capacity` tokens of this layer; calls return others with tokens."""
+        """Make an empty cache for `capacity` tokens of this layer. Calls return new caches with
+        tokens.
+        """
         made = cache.init_cache(
             batch,
             capacity,
@@ -274,7 +283,8 @@ class NSAAttention(nnx.Module):
         return made._replace(contents=UNSAID.with_facts(facts))
 
     def project(self, x, position):
-        """`query, key, value, gates` of `x` [B, T, dim], the arguments of `nsa_jax.attention`.
+        """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
+        `nsa_jax.attention`.
 
         With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
         """

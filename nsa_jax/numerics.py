@@ -1,4 +1,4 @@
-"""Numerics of all XLA branches: grouped logits, and a softmax over possibly no keys."""
+"""Numerics of all XLA branches, which are grouped logits and a softmax over possibly no keys."""
 
 import functools
 
@@ -10,28 +10,30 @@ from jaxtyping import Array, Bool, Float
 
 
 def precision_of(dtype):
-    """The precision of products: float32 operands are not rounded to TF32, and 16-bit operands
-    accumulate in float32.
+    """Return the precision of products. Float32 operands are not rounded to TF32, and 16-bit
+    operands accumulate in float32.
     """
     low = jnp.dtype(dtype).itemsize < 4
     return lax.Precision.DEFAULT if low else lax.Precision.HIGHEST
 
 
 def wide(dtype):
-    """The dtype of logits, softmax and accumulation."""
+    """Return the dtype of logits, softmax and accumulation."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def product(subscripts: str, x, y):
-    """`jnp.einsum` of two arrays of one dtype, with `precision_of` it, in the wide dtype."""
+    """Compute `jnp.einsum` of two arrays of one dtype in the wide dtype, with the precision from
+    `precision_of`.
+    """
     exact = precision_of(y.dtype)
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted(subscripts: str, probs, values):
-    """The `product` of probabilities, rounded to the dtype of the values, with the values.
+    """Round probabilities to the dtype of the values, and compute their `product` with the values.
 
     The gradient of the probabilities is not rounded, since a loss scale may make it larger than
     float16 can represent. The gradient of the result must have that dtype.
@@ -57,15 +59,15 @@ weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
 def rotated(x, cos, sin):
-    """The pairs `(2i, 2i + 1)` of the last axis of `x`, rotated by an angle."""
+    """Rotate the pairs `(2i, 2i + 1)` of the last axis of `x` by an angle."""
     even, odd = x[..., 0::2], x[..., 1::2]
     pairs = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return pairs.reshape(x.shape)
 
 
 def put(x, index, values):
-    """`x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end are
-    dropped.
+    """Return `x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end
+    are dropped.
 
     XLA for GPUs (as of JAX 0.11) makes a write of one place, whose index it knows as it compiles,
     an update that moves such an index to the last place. The barrier keeps it from knowing.
@@ -74,12 +76,12 @@ def put(x, index, values):
 
 
 def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
-    """`[B, T, Hkv, G, D]`: the query heads by the key/value head that they read."""
+    """Group the query heads by the key/value head that they read, `[B, T, Hkv, G, D]`."""
     return rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
 
 
 def logits_of(query: Float[Array, "B Q Hkv G D"], key: Float[Array, "B K Hkv D"], scale):
-    """`scale * q . k` for keys that all queries share, `[B, Hkv, G, Q, K]`."""
+    """Compute `scale * q . k` for keys that all queries share, `[B, Hkv, G, Q, K]`."""
     logits = product("bqkgd,bskd->bkgqs", query, key)
     return logits * jnp.asarray(scale_of(scale, query), logits.dtype)
 
@@ -89,8 +91,8 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Probabilities, and lse `[*A]`, over the last axis. If a query sees no key, they are 0 and
-    -inf.
+    """Compute probabilities, and lse `[*A]`, over the last axis. If a query sees no key, they are 0
+    and -inf.
 
     The logit and the probability's gradient of a masked key are ignored, even if they are NaN.
     """

@@ -40,7 +40,7 @@ MAX_ROWS = 64
 
 @jax.tree_util.register_pytree_node_class
 class PagedCache(PagedArrays):
-    """Pages for the tokens of one layer (`PagedArrays` lists its arrays), zeros at first.
+    """Pages for the tokens of one layer, which are zeros at first. `PagedArrays` lists the arrays.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
@@ -80,15 +80,15 @@ class PagedCache(PagedArrays):
         return cls.of(static[0], *arrays, contents=static[1])
 
     def reset(self) -> Self:
-        """The cache without facts about its tokens."""
+        """Return the cache without facts about its tokens."""
         return self.holding(UNSAID)
 
     def holding(self, contents: Contents) -> Self:
-        """A copy of the cache with these facts about its tokens."""
+        """Return a copy of the cache with these facts about its tokens."""
         return self.of(self.config, **self.tensors(), contents=contents)
 
     def replace(self, **arrays: jax.Array) -> Self:
-        """The cache with other arrays in place of those named.
+        """Return the cache with other arrays in place of those named.
 
         Raises:
           ValueError: shapes or dtypes that do not fit.
@@ -99,15 +99,17 @@ class PagedCache(PagedArrays):
         return cache
 
     def copy_pages(self, source, target) -> Self:
-        """The cache with copied whole pages, for example if a row forks within a page: int32 or
-        int64 `[K]` each.
+        """Return the cache with copied whole pages, for example if a row forks within a page.
+        `source` and `target` are int32 or int64 `[K]`.
 
         Rows share earlier pages through their tables. A shorter length crops a row.
         """
         return self._copied(PAGES, source, target)
 
     def copy_recent(self, source, target) -> Self:
-        """The cache with the newest tokens of whole rows copied, as `nsa_torch.PagedCache` does."""
+        """Return the cache with the newest tokens of whole rows copied, as `nsa_torch.PagedCache`
+        does.
+        """
         return self._copied(("recent_key", "recent_value"), source, target)
 
     def _copied(self, names, source, target) -> Self:
@@ -192,7 +194,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     implementation: api.Name | None = None,
 ):
-    """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
+    """Compute attention of each row's last tokens to all its tokens in the cache. The result is
+    `[N, H, Dv]`.
 
     Query `j` of a row with `q` of them has position `lengths - q + j`: append first, then attend.
     A row's output depends only on its own tokens. Rows of length 0 and tokens of no row are 0. A
@@ -267,8 +270,8 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def with_indices(name: str, inputs: Inputs):
-    """The output from these kernels, and the selected blocks of each query, int32 `[N, Hkv,
-    n]`.
+    """Return the output from these kernels, and the selected blocks of each query, int32
+    `[N, Hkv, n]`.
     """
     from nsa_core.steps import mosaic_decode, triton_decode
 

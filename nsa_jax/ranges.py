@@ -9,7 +9,7 @@ from nsa_core.config import NSAConfig
 def to_ranges(
     block_indices: Int[Array, "B T Hkv n"], position: Int[Array, "B T"], config: NSAConfig
 ) -> Int[Array, "B T Hkv n 2"]:
-    """`[start, end)` of each run of selected keys at or before the query, ascending.
+    """Return `[start, end)` of each run of selected keys at or before the query, ascending.
 
     Adjacent blocks are merged, ends are cut at `position + 1`, and slots left over are
     `(0, 0)` at the end. Positions are local to the sequence, and negative for padding.

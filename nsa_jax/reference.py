@@ -1,4 +1,4 @@
-"""`nsa_core.reference` on JAX arrays; arguments and shapes as in `nsa_jax.api`."""
+"""`nsa_core.reference` on JAX arrays. Arguments and shapes are the same as in `nsa_jax.api`."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ sliding_attention = _target("sliding_attention", True)
 
 
 def compress(x, *, config: NSAConfig):
-    """The means of windows of `l` tokens, one each `d` tokens (Eq. 7)."""
+    """Compute the means of windows of `l` tokens, which begin every `d` tokens (Eq. 7)."""
     first = jnp.arange(config.num_compressed(x.shape[1]), dtype=jnp.int32)
     taps = first[:, None] * config.compress_stride + jnp.arange(
         config.compress_block, dtype=jnp.int32
@@ -64,7 +64,7 @@ def compress(x, *, config: NSAConfig):
 
 
 def combine(outputs, gates):
-    """`sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`; gates `[B, T, H]`."""
+    """Compute `sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`, with gates `[B, T, H]`."""
     dtype = wide(jnp, outputs.compressed.dtype)
     weighted = [
         out.astype(dtype) * gate.astype(dtype)[..., None]

@@ -1,4 +1,4 @@
-"""The kernels of a layer, built and loaded before its first call."""
+"""Builds and loads the kernels of a layer before its first call."""
 
 from collections.abc import Iterable
 

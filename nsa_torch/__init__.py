@@ -1,4 +1,4 @@
-"""Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_core.types`.
+"""Native Sparse Attention (arXiv 2502.11089) in PyTorch. `nsa_core.types` describes shapes.
 
 The configuration and the container of the branches are those of `nsa_core`. JAX is imported only
 by the implementation `jax`, and by the separate processes that build Mosaic kernels. Its backends

@@ -140,8 +140,8 @@ def finish(
     slots: Tensor | None,
     step: "Step | None",
 ) -> Tensor:
-    """The output of the chosen implementation, after the new tokens are appended. A `step` of one
-    launch is remembered.
+    """Return the output of the chosen implementation, after the new tokens are appended. A `step`
+    of one launch is remembered.
     """
     cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
     attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
@@ -251,7 +251,7 @@ class _Launch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A decode step on the host: one kernel, whose launch depends only on shapes.
+    """A decode step on the host. It is one kernel, whose launch depends only on shapes.
 
     A step that was checked and chosen before is launched in the same way.
     """
@@ -269,7 +269,7 @@ class Step(NamedTuple):
     implementation: functional.Names
 
     def known(self) -> Tensor | None:
-        """The output, or None if no such step ran before."""
+        """Return the output, or None if no such step ran before."""
         query, cache = self.query, self.cache
         if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
@@ -390,7 +390,8 @@ def with_indices(
     new: tuple[Branches, Branches] | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`.
+    """Return the output from these kernels, and the blocks that each query chose, int32
+    `[N, Hkv, n]`.
 
     `new`, `slots`: keys and values that `mosaic` appends first, and the rings of their rows.
     """

@@ -98,7 +98,7 @@ type Step = Callable[[list[Any], list[int], int], None]  # takes tensors, addres
 
 
 class BoundPlan:
-    """A plan on a device; any thread may call it.
+    """A plan on a device. Any thread may call it.
 
     A call has two lists. `tensors` has an entry per buffer, followed by events and `gives_back`.
     `addresses` has an entry per slot: each part of a buffer that kernels read or write has a slot.
@@ -466,7 +466,7 @@ instead: ArrayOps | None = None  # if set, steps run on it directly, without pla
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
-    """Puts it into `KNOWN`, from which the oldest ones are dropped."""
+    """Put the value into `KNOWN`, and drop the oldest entries if it is full."""
     with _lock:
         KNOWN[key] = value
         while len(KNOWN) > KEPT:

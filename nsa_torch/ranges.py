@@ -41,12 +41,14 @@ def using(mode: str) -> Iterator[None]:
 
 @constant  # torch 2.11 does not trace what a context holds
 def asked() -> str:
-    """The mode that `using` set."""
+    """Return the mode that `using` set."""
     return _mode.get()
 
 
 def way(mode: str, length: int) -> str:
-    """The method that `mode` selects for sequences of `length` queries: none, v1 or v2."""
+    """Return the method that `mode` selects for sequences of `length` queries, which is none, v1 or
+    v2.
+    """
     if mode == "adaptive":
         return "v2" if length >= ADAPTIVE_MIN_LEN else "v1"
     return mode
@@ -55,7 +57,7 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """The ranges that `using` requests, or None if blocks are read."""
+    """Return the ranges that `using` requests, or None if blocks are read."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None
@@ -64,7 +66,7 @@ def handed(
 
 
 def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
-    """`[start, end)` of each run of selected keys at or before the query, ascending.
+    """Return `[start, end)` of each run of selected keys at or before the query, ascending.
 
     Args:
       block_indices: `[B, T, Hkv, n]`, ascending, negative in empty slots.
@@ -90,7 +92,7 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
 
 
 def to_ranges_by_row(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
-    """The same as `to_ranges`, row by row on the host, which waits for the device."""
+    """Compute `to_ranges` row by row on the host, which waits for the device."""
     size, count = config.select_block, block_indices.shape[-1]
     heads, found = block_indices.shape[2], []
     rows = block_indices.flatten(0, 2).tolist()

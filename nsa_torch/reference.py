@@ -1,4 +1,6 @@
-"""`nsa_core.reference` on torch tensors; arguments and shapes as in `nsa_torch.functional`."""
+"""`nsa_core.reference` on torch tensors. Arguments and shapes are the same as in
+`nsa_torch.functional`.
+"""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The three branches through torch's scaled_dot_product_attention: any device, any dtype.
+"""The three branches through torch's scaled_dot_product_attention, for any device and dtype.
 
 Queries are processed in chunks. A chunk sees a prefix of the compressed tokens, a band of
 the sliding keys, or the gathered blocks of its own selection, under a boolean mask made from
@@ -23,7 +23,9 @@ SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
 def compressed_attention(
     query, compressed_key, compressed_value, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
-    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
+    `p >= i*d + l - 1`.
+    """
     batch, _, heads, _ = query.shape
     count = compressed_key.shape[1]
     if count == 0:
@@ -43,7 +45,7 @@ def compressed_attention(
 
 @chunked("sdpa/sliding", 3)
 def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, with_lse):
-    """The last `window` keys of the sequence, the query's own included."""
+    """Compute attention over the last `window` keys of the sequence, including the query's own."""
     batch, _, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     if window == 0:
@@ -79,7 +81,7 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
 def selected_attention(
     query, key, value, block_indices, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
-    """One softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
     batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     where = geometry_of(query, config, kv_len, cu_seqlens)

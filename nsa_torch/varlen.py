@@ -287,7 +287,8 @@ def borders_of(
     config: NSAConfig,
     length: int | None = None,
 ) -> Tensor | None:
-    """The boundaries of a call on `x` [B, T, ..]: `cu_seqlens`, or those of `varlen`.
+    """Return the boundaries of a call on `x` [B, T, ..], which are `cu_seqlens` or the boundaries
+    of `varlen`.
 
     Args:
       length: tokens of the whole row, where `x` has others.

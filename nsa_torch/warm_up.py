@@ -1,4 +1,4 @@
-"""The kernels of a layer, compiled and loaded ahead of its first call: all at once, in parallel.
+"""Compiles and loads the kernels of a layer before its first call, all at once and in parallel.
 
 A kernel serves every length, so what is prepared once for a layer (heads, widths, dtype,
 `NSAConfig`) stays, on disk too (`kernels_pallas.runtime.store`).

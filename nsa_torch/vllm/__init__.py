@@ -1,4 +1,4 @@
-"""A plugin of vLLM: `vllm serve` and `LLM(..)` run checkpoints of `NSAForCausalLM`.
+"""A plugin of vLLM, so that `vllm serve` and `LLM(..)` run checkpoints of `NSAForCausalLM`.
 
 Installing the extra `vllm` is enough: vLLM finds `register` by the entry point
 `vllm.general_plugins`. Its own scheduler, block tables, prefix caching, chunked prefill, preemption

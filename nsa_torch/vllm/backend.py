@@ -47,8 +47,8 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 
 
 class NSABackend(AttentionBackend):
-    """vLLM's interface of a backend. Layers are not its `Attention`, so no implementation
-    exists.
+    """vLLM's interface of a backend. Layers with NSA are not instances of vLLM's `Attention`, so no
+    implementation exists.
     """
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012

@@ -1,4 +1,6 @@
-"""`NSAForCausalLM` for vLLM: the library's modules, whose attention is the op `nsa_attend`."""
+"""`NSAForCausalLM` for vLLM, built from the library's modules. Their attention is the op
+`nsa_attend`.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +24,7 @@ GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no laye
 
 
 class Pages(nn.Module, AttentionLayerBase):
-    """vLLM's view of a layer with NSA: its cache and its backend.
+    """vLLM's view of a layer with NSA, with its cache and its backend.
 
     Attributes:
       pages: The pages of the layer; None before vLLM has bound its memory.
@@ -127,7 +129,7 @@ class NSAForCausalLM(nn.Module):
         return self.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copies all of them.
+        """Copy all weights.
 
         Raises:
           ValueError: one is missing, unknown or of another shape; a head's that is tied and not

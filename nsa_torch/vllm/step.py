@@ -82,14 +82,16 @@ class Step(NamedTuple):
 
 
 def elements_of_token(spec: LayerSpec) -> int:
-    """The elements per token and key/value head, including compressed tokens, rounded up."""
+    """Return the number of elements per token and key/value head, including compressed tokens,
+    rounded up.
+    """
     config, heads = spec.config, spec.n_kv_groups
     elements = paged_layout.page_elements(heads, spec.d_k, spec.d_v, config, spec.separate)
     return -(-elements // (heads * config.select_block))
 
 
 def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
-    """A layer's cache in an engine's blocks `[B, Hkv, N, C]`.
+    """Make a layer's cache in an engine's blocks `[B, Hkv, N, C]`.
 
     Raises:
       ValueError: blocks of another size than `select_block`, of other heads, or without room for
@@ -108,7 +110,9 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
 
 
 def gathered_elements(spec: LayerSpec, longest: int) -> int:
-    """The most elements that a step may copy from pages; `longest` is the most tokens of a row."""
+    """Return the maximum number of elements that a step may copy from pages. `longest` is the
+    maximum number of tokens of a row.
+    """
     block = spec.config.select_block
     keys = max(GATHERED_KEYS, -(-longest // block) * block)
     each = (2 if spec.separate else 1) * keys + keys // spec.config.compress_stride
