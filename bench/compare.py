@@ -117,10 +117,10 @@ def of_length(length: int | None) -> int:
         settings = dataclasses.replace(settings, nsa=nsa)
     with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
         if FLAGS.recompute and "fwdbwd" not in FLAGS.mode:
-            raise ValueError("--recompute affects only a backward pass: pass --mode fwdbwd")
+            raise ValueError("--recompute affects only a backward pass; pass --mode fwdbwd")
         for name in ("recompute", "packed"):
             if FLAGS[name].value and "all" not in FLAGS.branch:
-                raise ValueError(f"--{name} applies only to whole attention: pass --branch all")
+                raise ValueError(f"--{name} applies only to whole attention; pass --branch all")
         plans = {mode: plan_of(runners, settings, mode) for mode in FLAGS.mode}
         if FLAGS.explain:
             print("\n".join(explanation(plan) for plan in plans.values()))

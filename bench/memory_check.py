@@ -130,7 +130,9 @@ def check(
 def main(argv: Sequence[str]) -> int:
     layers = cli.chosen(FLAGS.only, LAYERS)
     if FLAGS.kernels and "racecheck" not in FLAGS.tool:
-        raise ValueError("--kernels is for --tool=racecheck: other tools watch all kernels")
+        raise ValueError(
+            "--kernels is for --tool=racecheck, because other tools watch all kernels"
+        )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise NotImplementedError("a Hopper GPU is needed")
     if not shutil.which(SANITIZER):

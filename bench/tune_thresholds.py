@@ -95,7 +95,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
     if len(found.devices) > 1:
         raise ValueError(
-            f"records of several devices: name one with --device, from {found.devices}"
+            f"records of several devices; name one with --device, from {found.devices}"
         )
     runtime: dict[str, policy.Length] = {}
     said: dict[str, Any] = {}
@@ -265,7 +265,7 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
     if len(devices) > 1:
-        raise ValueError(f"records of several devices: name one with --device, from {devices}")
+        raise ValueError(f"records of several devices; name one with --device, from {devices}")
     found = dense_crossover.lengths(rows)
     if not found:
         raise ValueError(

@@ -70,7 +70,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     kept = jax.dtypes.canonicalize_dtype(dtype).name
     if kept != dtype:
         raise ValueError(
-            f"tensor must have a dtype that JAX keeps, got {dtype}, which JAX converts to {kept}: "
+            f"tensor must have a dtype that JAX keeps, got {dtype}, which JAX converts to {kept}; "
             f"pass tensor.to(torch.{kept}), or enable 64-bit types with "
             "jax.config.update('jax_enable_x64', True)"
         )

@@ -193,6 +193,6 @@ def _check_may_load(kernels: Sequence[Kernel], index: int) -> None:
     with torch.cuda.device(index):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{kernel.name} must be loaded before a CUDA graph is captured: "
+                f"{kernel.name} must be loaded before a CUDA graph is captured; "
                 f"call prepare([kernel], {index}), or launch it once"
             )

@@ -33,7 +33,7 @@ class Contents:
             if known.setdefault(name, value) != value:
                 raise ValueError(
                     f"cache must be made {kind}with {name}={value!r}, "
-                    f"got one with {known[name]!r}"
+                    f"got a cache with {known[name]!r}"
                 )
         return dataclasses.replace(self, said=tuple(sorted(known.items())))
 

@@ -94,7 +94,7 @@ class NSAConfig:
         """Raise NotImplementedError if `compute_dtype` has no gradient."""
         if self.compute_dtype is not None:
             raise NotImplementedError(
-                f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient: leave it out to "
+                f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient; leave it out to "
                 "train"
             )
 

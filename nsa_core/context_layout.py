@@ -85,7 +85,7 @@ def chunk_length(name: str, local_length: int, layout: str) -> int:
     if local_length % count:
         raise ValueError(
             f"{name} must have an even number of tokens on each rank if context_layout is "
-            f"{layout!r}, got {local_length}: pad the sequence (shard_sequence does)"
+            f"{layout!r}, got {local_length}; pad the sequence (shard_sequence does)"
         )
     return local_length // count
 

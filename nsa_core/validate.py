@@ -84,7 +84,7 @@ def in_dtype_of_query(config: NSAConfig, what: str) -> None:
     if config.compute_dtype is not None:
         raise NotImplementedError(
             f"{what} computes in the dtype of the query, got "
-            f"compute_dtype={config.compute_dtype!r}: it supports only whole sequences"
+            f"compute_dtype={config.compute_dtype!r}, which supports only whole sequences"
         )
 
 
@@ -386,7 +386,7 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
     if kept.dtype != query.dtype:
         raise ValueError(
             f"cache must have the dtype of query, {dtype_name(query)}, got "
-            f"{dtype_name(kept)}: make it by init_cache(.., dtype={query.dtype})"
+            f"{dtype_name(kept)}; make the cache with init_cache(.., dtype={query.dtype})"
         )
     own = key.sliding is not key.selected or value.sliding is not value.selected
     if own and cache.sliding_key is None:

@@ -173,7 +173,9 @@ def rows_of(
             f"varlen must be a result of nsa_jax.varlen_metadata, got {type(varlen).__name__}"
         )
     if config.of_sizes != varlen.config.of_sizes:
-        raise ValueError(f"varlen must be made with {config}, got one with {varlen.config}")
+        raise ValueError(
+            f"varlen must be made with {config}, got varlen made with {varlen.config}"
+        )
     wanted = batch, varlen.shape[1] if length is None else length
     if varlen.shape != wanted:
         raise ValueError(f"varlen must have rows of shape {wanted}, got {varlen.shape}")

@@ -180,7 +180,7 @@ def paged_block_attention(
     refuse_transforms(query, key_pages, value_pages)
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
-            "paged_block_attention has no gradient: call it under torch.no_grad()"
+            "paged_block_attention has no gradient; call it under torch.no_grad()"
         )
     with torch.no_grad(), as_given(query):
         rest = paged, block_size, include, scale

@@ -294,13 +294,13 @@ def _check_runs_once(cache: NSACache) -> None:
         return
     if torch.is_grad_enabled() and cache.made_in_backward != torch._C._current_graph_task_id():
         raise ValueError(
-            "the cache already has these tokens from the forward pass: append to cache.clone() "
+            "the cache already has these tokens from the forward pass; append to cache.clone() "
             "inside the checkpointed function"
         )
     if is_capturing(cache.length.device) and not cache.captured:
         raise NotImplementedError(
             "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
-            "so that all replays would write to one slot: capture steps of paged_attention, or "
+            "so that all replays would write to one slot; capture steps of paged_attention, or "
             "append to a clone() made within the graph"
         )
 

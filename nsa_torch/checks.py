@@ -61,7 +61,7 @@ def _whole(name: str, x: Tensor) -> None:
         return
     if hasattr(x, "to_local"):
         raise ValueError(
-            f"{name} must be a tensor of one rank, got a {type(x).__name__}: pass its to_local() "
+            f"{name} must be a tensor of one rank, got a {type(x).__name__}; pass its to_local() "
             "if that has whole rows or heads, or tokens with a context_mesh"
         )
 

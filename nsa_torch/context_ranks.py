@@ -25,7 +25,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(
-            f"context_mesh must have one dimension, got {mesh.ndim}: pass one dimension of a "
+            f"context_mesh must have one dimension, got {mesh.ndim}; pass one dimension of a "
             "larger mesh, mesh['context']"
         )
 

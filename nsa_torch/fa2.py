@@ -344,7 +344,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 def _no_gradient_of_lse(ctx, grad):
     raise NotImplementedError(
-        "fa2 has no gradient of its log-sum-exp: name another implementation"
+        "fa2 has no gradient of its log-sum-exp; name another implementation"
     )
 
 

@@ -196,7 +196,7 @@ def project(
         raise ValueError(
             f"projections must give all heads of the layer, {spec.n_heads} of queries and "
             f"{spec.n_kv_groups} of keys and values, in {sizes.row - sizes.gate_columns} columns, "
-            f"got {columns}: heads cannot be sharded over devices (tensor parallel)"
+            f"got {columns}, because heads cannot be sharded over devices (tensor parallel)"
         )
     turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
     found = split(projection, position, sizes, norms=norms, **turns)

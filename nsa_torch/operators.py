@@ -350,7 +350,7 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
     if 0 in addresses and any(x.numel() and not x.is_meta and not x.data_ptr() for x in saved):
         raise RuntimeError(
             f"the last backward pass of {program.kind.name} was interrupted and has freed "
-            "saved tensors: run the forward pass again, or pass retain_graph=True"
+            "saved tensors; run the forward pass again, or pass retain_graph=True"
         )
     last = program.alone and is_last_pass()
     # The incoming gradient may be in the memory of saved results, which then is not freed.

@@ -413,7 +413,7 @@ def checked_tokens(
     refuse_transforms(*key, *value)
     if requires_grad(*key, *value, *learned):
         raise NotImplementedError(
-            "a paged cache has no gradient: call append under torch.no_grad()"
+            "a paged cache has no gradient; call append under torch.no_grad()"
         )
     return NewTokens(key, value, params, contents)
 

@@ -121,7 +121,7 @@ def paged_attention(
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError(
-            "paged_attention has no gradient: call it under torch.no_grad()"
+            "paged_attention has no gradient; call it under torch.no_grad()"
         )
     # All is decided before a token is written: a call that is refused changes nothing.
     if runs is None:

@@ -531,7 +531,9 @@ class Planned(NamedTuple):
         """
         device = tensors[0].device
         if elsewhere := {x.device for x in tensors} - {device}:
-            raise ValueError(f"all tensors must be on {device}, got one on {elsewhere.pop()}")
+            raise ValueError(
+                f"all tensors must be on {device}, got a tensor on {elsewhere.pop()}"
+            )
         plan = self.plan(arguments, device)
         if device.type == "cuda" and plan.kernels and not capability.interpret.get():
             self.prepare(plan, arguments, device)

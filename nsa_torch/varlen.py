@@ -190,7 +190,7 @@ class VarlenMetadata:
         """Raises ValueError where `cu_seqlens` that were given have been written to since."""
         if not self._given.is_inference() and self._given._version != self._version:
             raise ValueError(
-                "cu_seqlens must not be modified after varlen was made: call "
+                "cu_seqlens must not be modified after varlen was made; call "
                 "varlen.update(cu_seqlens)"
             )
 
@@ -204,14 +204,16 @@ class VarlenMetadata:
           ValueError: made for another config, device or length, or out of date.
         """
         if config.numbers[:-1] != self.config.numbers[:-1]:  # all but the compute dtype
-            raise ValueError(f"varlen must be made with {config}, got one with {self.config}")
+            raise ValueError(
+                f"varlen must be made with {config}, got varlen made with {self.config}"
+            )
         if x.shape[0] != 1:
             raise ValueError(
                 f"{name} must be one row, B=1, if varlen is given, got B={x.shape[0]}"
             )
         if isinstance(x, Tensor) and x.device != self.device:
             raise ValueError(
-                f"varlen must be on the device of {name}, {x.device}, got one on {self.device}"
+                f"varlen must be on the device of {name}, {x.device}, got varlen on {self.device}"
             )
         if not torch.compiler.is_compiling():
             self.check()

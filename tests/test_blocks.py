@@ -366,7 +366,7 @@ def refused(function, changed, message, framework):
 
 def test_pages_have_no_gradient_in_torch():
     query = torch.zeros(1, 4, 8).requires_grad_()
-    message = "has no gradient: call it under torch.no_grad()"
+    message = "has no gradient; call it under torch.no_grad()"
     refused("paged_block_attention", dict(query=query), message, "torch")
 
 

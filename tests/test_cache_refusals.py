@@ -124,7 +124,7 @@ def other_makers():
     """A user, what its own steps say, what another says, the sentence, and whether an empty cache
     is refused too.
     """
-    made = "cache must be made with {}={}, got one with {}".format
+    made = "cache must be made with {}={}, got a cache with {}".format
     for framework in FRAMEWORKS:
         used, layer = (functools.partial(x, framework) for x in (Used, OfLayer))
         for name, theirs in (("compress_stride", 2), ("compress_block", 4)):
@@ -270,7 +270,11 @@ def test_runs_of_another_call_are_refused(counts, last, planned, number):
     runs = plan_runs(starts, planned or [38, 45, 0, 61, 20], 16)
     path.step = functools.partial(path.attend, new=True, runs=runs)
     begin = [end - count for end, count in zip(last, counts, strict=True)]
-    said = rf"runs\[{number}\] must be planned from" if number is not None else "none of row 3"
+    said = (
+        rf"runs\[{number}\] must be planned from"
+        if number is not None
+        else "but row 3 is in none"
+    )
     with pytest.raises(ValueError, match=said):
         check(path, [Turn(begin, last)])
     assert all(x.isnan().all() for x in path.cache.tensors().values())

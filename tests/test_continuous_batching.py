@@ -147,7 +147,7 @@ def test_with_a_configuration_of_transformers():
     )
     found = call(ContinuousBatchingConfig(page_size=16, num_blocks=9))["req_0"]
     assert found.generated_tokens == alone(lm, prompt, TOKENS)
-    message = "page_size must be select_block=16, got 256: pass continuous_batching_c"
+    message = "page_size must be select_block=16, got 256; pass continuous_batching_c"
     with pytest.raises(ValueError, match=message):
         call(ContinuousBatchingConfig())
 

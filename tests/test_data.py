@@ -157,7 +157,7 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
     assert load(texts / "a.jsonl").sha256 != first.sha256
     for kept in tmp_path.glob("cache/*/tokens"):
         kept.write_bytes(kept.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="have changed: remove them"):
+    with pytest.raises(ValueError, match="have changed; remove the files"):
         load(texts / "a.jsonl")
 
 

@@ -176,7 +176,7 @@ REFUSED = [
     (on_a_cache, OF_CACHE),
     (
         lambda: kernels_of_layer([4096], gradients=True, **KERNELS),
-        "no gradient: leave it out to",
+        "no gradient; leave it out to",
     ),
 ]
 for api, given, other in FRAMEWORKS.values():

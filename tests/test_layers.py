@@ -482,7 +482,7 @@ def test_what_a_layer_says_of_dtypes():
         ),
         (
             lambda: of_autocast(cached_before=True),
-            r"got float32: make it by init_cache\(.., dtype=torch.bfloat16\)",
+            r"got float32; make the cache with init_cache\(.., dtype=torch.bfloat16\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):

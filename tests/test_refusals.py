@@ -189,7 +189,10 @@ def test_tensors_without_memory_of_their_own():
         mesh, ends = init_device_mesh("cpu", (2,)), torch.tensor([0, 15, 40])
         ragged = lambda x: torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), ends)
         shard = lambda x: DTensor.from_local(x, mesh, [Shard(0)])
-        makers = {"dense, got torch.jagged": ragged, "a tensor of one rank, got a DTens": shard}
+        makers = {
+            r"dense \(torch.strided\), got torch.jagged": ragged,
+            "a tensor of one rank, got a DTens": shard,
+        }
         for (words, make), call in itertools.product(makers.items(), ("attention", "compress")):
             good = world.arguments(call)
             for name in world.calls[call][0]:

@@ -168,8 +168,8 @@ def test_without_a_block_size(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 32}, "must be select_block=16, got 32: pass --block-size 16"),
-        ({"block_size": 8}, "must be select_block=16, got 8: pass --block-size 16"),
+        ({"block_size": 32}, "must be select_block=16, got 32; pass --block-size 16"),
+        ({"block_size": 8}, "must be select_block=16, got 8; pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size must be None: the bytes of a block"),
         ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization must be None: the layers"),

@@ -123,7 +123,7 @@ def _one(name, text, values, command, present) -> str:
     meaning = TABLE[known]
     if name == "CONFIG" and "config" not in values and _measures(values):
         raise ValueError(
-            f"CONFIG={text} is not read by bench.{command}, whose sizes are flags: unset it, "
+            f"CONFIG={text} is not read by bench.{command}, whose sizes are flags; unset it, "
             "or run a command with --config (compare, indices, train)"
         )
     if not meaning.flags:

@@ -167,7 +167,7 @@ def kept(
     tokens = np.memmap(target / "tokens", np.dtype(about["dtype"]), "r")
     starts = np.fromfile(target / "starts", np.int64)
     if not len(starts) or starts[-1] != len(tokens):
-        raise ValueError(f"tokens stored in {target} have changed: remove them")
+        raise ValueError(f"tokens stored in {target} have changed; remove the files")
     return Documents(name, tokens, starts, by.vocabulary, about["sha256"])
 
 

@@ -72,7 +72,7 @@ def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
         else:
             rows += records.placed(path)
     if not files:
-        raise ValueError("no records: name their files")
+        raise ValueError("no records were found; name their files")
     names = sorted({record.device for _, record in rows})
     devices = [found for found in map(policy.of, names) if found]
     title = title or f"Native Sparse Attention on {', '.join(names) or 'no device'}"

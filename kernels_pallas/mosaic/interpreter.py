@@ -29,7 +29,7 @@ def machine() -> Any:
     """
     if _machine is None:
         raise RuntimeError(
-            "interpreted kernels of warps need a machine: call interpreter.use(machine)"
+            "interpreted kernels of warps need a machine; call interpreter.use(machine)"
         )
     return _machine
 

@@ -213,7 +213,7 @@ def _check(given: Any, config: NSAModelConfig) -> None:
             raise ValueError(f"{name} must be at least 1, or None, got {size}")
     if given.page_size != config.select_block:
         raise ValueError(
-            f"page_size must be select_block={config.select_block}, got {given.page_size}: pass "
+            f"page_size must be select_block={config.select_block}, got {given.page_size}; pass "
             "continuous_batching_config(model.config)"
         )
     if given.cpu_offload_space:

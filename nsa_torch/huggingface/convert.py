@@ -333,7 +333,7 @@ def _write(
                 if not torch.equal(x, source[EMBEDDING].get_tensor(EMBEDDING).to(x)):
                     raise ValueError(
                         f"{HEAD} must be {EMBEDDING} if tie_word_embeddings is true, got "
-                        "another one: set tie_word_embeddings=false in config.json"
+                        "different weights; set tie_word_embeddings=false in config.json"
                     )
             elif not name.endswith("rotary_emb.inv_freq"):
                 each = converted(name, x, config, start)

@@ -305,7 +305,7 @@ class NSAModel(NSAPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
-                    "cache must be None if gradient checkpointing trains, got one: call eval()"
+                    "cache must be None if gradient checkpointing trains, got a cache; call eval()"
                 )
             use_cache = False
         given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache

@@ -98,7 +98,7 @@ def why_not(model: Any) -> str | None:
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
-    rule = "must have no forward hooks, which a CUDA graph does not call, got one"
+    rule = "must have no forward hooks, which a CUDA graph does not call, but a hook is set"
     if nn.modules.module._has_any_global_hook():
         return f"{rule} for all modules"
     for name, module in model.named_modules():

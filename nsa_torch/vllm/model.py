@@ -198,6 +198,6 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             raise NotImplementedError(f"{name} must be {known}: {reason}, got {found!r}")
     if cache.user_specified_block_size and cache.block_size != config.select_block:
         raise ValueError(
-            f"block_size must be select_block={config.select_block}, got {cache.block_size}: "
+            f"block_size must be select_block={config.select_block}, got {cache.block_size}; "
             f"pass --block-size {config.select_block}"
         )
