@@ -44,6 +44,7 @@ ASKED = {
     "on_disk": "kernels_pallas.runtime.loaded.on_disk",
     "kernels_why_not": "kernels_pallas.why_not",
     "append_why_not": "nsa_torch.paged.append_why_not",
+    "indexer_why_not": "nsa_torch.indexers.device_why_not",
     "is_hopper": "nsa_jax.ffi._is_hopper",
     "ffi_registered": "nsa_jax.ffi._registered",
     "ffi_serves": "nsa_jax.ffi.serves",

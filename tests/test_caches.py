@@ -434,6 +434,32 @@ def test_pages_between_which_others_lie_on_a_gpu(implementation):
     check(path, HISTORIES["draft tokens"], bound=1e-2)
 
 
+@pytest.mark.gpu
+@by_kernel
+def test_a_needle_is_found_among_64k_tokens(implementation):
+    """One token that the last query looks for, beyond the window, is found in fp8 as in 16 bits."""
+    tokens, draw = 65536, normal()
+    config = NSAConfig(num_selected=5)  # two of them are free
+    query, key, value = draw(1, 1, 64), draw(tokens, 1, 64), draw(tokens, 1, 64)
+    place, pages = tokens // 3, -(-tokens // config.select_block)
+    key[place] = 8 * query[0]
+    at = torch.randperm(pages).int()[None].cuda(), torch.tensor([tokens]).int().cuda()
+    gates = torch.tensor([0.0, 1.0, 0.0]).bfloat16().cuda().repeat(1, 16, 1)
+    outs, keys = [], []
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        options = {"config": config, "dtype": dtype, "device": "cuda"}
+        cache = nsa_torch.PagedCache(pages, 1, 64, 64, **options)
+        nsa_torch.append(cache, key, value, *at, implementation="triton")  # one order of sums
+        given = query.repeat(1, 16, 1), gates, cache, *at
+        outs.append(nsa_torch.paged_attention(*given, implementation=implementation)[0])
+        keys.append(cache.compressed_key)
+    assert torch.equal(*keys), "the blocks are the same"
+    want = value[place].expand_as(outs[0])
+    torch.testing.assert_close(outs[0], want, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(outs[1], want, rtol=2**-4, atol=1e-2)
+    assert not torch.equal(*outs)
+
+
 def normal(seed=0):
     """What draws random tensors on the GPU."""
     make = torch.Generator("cuda").manual_seed(seed)
@@ -540,3 +566,32 @@ def test_a_table_of_anything_on_a_gpu(implementation, around):
         for x, y in zip(whole, before, strict=True):
             assert torch.equal(x[~named], y[~named])
     assert not torch.equal(whole[0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 700]], ids=["one row", "two"])
+@torch.no_grad()
+def test_what_is_not_copied_is_not_read(implementation, lengths, monkeypatch):
+    """A chunk's copies of the sliding branch are written near its window alone: NaN in the rest of
+    the memory changes no bit.
+    """
+    count, rows, draw = 300, len(lengths), normal()
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = nsa_torch.PagedCache(80, 2, 64, 64, separate=True, **options)
+    for x in cache.tensors().values():
+        x.normal_()
+    table = torch.randperm(80, device="cuda").int()[:66].repeat(rows, 1)
+    starts = [count * i for i in range(rows + 1)]
+    at = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (lengths, starts)]
+    runs = plan_runs(starts, lengths, 64)
+    assert [run.even for run in runs] == [True]
+    poison = torch.full((1 << 28,), torch.nan, **options)
+    del poison
+    given = draw(count * rows, 32, 64), draw(count * rows, 32, 3), cache, table, *at
+    attend = functools.partial(
+        nsa_torch.paged_attention, *given, runs=runs, implementation=implementation
+    )
+    found = attend()
+    monkeypatch.setattr(paged_attend, "READING_TILES", ())  # all is written
+    assert found.isfinite().all() and torch.equal(found, attend())

@@ -34,7 +34,7 @@ from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax import Branches, NSAConfig, jax_problem
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
-from nsa_torch import fa2, functional, operators, torch_ops
+from nsa_torch import fa2, functional, operators, plans, torch_ops
 from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
 from tests.torch_inputs import on_the_cpu
@@ -264,6 +264,14 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
     assert str(longer).endswith("attention: step by step (not a: too long)")
 
 
+def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
+    forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
+    table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
+    assert [c.implementation for c in table.choices(TINY)] == ["a"] * 4
+    plan = table.choices(TINY._replace(requires_grad=True))
+    assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
+
+
 def test_every_registered_kernel_is_there():
     for table in REGISTRIES.values():
         for name in kernels_pallas.CAPABILITIES:
@@ -395,6 +403,26 @@ def test_a_problem_names_its_device(monkeypatch):
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
     assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
+
+
+def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
+    """On a GPU calls of one problem are decided once, until the thresholds change."""
+    sizes = 1, 8, 8, 2, 1, 4, 4
+    problem = "float32", sizes, operators.numbers_of(NSAConfig()), (False,) * 3, None
+    asked, on_cpu = [], torch_dispatch.problem_of(("cpu", None), *problem)
+    monkeypatch.setattr(
+        torch_dispatch, "problem_of", lambda *given: asked.append(given) or on_cpu
+    )
+    plans.forget()
+
+    def decided():
+        assert torch_dispatch._chosen(None, None, ("cuda", 0), *problem)[-1] is None
+        return len(asked)
+
+    assert [decided(), decided()] == [1, 1]
+    with policy.overridden(policy.Thresholds(sel_min_len=3), "a test"):
+        assert decided() == 2
+    assert decided() == 2
 
 
 # What Mosaic kernels can do

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import nsa_torch
 from bench.harness.process import ROOT
 from nsa_core import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
+from nsa_torch.context import local_graph
 from tests import context_devices, spawned, torch_inputs
 from tests import context_worker as worker
 from tests.context_worker import CASES, CONFIG, Case
@@ -139,6 +141,19 @@ def test_a_rank_that_is_gone(several):
             error.startswith("RuntimeError: context parallel: ") and "a rank is gone" in error
         )
         assert seconds < worker.TIMEOUT_S + 5
+
+
+def test_a_graph_holds_nothing_that_it_kept():
+    """Checkpointing drops that and makes it again; the graph then takes what it is given."""
+    x, kept = torch.linspace(1, 2, 5), []
+    out, gradients = local_graph(lambda x: x * x.exp().sin(), [x], kept)
+    same, held = [t.clone() for t in kept], [weakref.ref(t) for t in kept]
+    kept.clear()
+    del kept
+    assert held and not any(each() is not None for each in held)
+    (found,) = gradients([x.clone()], same, torch.ones(5), False)
+    want = out / x + x * x.exp() * x.exp().cos()
+    torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import re
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import continuous_api
 
-from nsa_torch import Branches
+from nsa_torch import Branches, PagedCache
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
@@ -207,6 +208,34 @@ def test_a_request_that_is_cancelled_within_its_prompt(monkeypatch):
                 found[result.request_id] = result
     assert len(made) == 1 and "long" not in found
     same_as_alone(lm, others, [found[str(i)] for i in range(2)])
+
+
+@served
+@pytest.mark.parametrize("kinds", [("nsa", "nsa"), ("nsa", "dense")])
+def test_all_that_is_kept_is_counted(kinds, monkeypatch):
+    """`num_blocks` blocks have room for compressed tokens and for all branches, in the manager's
+    memory, of which no two arrays share an element.
+    """
+    lm, made = on("cpu", attention=list(kinds)), []
+    kept = lambda call, *x: (call(*x), made.append((call.args[0], x[2])))
+    replaced(monkeypatch, "register_cache_tensor", kept)
+    generated(lm, prompts()[:1], tokens=2, blocks=11)
+    ((allocator, memory),) = made
+    assert allocator.num_blocks in (11, 12)
+    begin, arrays = memory.data_ptr(), []
+    for pages in allocator.pages.values():
+        arrays += pages.tensors().values() if isinstance(pages, PagedCache) else pages
+    spans = sorted((x.data_ptr() - begin, x.data_ptr() - begin + x.nbytes) for x in arrays)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert 0 <= spans[0][0] and spans[-1][1] <= memory.nbytes
+    # Of two heads: keys and values, 8 wide, in float32.
+    slots = {"nsa": 3 * 16 + 4, "dense": 16}
+    of_block = sum(slots[kind] * 2 * 2 * 8 * 4 for kind in kinds)
+    assert sum(x.nbytes for x in arrays) == arrays[0].shape[0] * of_block
+    for more in ({}, {"warmup": True}):
+        with pytest.raises(MemoryError, match="more than available memory"):
+            lm.generate_batch(prompts()[:1], **options(lm, blocks=1 << 40), **more)
+        assert lm.config._attn_implementation == "sdpa"  # as before
 
 
 def test_another_manager_is_refused(monkeypatch):

@@ -136,6 +136,19 @@ def test_padded_rows_in_chunks_are_each_row_alone(kind, cache):
 
 
 @by_kind
+@torch.no_grad()
+def test_a_row_is_bitwise_the_same_whatever_the_padding_of_others(kind):
+    run = functools.partial(model(kind), use_cache=False)
+    one, other = (
+        run(ids, attention_mask=mask).logits
+        for ids, mask in map(left_padded, (PADDING, (0, 0, 5, 38)))
+    )
+    assert torch.equal(one[0], other[0]) and torch.equal(one[3, 38:], other[3, 38:])
+    ids, mask = left_padded((0,))
+    assert torch.equal(run(ids).logits, run(ids, attention_mask=mask).logits)
+
+
+@by_kind
 @renamed
 def test_gradients_are_those_of_rows_alone(kind):
     """Of rows padded on the right, the same with checkpoints, and through a cache."""

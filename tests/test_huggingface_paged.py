@@ -12,6 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
+from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
@@ -26,9 +27,11 @@ from tests.test_huggingface import (
     FP8,
     GREEDY,
     WIDTH,
+    alone,
     close,
     left_padded,
     model,
+    same_rows,
     steps,
     tokens,
 )
@@ -98,6 +101,45 @@ def traced(call, device):
     return lambda: found.copy_(graph()), found
 
 
+@torch.no_grad()
+def test_what_no_token_wrote_reaches_nothing():
+    """NaN wherever pages hold no token, raw or compressed, before each chunk but the first."""
+    made, (ids, mask) = model(), left_padded()
+    poisoned = []
+
+    def poison(cache):
+        for layer in cache.layers:
+            pages = layer.pages
+            size, slots = pages.config.select_block, pages.compressed_key.shape[1]
+            for name, x in zip(pages.tensors(), layer.tensors(), strict=True):
+                for row, length in zip(x.flatten(1, 2), cache.lengths.tolist(), strict=True):
+                    used = length * slots // size if "compressed" in name else length
+                    row[used:] = torch.nan
+                poisoned.append(bool(x.isnan().any()))
+
+    want, got = (
+        steps(made, ids, mask, [20, 15, 1, 1, 3, 1], paged(made, 4), between)[mask.bool()]
+        for between in (lambda cache: None, poison)
+    )
+    assert torch.equal(got, want) and poisoned and all(poisoned)
+
+
+@torch.no_grad()
+def test_a_prompt_is_attended_to_without_its_pages(monkeypatch):
+    """A chunk of rows that begin has all their tokens; those that follow read pages. No output
+    shows it: calls are watched.
+    """
+    made, ids, seen = model("mixed"), tokens(2), []
+    copies = paged_attend.side_by_side
+    watched = lambda *x: seen.append(x[4] is None) or copies(*x)
+    monkeypatch.setattr(paged_attend, "side_by_side", watched)
+    for splits, read in (([WIDTH], [False]), ([30, 10, 1], [False, True, True])):
+        seen.clear()
+        logits = steps(made, ids, torch.ones_like(ids), splits, paged(made, 2))
+        same_rows(logits, alone(made, ids, (0, 0)))
+        assert seen == read
+
+
 @pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
 @torch.no_grad()
 def test_a_cache_in_fp8(kind):
@@ -163,6 +205,28 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(device, phi, kv, dty
     start()
     step(0)
     assert captured == [WIDTH + step_graph.WARMUP]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@torch.no_grad()
+def test_a_capture_that_fails_appends_nothing(device, captured, monkeypatch):
+    made = one_layer(device)
+    cache, new = paged(made, 2), torch.ones(2, 1, dtype=torch.int64)
+    graph, capture, begun = StepGraph(made, cache), step_graph.capture, step_graph.WARMUP
+    for _ in range(begun):
+        graph(new)
+
+    def failing(call, device):
+        capture(call, device)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(step_graph, "capture", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graph(new)
+    assert cache.get_seq_length() == begun
+    monkeypatch.setattr(step_graph, "capture", capture)
+    graph(new)
+    assert cache.get_seq_length() == begun + 1 and cache.lengths.tolist() == [begun + 1] * 2
 
 
 class Scaled(torch.nn.Module):

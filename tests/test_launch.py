@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_interop.launch import launch, prepare
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import build_child
+from kernels_pallas.runtime import build_child, loaded
 from kernels_pallas.runtime.lowering import lower
 from nsa_interop import launch as module
 from tests import cross_compile, pretend
@@ -187,6 +187,7 @@ def test_cross_compilation_reports_registers_and_spills():
 
 # On a GPU
 
+DELAY = 300_000_000  # clock cycles, above 0.1 s
 HEADS = itertools.count(3)
 
 
@@ -217,6 +218,35 @@ def test_out_is_written_and_returned():
     assert outputs[0] is out[0] and right(outputs, x)
     with pytest.raises(ValueError, match=r"out 0 of copy must .* on GPU 0.* on cpu"):
         launch(COPY, x, out=[aligned(), None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["default", "side"])
+def test_a_launch_follows_the_current_stream_and_does_not_wait(kind):
+    wanted = values()
+    stream = torch.cuda.default_stream() if kind == "default" else torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x = torch.empty_like(wanted)
+        for scale, delay in (0, 1), (1, DELAY):  # the first loads all code and takes memory
+            torch.cuda._sleep(delay)
+            torch.mul(wanted, scale, out=x)
+            outputs = launch(COPY, x)
+        assert not stream.query(), "the host waited"
+        assert right(outputs, wanted)
+
+
+@pytest.mark.gpu
+def test_freed_memory_is_reused_in_stream_order():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = values()
+        wanted = x.clone()
+        torch.cuda._sleep(DELAY)
+        outputs = launch(COPY, x)
+        del x
+        junk = [torch.full((N,), -5.0, device="cuda").bfloat16() for _ in range(4)]
+        assert right(outputs, wanted)
+        del junk
 
 
 @pytest.mark.gpu
@@ -258,6 +288,31 @@ def test_a_load_while_another_thread_captures():
         assert right(outputs, x) and right(launch(second, y), y)
     """
     _run_on_gpu(script)
+
+
+@pytest.mark.gpu
+def test_threads_load_once_and_launch_at_once(monkeypatch):
+    kernel, x = new_kernel()
+    made = pretend.calls_of(monkeypatch, loaded.driver, "load")
+    inputs = [x + i for i in range(8)]
+    torch.cuda.synchronize()
+    results, start = {}, threading.Barrier(len(inputs))
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        start.wait()
+        for _ in range(100):
+            with torch.cuda.stream(stream):
+                results[i] = launch(kernel, inputs[i])
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert all(right(results[i], given) for i, given in enumerate(inputs))
 
 
 @pytest.mark.gpu

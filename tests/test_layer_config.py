@@ -23,6 +23,27 @@ def of_jax(**options):
     return nsa_jax.nn.NSAAttention(**SIZES, **options, rngs=nnx.Rngs(0))
 
 
+def test_a_layer_without_config_is_as_ever():
+    """Output and keys of the state are those of commit 770131a."""
+    layer = of_torch(l=8, d=4, l_sel=16, n_sel=4, w=10, dtype=torch.float64)
+    with torch.no_grad():
+        for i, x in enumerate(layer.parameters()):
+            at = torch.arange(x.numel(), dtype=torch.float64)
+            x.copy_((0.3 * torch.sin(at * (i + 1.3) + i)).view(x.shape))
+    y, _ = layer(torch.sin(torch.arange(80 * 32, dtype=torch.float64) * 0.7).view(1, 80, 32))
+    expected = [
+        [0.026473838, 0.031892008],
+        [0.002181133, -0.001229329],
+        [0.001268752, 0.00131543],
+    ]
+    found = y.detach()[0, [0, 37, 79], :2]
+    assert (found - torch.tensor(expected, dtype=y.dtype)).abs().max() < 1e-8
+    branches = [f"W_{kind}_{x}.weight" for x in ("cmp", "sel", "win") for kind in "KV"]
+    gate = [f"gate.{x}.{y}" for x in ("fc1", "fc2") for y in ("weight", "bias")]
+    kind = [f"kind.{x}._extra_state" for x in ("gate_sigmoid", "phi_avg")]
+    assert [*layer.state_dict()] == ["W_Q.weight", *branches, "out.weight", *gate, *kind]
+
+
 @pytest.mark.parametrize("make", [of_torch, of_jax])
 def test_with_config_the_recommended_options_are_the_defaults(make):
     layer = make(config=SMALL)

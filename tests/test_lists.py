@@ -16,7 +16,7 @@ import yaml
 from kernels_pallas.specs import block_query_lists, tile_block_lists, work_items
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
 from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention
-from kernels_pallas.specs.work_items import WorkItems
+from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
 from nsa_core.varlen import Capacity, Varlen
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
@@ -303,6 +303,41 @@ def test_lists(name, few, device, monkeypatch):
             check_items(spec, want, ordered, longest_first=True)
     if spec.halving and not problem.placed:
         assert count == len(found[0]), "no capacity is in vain"
+
+
+def of_long_row(length, heads, tokens, device):
+    """All lists of random blocks of one row."""
+    lists = BlockQueryLists(1, length, length, heads, 16, 64, tokens, False)
+    position = np.arange(length, dtype=np.int32)[None]
+    draws = np.random.default_rng(0).random((1, length, heads, lists.n))
+    indices = np.sort((draws * (position[..., None, None] // 64 + 1)).astype(np.int32))
+    indices[..., 1:][np.diff(indices) == 0] = -1
+    arrays = indices, position, 0 * position
+    (counts,) = made(block_query_lists.count_entries, lists, device, *arrays)
+    edges = np.cumsum(counts, dtype=np.int32)
+    filled = made(block_query_lists.fill_lists, lists, device, *arrays, edges)
+    if tokens == 1:
+        filled += made(block_query_lists.fill_gather_lists, lists, device, *arrays, edges)
+    spec = dkv_work_items(lists)
+    table, *sums = made(work_items.work_items, spec, device, edges, position)
+    (ordered,) = made(work_items.ordered_work_items, spec, device, table)
+    sizes = {"B": 1, "T": length, "S": length, "H": 64 // tokens * heads, "Hkv": heads, "n": 16}
+    tiles = SelectedAttention(**sizes, D=64, Dv=64, block=64, dtype="bfloat16", scale=1.0)
+    of_tiles = made(tile_block_lists.tile_block_lists, tiles, device, *arrays)
+    tables = [x[:, :7] for x in (table, ordered)]  # the last column is not written
+    return [counts, *(x[: edges[-1]] for x in filled), *tables, *sums, *of_tiles]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("length", "heads", "tokens"),
+    [(65536, 4, 1), (150_000, 1, 1), (150_000, 2, 4), (32768, 8, 4), (16384, 2, 16)],
+)
+def test_kernels_do_what_is_emulated(length, heads, tokens):
+    """The longest rows need several windows of bits."""
+    both = (of_long_row(length, heads, tokens, x) for x in ("cuda", "cpu"))
+    for found, want in zip(*both, strict=True):
+        np.testing.assert_array_equal(found, want)
 
 
 TILES = TABLE["tiles"]

@@ -673,3 +673,19 @@ def test_other_documents_at_each_replay(implementation):
             graph.replay()
             assert same(found, want)
         assert same(step(varlen=meta), wants[-1])
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_two_streams():
+    inputs = on_a_gpu()
+    want = with_gradients(inputs, cu_seqlens=borders(NUMBERS[0], "cuda"), config=CONFIG)
+    meta = metadata(NUMBERS[0], total=640, device="cuda", config=CONFIG)
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for stream in streams * 3:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append(with_gradients(inputs, varlen=meta, config=CONFIG))
+    torch.cuda.synchronize()
+    assert all(same(x, want) for x in found)

@@ -6,6 +6,7 @@ Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 import contextlib
 import ctypes
 import dataclasses
+import threading
 import warnings
 
 import nsa_interop.launch
@@ -402,3 +403,29 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
     assert key_of(arguments) is None
     monkeypatch.setattr(debug, "on", False)
     assert key_of(arguments) is not None
+
+
+def test_threads_share_what_was_decided():
+    arguments, found = good(), []
+    with torch.no_grad():
+        want = nsa_torch.attention(**arguments)
+
+    def work():
+        with torch.no_grad(), capability.interpreted(True):
+            found.extend(nsa_torch.attention(**arguments) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60 and all(torch.equal(x, want) for x in found)
+
+
+def test_other_implementations_decide_at_every_call(checked):
+    arguments = good(implementation="sdpa")
+    for _ in range(3):
+        checked.clear()
+        nsa_torch.attention(**arguments)
+        assert checked
+    assert not any(isinstance(x, call.PlannedProgram) for x in plans.KNOWN.values())

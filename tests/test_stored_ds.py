@@ -1,24 +1,30 @@
 """Where dS of the selected branch is stored, how much of it at a time, and what runs beside it."""
 
+import functools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 import yaml
 
 import nsa_jax
 import nsa_torch.mosaic
+from kernels_pallas.specs import stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
-from nsa_jax import ffi, mosaic, xla_call
+from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import Branches, operators
+from nsa_torch import Branches, operators, plans
 from nsa_torch.torch_ops import TORCH_OPS
-from tests import planned
+from tests import paths, planned
+from tests.devices import needs_gpu
 from tests.limits import set_limits
-from tests.problems import PAPER
+from tests.problems import CASES, PAPER, array, problem
 
 
 def plan_of_backward(monkeypatch):
@@ -60,6 +66,62 @@ def test_dq_of_the_other_branches_runs_beside(monkeypatch):
             assert len(seen) < len(ready)
             seen.append(len(running))
     assert ready == [0, 1, 2, 3] and seen == [1, 1, 1, 0]
+
+
+class Stream:
+    """In place of both streams of a call."""
+
+    cuda_stream = 0
+
+    def __init__(self):
+        self.events, self.waited = [], []
+        self.wait_event = self.waited.append
+
+    def wait_stream(self, other):
+        """Nothing runs."""
+
+    def record_event(self):
+        self.events.append(object())
+        return self.events[-1]
+
+
+def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
+    """Its memory goes with it, to which kernels on the other stream still write."""
+    plan = plan_of_backward(monkeypatch)
+    launched, failing, stream = [], [], Stream()
+
+    def launcher(kernel, device):
+        def start(stream, addresses):
+            launched.append(kernel.name)
+            if len(launched) in failing:
+                raise MemoryError
+
+        return start
+
+    monkeypatch.setattr(plans.launch, "launcher", launcher)
+    sequence = lambda kernels, arguments, device: (
+        lambda *given: [launcher(kernel, device)(*given) for kernel in kernels]
+    )
+    monkeypatch.setattr(plans.launch, "sequence", sequence)
+    monkeypatch.setattr(plans.launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(plans, "_stream_beside", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    bound = plans.BoundPlan(plan, torch.device("cpu"))
+    bound.on_gpu = True
+    given = [
+        torch.zeros(x.shape, dtype=getattr(torch, x.dtype))
+        for x in plan.buffers[: plan.arguments]
+    ]
+    bound(given)
+    assert len(stream.events) == 3 == len({*stream.waited}) and launched
+    beside = [i for i, x in enumerate(launched, 1) if x == "interval_dq"][1:]
+    assert len(beside) == 3
+    for i in beside:
+        launched.clear(), stream.events.clear(), stream.waited.clear()
+        failing[:] = [i + 1]
+        with pytest.raises(MemoryError):
+            bound(given)
+        assert stream.events and stream.waited == stream.events
 
 
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
@@ -117,3 +179,25 @@ def test_all_rows_at_once_may_be_too_large():
     base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
     assert mosaic_stored_ds.serves(TORCH_OPS, base, 16, 64, False)
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
+    """Not a bit: of one chunk, and of a chunk for each row of `[B, Hkv]`."""
+    p = problem(CASES["gpu stored dS: sixteen heads"])
+    of_torch = functools.partial(paths.of_torch, device="cuda")
+    of = {"jax": paths.of_jax, "torch": of_torch}[framework]
+    want = of(p, "mosaic")
+    set_limits(monkeypatch, ds_chunk_bytes=1)
+    # A description names it as of its module.
+    dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
+    monkeypatch.setattr(stored_ds, "dq", dq)
+    plans.forget()
+    eager.forget()
+    found = of(p, "mosaic")
+    rows = [call.args[0].stored_rows for call in dq.call_args_list]
+    assert rows.count(1) >= 4  # of [B, Hkv]
+    for name, x in found.items():
+        np.testing.assert_array_equal(array(x), array(want[name]))

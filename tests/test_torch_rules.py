@@ -109,6 +109,39 @@ def test_what_the_backward_pass_reads_must_stay(name, recompute):
         out.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, traced
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
+    """What does not ask for it gets its gradients, compiled whole too; with a stand-in that torch
+    can trace, since FA-2 needs a GPU and this is about what stands around it.
+    """
+
+    def stand_in(query, key, value, bounds, longest, **options):
+        return query * 2, query.sum(-1).t().float()
+
+    monkeypatch.setattr(fa2, "varlen", stand_in)
+    x = Inputs(40, 40, B=1)
+    query = x.query.detach().float().requires_grad_()
+    keys = nsa_torch.compress(x.key.detach().float(), config=x.config)
+    options = {"config": x.config, "kv_len": 40}
+
+    def attend(query):
+        return fa2.compressed_attention(query, keys, keys, **options)
+
+    def lse(query):
+        return attend(query)[1].nan_to_num(neginf=0).sum()
+
+    def out(query):
+        return attend(query)[0].sum()
+
+    if compiled:
+        out, lse = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (out, lse))
+    (got,) = torch.autograd.grad(out(query), query)
+    assert got[:, -1].eq(2).all()
+    with pytest.raises((NotImplementedError, RuntimeError), match="no gradient of its log-sum"):
+        torch.autograd.grad(lse(query), query)
+
+
 def test_what_a_compiled_layer_keeps_lies_apart():
     """Inductor writes over what was kept and is read no more, and looks for no other tensor in the
     same memory.

@@ -116,15 +116,42 @@ def step(bit, cache, *at):
     return nsa_torch.paged_attention(query, gates, cache, *at, **new, implementation="triton")
 
 
+def lists(*shape):
+    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+
+def block_step(bit, cache, *at):
+    query, pages = bit(draw(2, 4, 16)), map(bit, (cache.selected_key, cache.selected_value))
+    options = {"block_size": 16, "return_residual": True, "implementation": "triton"}
+    return nsa_torch.paged_block_attention(query, *pages, *at, lists(2, 1, 1), **options)
+
+
+def loss(bit):
+    tensors = [draw(1, 24, heads, 16, seed=heads) for heads in (4, 2)]
+    kept = [bit(x) for x in (*tensors, draw(1, 24, 4, seed=5))]
+    pair = draw(1, 24, 2, 16).requires_grad_(), draw(1, 24, 16).requires_grad_()
+    options = {"block_size": 16, "implementation": "triton"}
+    out = nsa_torch.indexer_kl(*kept, *map(bit, pair), lists(1, 24, 2, 1), **options)
+    return out, *torch.autograd.grad(out, pair, bit(draw(*out.shape, seed=9)))
+
+
+WITH_THE_BIT = {
+    "a cache": lambda bit: on_pages(bit, step),
+    "blocks of pages": lambda bit: on_pages(bit, block_step),
+    "indexer's loss": loss,
+}
+
+
 @kernel
-def test_tensors_with_the_negative_bit(monkeypatch):
+@pytest.mark.parametrize("name", WITH_THE_BIT)
+def test_tensors_with_the_negative_bit(name, monkeypatch):
     """Kernels read memory, which is the negative of such a tensor."""
     if INTERPRETED:
         # It reads in place what a GPU would.
         for module in (nsa_interop.launch, torch_ops):
             monkeypatch.setattr(module, "ALIGNMENT", 16)
-        pretend.machine(monkeypatch, append_why_not=None)
-    clean, marked = on_pages(same, step), on_pages(negated, step)
+        pretend.machine(monkeypatch, append_why_not=None, indexer_why_not=None)
+    clean, marked = WITH_THE_BIT[name](same), WITH_THE_BIT[name](negated)
     for got, want in zip(marked, clean, strict=True):
         assert torch.equal(got, want)
 
@@ -152,6 +179,22 @@ def leaves(length=12):
     """Query, keys, values, gates."""
     shapes = [(1, length, heads, 16) for heads in (4, 2, 2)] + [(1, length, 4, 3)]
     return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+@kernel
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_without_a_graph_break():
+    def function(*tensors):
+        return nsa_torch.attention(*tensors, config=SMALL, implementation="triton") * 2
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (function, compiled):
+        tensors = leaves()
+        out = call(*tensors)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
 
 
 if not INTERPRETED:
