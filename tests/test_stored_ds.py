@@ -2,7 +2,6 @@
 
 import functools
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import Branches, operators, plans
 from nsa_torch.torch_ops import TORCH_OPS
-from tests import paths, planned
+from tests import paths, planned, pretend
 from tests.devices import needs_gpu
 from tests.limits import set_limits
 from tests.problems import CASES, PAPER, array, problem
@@ -191,13 +190,10 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     of = {"jax": paths.of_jax, "torch": of_torch}[framework]
     want = of(p, "mosaic")
     set_limits(monkeypatch, ds_chunk_bytes=1)
-    # A description names it as of its module.
-    dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
-    monkeypatch.setattr(stored_ds, "dq", dq)
+    rows = pretend.calls_of(monkeypatch, stored_ds, "dq", lambda spec: spec.stored_rows)
     plans.forget()
     eager.forget()
     found = of(p, "mosaic")
-    rows = [call.args[0].stored_rows for call in dq.call_args_list]
     assert rows.count(1) >= 4  # of [B, Hkv]
     for name, x in found.items():
         np.testing.assert_array_equal(array(x), array(want[name]))
