@@ -161,7 +161,7 @@ def _arguments(kernel: Kernel) -> list[list[tuple[tuple[int, ...], int, torch.dt
 
 @functools.lru_cache(DESCRIPTIONS)
 def _bound(kernel: Kernel, index: int) -> BoundKernel:
-    """The `kernel` bound to a GPU."""
+    """Return the `kernel` bound to a GPU."""
     _check_may_load([kernel.for_any_length()], index)
     return loaded.bound(kernel, index, _prefetched)
 
@@ -174,7 +174,7 @@ def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
 
 
 def _prefetched() -> Sequence[Kernel]:
-    """The kernels that this thread registered last. They are returned once."""
+    """Return the kernels that this thread registered last. They are returned once."""
     found, _thread.prefetched = getattr(_thread, "prefetched", None), None
     return found() if found else []
 

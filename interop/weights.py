@@ -111,7 +111,7 @@ def _check_same(path: str | Path, expected: dict, got: dict, sentence: str, none
 
 
 def _tensors(module: Module) -> dict[str, torch.Tensor]:
-    """The module's weights in the layout of the file."""
+    """Return the module's weights in the layout of the file."""
     if isinstance(module, torch.nn.Module):
         return {key: value.contiguous() for key, value in module.state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -123,7 +123,9 @@ def _tensors(module: Module) -> dict[str, torch.Tensor]:
 
 
 def _layers(module: Module) -> dict[str, LayerSpec]:
-    """The attention layers in `module` that state their gate and phi, by their keys' prefix."""
+    """Return the attention layers in `module` that state their gate and phi, by their keys'
+    prefix.
+    """
     if isinstance(module, torch.nn.Module):
         keys = module.state_dict().keys()
         found = {
@@ -171,7 +173,7 @@ def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
 
 
 def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "jax.Array":
-    """The value of the parameter at `steps`, placed as `old` is."""
+    """Return the value of the parameter at `steps`, placed as `old` is."""
     import jax
 
     bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()

@@ -39,8 +39,8 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
 
 
 def like(x: Any, *shape: int) -> Array:
-    """The shape and dtype of an array like `x`, for `shapes` of a derived step. The shape may
-    differ.
+    """Return the shape and dtype of an array like `x`, for `shapes` of a derived step. The shape
+    may differ.
     """
     return Array(shape or tuple(x.shape), x.dtype)
 
@@ -233,7 +233,7 @@ class ArrayOps(Protocol):
         ...
 
     def copied(self, x: Any, dtype: Any) -> Any:
-        """A copy of `x` in a dtype of `xp`."""
+        """Return a copy of `x` in a dtype of `xp`."""
         return self.cast(x, dtype)
 
     def part(self, x: Any, index: Slices) -> Any:
@@ -245,11 +245,11 @@ class ArrayOps(Protocol):
         return arrays[0] if len(arrays) == 1 else self.xp.concatenate(arrays)
 
     def to_int32(self, x: Any) -> Any:
-        """`x`, or an int32 copy."""
+        """Return `x`, or an int32 copy."""
         return self.cast(x, self.xp.int32)
 
     def to_float32(self, x: Any) -> Any:
-        """`x`, or a float32 copy."""
+        """Return `x`, or a float32 copy."""
         return self.cast(x, self.xp.float32)
 
     def all_float32(self, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -294,7 +294,7 @@ def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
 
 
 def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
-    """The derived step of `zero_padding`."""
+    """Return the derived step of `zero_padding`."""
     return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
 
 

@@ -19,19 +19,23 @@ WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
-    """The sizes of the selected branch. Those of the other branches have no effect."""
+    """Return the sizes of the selected branch. Those of the other branches have no effect."""
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
 
 
 def parts_of(block_size: int, entries: int) -> int:
-    """The number of blocks that one block is split into for kernels, for lists of `entries`."""
+    """Return the number of blocks that one block is split into for kernels, for lists of
+    `entries`.
+    """
     fit = [x for x in WHOLE_BLOCKS if block_size % x == 0]
     parts = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
     return parts[0] if parts else 1
 
 
 def within(block_size: int, keys: int) -> int:
-    """The block size, limited to the number of keys. A larger block contains the same keys."""
+    """Return the block size, limited to the number of keys. A larger block contains the same
+    keys.
+    """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
 
@@ -89,7 +93,7 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
-    """The indices of split blocks, `[.., max(G, Hkv), parts n]`, with -1 for entries outside
+    """Return the indices of split blocks, `[.., max(G, Hkv), parts n]`, with -1 for entries outside
     `keys`.
     """
     *tokens, scopes, entries = indices.shape

@@ -42,7 +42,8 @@ class Contents:
 
 
 def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = ()) -> Facts:
-    """The facts that a writer states: `made_with`, and the kinds of `params` for keys and values.
+    """Return the facts that a writer states: `made_with`, and the kinds of `params` for keys and
+    values.
 
     Raises:
       ValueError: `made_with` does not consist of pairs of a name and a hashable value.

@@ -99,7 +99,7 @@ class NSAConfig:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """The sizes by name, and `compute_dtype` if it is set."""
+        """Return the sizes by name, and `compute_dtype` if it is set."""
         found = {name: getattr(self, name) for name in SIZES}
         return found | (
             {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}

@@ -21,7 +21,7 @@ if not FOLDER.is_dir():  # in a checkout `configs/` is next to this package
 
 @functools.cache
 def slug(device: str) -> str:
-    """The driver's name of a device, converted to a part of a path."""
+    """Return the driver's name of a device, converted to a part of a path."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 

@@ -27,7 +27,7 @@ def check(layout: str) -> None:
 
 
 def padded_length(length: int, size: int, layout: str) -> int:
-    """The smallest length from `length` on that `size` ranks can split into equal chunks."""
+    """Return the smallest length from `length` on that `size` ranks can split into equal chunks."""
     check(layout)
     chunks = size * len(_chunks_of(0, size, layout))
     return -(-length // chunks) * chunks
@@ -74,12 +74,12 @@ class Shards:
 
 
 def _chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
-    """The indices of the chunks of a rank, ascending."""
+    """Return the indices of the chunks of a rank, ascending."""
     return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
 
 
 def chunk_length(name: str, local_length: int, layout: str) -> int:
-    """Number of tokens per chunk on ranks with `local_length` tokens."""
+    """Return the number of tokens per chunk on ranks with `local_length` tokens."""
     check(layout)
     count = len(_chunks_of(0, 1, layout))
     if local_length % count:

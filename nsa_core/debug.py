@@ -139,7 +139,7 @@ def watch(
 
 
 def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
-    """The differences between a result and the reference's, or why they are not known."""
+    """Return the differences between a result and the reference's, or why they are not known."""
     query, key = args[:2]
     size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
     if size > MAX_BYTES:

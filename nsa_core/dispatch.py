@@ -68,7 +68,9 @@ class Problem(NamedTuple):
 def layer_note(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> dict[str, Any]:
-    """The properties that kernels depend on, except lengths, for `kernels_pallas.runtime.store`."""
+    """Return the properties that kernels depend on, except lengths, for
+    `kernels_pallas.runtime.store`.
+    """
     return {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -93,7 +95,7 @@ class Implementation:
     why_not: Callable[[Problem], str | None] = lambda problem: None
 
     def refusal(self, problem: Problem) -> str | None:
-        """The reason why the implementation cannot run a problem, or None."""
+        """Return the reason why the implementation cannot run a problem, or None."""
         dtype = problem.config.compute_dtype
         if dtype is not None and problem.step in ROUNDED and self.name != "mosaic":
             return f"computes in the dtype of the query, got compute_dtype={dtype!r}"
@@ -144,7 +146,7 @@ class Choices:
     beside_dense: str | None = None
 
     def __iter__(self) -> Iterator[Choice]:
-        """The choice of every single step, in the order of `STEPS`."""
+        """Return the choice of every single step, in the order of `STEPS`."""
         return (getattr(self, step) for step in STEPS)
 
     def __str__(self) -> str:
@@ -167,12 +169,12 @@ class Registry:
         self.table = dict(table)
 
     def names(self, step: str | None = None) -> tuple[str, ...]:
-        """The names of the implementations of `step`, or of all steps, in order."""
+        """Return the names of the implementations of `step`, or of all steps, in order."""
         rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys([entry.name for row in rows for entry in row]))
 
     def entry(self, step: str, name: str | None) -> Implementation | None:
-        """The implementation of `step` with this `name`, or None.
+        """Return the implementation of `step` with this `name`, or None.
 
         Raises:
           ValueError: no implementation has this name.
@@ -188,7 +190,7 @@ class Registry:
         name: str | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Choice:
-        """The implementation called `name`, or the first that can run `problem` if `name` is
+        """Return the implementation called `name`, or the first that can run `problem` if `name` is
         None.
 
         Raises:
@@ -232,7 +234,7 @@ class Registry:
         on_unsupported: OnUnsupported = "error",
         step: str | None = None,
     ) -> Choices:
-        """The choice for every step. If `step` is given, only this step is named.
+        """Return the choice for every step, or only for `step` if it is given.
 
         Scores belong to no branch that can be named. They run on the implementation of the
         selected branch if it supports them, otherwise on the first that does. One name for all

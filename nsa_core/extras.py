@@ -7,7 +7,7 @@ from packaging.version import Version
 
 
 def version(package: str) -> str | None:
-    """The installed version of `package`, or None if it is not installed."""
+    """Return the installed version of `package`, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -15,7 +15,9 @@ def version(package: str) -> str | None:
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error to raise from `error`, which is the failed import of a package of `extra`."""
+    """Return the error to raise from `error`, which is the failed import of a package of
+    `extra`.
+    """
     return ModuleNotFoundError(_text(extra, str(error.name)), name=error.name)
 
 

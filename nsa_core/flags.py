@@ -63,24 +63,25 @@ _THRESHOLDS = {
 
 
 def named() -> Branches[str | None]:
-    """The names from the command line, or None for `auto`."""
+    """Return the names from the command line, or None for `auto`."""
     each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
     return Branches(*(None if name == "auto" else name for name in each))
 
 
 def on_unsupported() -> OnUnsupported:
-    """The value of `--on_unsupported`."""
+    """Return the value of `--on_unsupported`."""
     return "fallback" if _ON_UNSUPPORTED.value == "fallback" else "error"
 
 
 def thresholds() -> policy.Thresholds:
-    """The values of `--fa2_min_len_win`, `--fa2_min_len_cmp`, `--sel_min_len` and
-    `--sel_triton_min_L`."""
+    """Return the values of `--fa2_min_len_win`, `--fa2_min_len_cmp`, `--sel_min_len` and
+    `--sel_triton_min_L`.
+    """
     return policy.Thresholds(**{name: flag.value for name, flag in _THRESHOLDS.items()})
 
 
 def implementation(registry: Registry, problem: Problem) -> Branches[str]:
-    """The names that the flags select for `problem`, as the argument `implementation=`.
+    """Return the names that the flags select for `problem`, as the argument `implementation=`.
 
     Raises:
       ValueError: the framework has no implementation of a given name.

@@ -31,16 +31,16 @@ class Index(NamedTuple):
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
 
     def num_blocks(self, rows: int) -> int:
-        """The number of blocks of `rows` keys."""
+        """Return the number of blocks of `rows` keys."""
         return -(-rows // self.pool)
 
     def lists(self, heads: int) -> int:
-        """The number of lists per query."""
+        """Return the number of lists per query."""
         return heads if self.reduce is None else 1
 
 
 def _checked(index: Index, keys: int) -> Index:
-    """The index with its pool limited to `keys`, so that sizes fit in 32 bits."""
+    """Return the index with its pool limited to `keys`, so that sizes fit in 32 bits."""
     validate.sizes(pool=index.pool, entry=index.entry)
     # What kernels take for a pool does not follow the number of keys.
     pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
@@ -90,7 +90,7 @@ def check(query, key, index: Index, packed: bool) -> Index:
 
 
 def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
-    """The name of the chosen implementation: `triton`, or the plain one of a framework.
+    """Return the name of the chosen implementation: `triton`, or the plain one of a framework.
 
     Args:
       asked: The name of one of the two. By default the kernels run if they support the call.
@@ -134,7 +134,7 @@ def blocks_at(
     key_start,
     index: Index,
 ):
-    """The lists of queries, int32 `[B, T, lists, n]`.
+    """Return the lists of queries, int32 `[B, T, lists, n]`.
 
     Args:
       over_queries: the function of the framework's module `chunks`. Keys that no query sees may
@@ -228,8 +228,8 @@ def loss_of(
     index_query,
     index_key,
 ) -> Loss:
-    """The loss `[B, Q, Hi]`. `where` is a `QueryLayout`, and the other arguments are those of
-    `indexer_kl`.
+    """Return the loss `[B, Q, Hi]`. `where` is a `QueryLayout`, and the other arguments are those
+    of `indexer_kl`.
     """
     xp, pairs, listed = ops.xp, teacher.pairs, block_indices is not None
     (batch, _, heads, width), keys = query.shape, key.shape[1]

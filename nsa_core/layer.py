@@ -243,7 +243,7 @@ class LayerSpec:
         return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
 
     def heads(self, batch: int, length: int) -> list[tuple[int, int, int, int]]:
-        """The shapes of query, key and value."""
+        """Return the shapes of query, key and value."""
         pairs = (
             (self.n_heads, self.d_k),
             (self.n_kv_groups, self.d_k),
@@ -305,7 +305,7 @@ class LayerSpec:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """The values that are not None, without initial ones, for a checkpoint's metadata.
+        """Return the values that are not None, without initial ones, for a checkpoint's metadata.
 
         It contains numbers of forced blocks and a bias only if they are not the defaults: a
         checkpoint without them has the defaults.
@@ -319,17 +319,21 @@ class LayerSpec:
         return {name: values[name] for name in kept}
 
     def start(self) -> dict[str, Any]:
-        """The values that differ from None and initialize weights, which `as_dict` leaves out."""
+        """Return the values that differ from None and initialize weights, which `as_dict` leaves
+        out.
+        """
         found = {name: getattr(self, name) for name in START}
         return {name: list(value) for name, value in found.items() if value is not None}
 
     def kind_marks(self) -> tuple[str, ...]:
-        """The kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` if it applies."""
+        """Return the kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` if it
+        applies.
+        """
         words = {name: str(getattr(self, name)) for name in KIND}
         return tuple(f"{k}_{v}" for k, v in words.items() if v != SILENT.get(k))
 
     def kind_keys(self, prefix: str = "") -> list[str]:
-        """The keys of a torch state_dict that state the kind of the layer at `prefix`."""
+        """Return the keys of a torch state_dict that state the kind of the layer at `prefix`."""
         return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
 
     def check_kind(self, stated: dict[str, str], where: str) -> None:
@@ -386,7 +390,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
 
 
 def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
-    """The compute dtype of a layer that is made with these two.
+    """Return the compute dtype of a layer that is made with these two.
 
     Raises:
       ValueError: both name one.

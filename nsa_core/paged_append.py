@@ -15,7 +15,9 @@ KINDS = "key", "value"
 
 
 def read(ops: ArrayOps, cache: PagedArrays, name: str, at: tuple) -> Any:
-    """The entries of an array at `(page, offset)` or `(page,)`, in the dtype of the cache."""
+    """Return the entries of an array at `(page, offset)` or `(page,)`, in the dtype of the
+    cache.
+    """
     found, scale = ops.take(getattr(cache, name), at), getattr(cache, f"{name}_scale", None)
     if scale is None:
         return found

@@ -41,7 +41,7 @@ class Inputs:
         return self.page_table.shape[1] * self.cache.config.select_block
 
     def posed(self, problem: Problem) -> Problem:
-        """A copy of `problem` for `B` rows of `T` queries (0 if rows differ) and up to `S`
+        """Return a copy of `problem` for `B` rows of `T` queries (0 if rows differ) and up to `S`
         tokens.
         """
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
@@ -85,7 +85,7 @@ def checked(
 
 
 def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> Registry:
-    """The registry of a framework. It only chooses: `paged_attention` runs what was chosen.
+    """Return the registry of a framework. It only chooses, and `paged_attention` runs the choice.
 
     Args:
       why_not: Function of a name that returns the framework's reasons against kernels.
@@ -97,7 +97,7 @@ def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> R
 
 
 def why_not(name: str, problem: Problem) -> str | None:
-    """The reason why kernels on pages cannot run a paged call, or None."""
+    """Return the reason why kernels on pages cannot run a paged call, or None."""
     if name == "mosaic":
         return mosaic_decode.why_not(problem)
     return capability.decode_why_not(problem)

@@ -124,7 +124,7 @@ class PagedArrays:
         return self.compressed_key.dtype
 
     def tensors(self) -> dict[str, Any]:
-        """The existing arrays by name."""
+        """Return the existing arrays by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def sources(self, kind: str) -> Branches:
@@ -138,12 +138,12 @@ PAGES = tuple(name for name in ARRAYS if not name.startswith("recent"))
 
 
 def slots_of(config: NSAConfig) -> int:
-    """The number of compressed tokens per page."""
+    """Return the number of compressed tokens per page."""
     return config.select_block // config.compress_stride
 
 
 def first_slot(config: NSAConfig) -> int:
-    """The slot of compressed token 0."""
+    """Return the slot of compressed token 0."""
     return config.compress_block // config.compress_stride - 1
 
 
@@ -159,7 +159,7 @@ class Entries(NamedTuple):
     stride: int
 
     def count(self, pages: int) -> int:
-        """The number of entries of a row with `pages` pages."""
+        """Return the number of entries of a row with `pages` pages."""
         return pages * self.per_page - self.first
 
 
@@ -181,8 +181,8 @@ def shapes(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each of `ARRAYS`, or None for an array that the cache lacks. `fp8_rows` is the
-    number of rows of a cache in fp8.
+    """Return the shape of each of `ARRAYS`, or None for an array that the cache lacks. `fp8_rows`
+    is the number of rows of a cache in fp8.
 
     Raises:
       ValueError: a size that is not a positive int, or an argument of another type.
@@ -210,7 +210,7 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """The dtype of one of `ARRAYS`, which differs for compressed keys, scales and other
+    """Return the dtype of one of `ARRAYS`, which differs for compressed keys, scales and other
     pages.
     """
     if name.endswith("_scale"):
@@ -219,7 +219,7 @@ def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
 
 
 def page_elements(*sizes: Any) -> int:
-    """The number of elements per page in all `ARRAYS`. `sizes` are those of `shapes` for one
+    """Return the number of elements per page in all `ARRAYS`. `sizes` are those of `shapes` for one
     page.
     """
     return sum(math.prod(x) for x in shapes(1, *sizes).values() if x is not None)
@@ -234,7 +234,7 @@ def new_arrays(
     max_rows: int,
     *sizes: Any,
 ) -> dict[str, Any]:
-    """The `ARRAYS` of a new cache. An absent array is None.
+    """Return the `ARRAYS` of a new cache. An absent array is None.
 
     Args:
       name_of: Function that returns the name of a dtype.
@@ -264,7 +264,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
-    """The `count` tokens of a call. The tokens of a row are the last of its `lengths` `[B]`.
+    """Return the `count` tokens of a call. The tokens of a row are the last of its `lengths` `[B]`.
 
     Args:
       cu_seqlens_q: int32 `[B + 1]`, the first token of each row. By default all rows have the same
@@ -295,7 +295,8 @@ class Places(NamedTuple):
 
 
 def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
-    """The positions of the entries `index` of the sequences `row`; a page has `per_page` entries.
+    """Return the positions of the entries `index` of the sequences `row`; a page has `per_page`
+    entries.
 
     Entries beyond the table, or in a page that does not exist, are invalid.
     """
@@ -316,7 +317,9 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """The tokens at `i d + l - 1` in order. The result has the largest possible number of them."""
+    """Return the tokens at `i d + l - 1` in order. The result has the largest possible number of
+    them.
+    """
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
     last = (position >= block - 1) & ((position + 1 - block) % stride == 0)

@@ -57,8 +57,8 @@ class Run(NamedTuple):
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
-    """The runs of a call, in its order. Rows without a new token are in none, nor are rows of more
-    than `QUERIES` tokens whose length is 0.
+    """Return the runs of a call, in its order. Rows without a new token are in none, nor are rows
+    of more than `QUERIES` tokens whose length is 0.
 
     Args:
       starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).

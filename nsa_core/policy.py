@@ -69,7 +69,7 @@ class Thresholds:
     sel_triton_min_L: Length | None = None
 
     def given(self) -> dict[str, Length]:
-        """The thresholds that are not None."""
+        """Return the thresholds that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -126,16 +126,18 @@ class Device:
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
-        """The kernels to which a threshold applies: the measured one and those after it in the
-        order of choice.
+        """Return the kernels to which a threshold applies: the measured one and those after it in
+        the order of choice.
         """
         kernels = DECIDES[threshold][1]
         measured = self.evidence.get(threshold, {}).get("kernel")
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """The length that the automatic choice uses: the threshold, or the one measured against the
-        portable path if the threshold was measured against code that this library does not run."""
+        """Return the length that the automatic choice uses: the threshold, or the one measured
+        against the portable path if the threshold was measured against code that this library does
+        not run.
+        """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
         measured = about.get("value") == value  # otherwise a person's
         return about.get("over_portable_path", value) if measured else value
@@ -171,7 +173,7 @@ in_force = _overridden.get  # those of `overridden`, and who gave them
 
 
 def barred(device: Device, kernel: str, step: str) -> Rule | None:
-    """The rule of the device that excludes the kernel for this step, or None."""
+    """Return the rule of the device that excludes the kernel for this step, or None."""
     for rule in device.policy:
         if rule.kernel == kernel and step in rule.steps and not rule.allowed:
             return rule
@@ -179,7 +181,7 @@ def barred(device: Device, kernel: str, step: str) -> Rule | None:
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """The reason why the automatic choice should skip an implementation that supports
+    """Return the reason why the automatic choice should skip an implementation that supports
     `problem`, or None.
     """
     device, step = of(problem.device), problem.step
@@ -209,7 +211,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
 
 
 def note(implementation: str, problem: Any) -> str | None:
-    """The note for an automatic choice without measurements, or None."""
+    """Return the note for an automatic choice without measurements, or None."""
     if not _default(implementation, problem) or _known(implementation, problem):
         return None
     version = ".".join(map(str, problem.capability))
@@ -219,13 +221,15 @@ def note(implementation: str, problem: Any) -> str | None:
 def heads_of(
     framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
 ) -> str:
-    """The properties on which the break-even length with dense attention depends, as text."""
+    """Return the properties on which the break-even length with dense attention depends, as
+    text.
+    """
     width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
     return f"{framework} {heads}/{kv_heads} heads of {width}"
 
 
 def dense_note(problem: Any) -> str | None:
-    """The length from which NSA is faster than dense attention here, as text, or None."""
+    """Return the length from which NSA is faster than dense attention here, as text, or None."""
     device = of(problem.device)
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
     if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):
@@ -274,7 +278,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 @functools.cache
 def of(device: str | None) -> Device | None:
-    """The contents of the device file for a driver's device name, or None without a file."""
+    """Return the contents of the device file for a driver's device name, or None without a file."""
     path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None
 

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
         return x[self.ops.arange(x, x.shape[0]).reshape(-1, 1), index]
 
     def own(self, x, nothing: int):
-        """The entry of `x` at the token of each query, `[B, T, 1]`, or `nothing` if there is
+        """Return the entry of `x` at the token of each query, `[B, T, 1]`, or `nothing` if there is
         none.
         """
         index = self.query.clip(0, None)
@@ -43,8 +43,8 @@ class Rows(NamedTuple):
         return (self.sequence[:, None] == own) & (own >= 0) & past
 
     def windows(self, config, count: int):
-        """The key index of the first token of each compressed token, `[B, count]`, or -1 for an
-        unused slot.
+        """Return the key index of the first token of each compressed token, `[B, count]`, or -1 for
+        an unused slot.
         """
         xp, (batch, keys) = self.ops.xp, self.sequence.shape
         first = self.ops.arange(self.query, max(keys - config.compress_block + 1, 0))[0]
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 
 def wide(xp: Any, dtype: Any) -> Any:
-    """The dtype of softmax and accumulation."""
+    """Return the dtype of softmax and accumulation."""
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 
@@ -137,8 +137,8 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
 
 
 def _compressed(rows: Rows, query, key, value, config, scale, dtype=None):
-    """Attention over the compressed tokens. Returns also the number of compressed tokens before
-    the query's sequence, `[B, T, 1]`.
+    """Compute attention over the compressed tokens. Returns also the number of compressed tokens
+    before the query's sequence, `[B, T, 1]`.
     """
     starts = rows.windows(config, key.shape[1])
     owner = rows.at(rows.sequence, starts.clip(0, None))[:, None]

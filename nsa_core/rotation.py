@@ -38,7 +38,9 @@ class Llama3:
             )
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """The rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any framework."""
+        """Return the rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any
+        framework.
+        """
         # A number over an array is its reciprocal times the number in torch, not in NumPy.
         turns = 1 / (2 * math.pi * (1 / rate)) * self.original_max_position_embeddings
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -79,7 +81,9 @@ class Yarn:
         return (1.0 + grown * self.mscale) / (1.0 + grown * self.mscale_all_dim)
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """The rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any framework."""
+        """Return the rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any
+        framework.
+        """
         count = pair.shape[0]
         first, last = (self._pair(x, base, count) for x in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -90,7 +94,7 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """The (fractional) pair that makes this number of turns in the original length."""
+        """Return the (fractional) pair that makes this number of turns in the original length."""
         positions = self.original_max_position_embeddings / (2 * math.pi * turns)
         return count * math.log(positions) / math.log(base)
 
@@ -100,7 +104,7 @@ SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn
 
 
 def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """The scaling of `rope_parameters` without the base.
+    """Return the scaling of `rope_parameters` without the base.
 
     Raises:
       ValueError: there is no such scaling, or its numbers are missing, unknown or out of range.

@@ -27,7 +27,7 @@ type Axes = Sequence[int | None]
 
 
 def dtype_name(x) -> str:
-    """The name of a JAX, NumPy or torch dtype, such as `float32`."""
+    """Return the name of a JAX, NumPy or torch dtype, such as `float32`."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -109,8 +109,8 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """The arrays of keys and values with their names, per branch, or once if all branches share
-    them.
+    """Return the arrays of keys and values with their names, per branch, or once if all branches
+    share them.
     """
 
     def names(kind, each):
@@ -238,7 +238,7 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
 
 
 def most_tokens(config: NSAConfig, compressed: int) -> int:
-    """The largest number of tokens that have `compressed` compressed tokens."""
+    """Return the largest number of tokens that have `compressed` compressed tokens."""
     return compressed * config.compress_stride + config.compress_block - 1
 
 

@@ -102,22 +102,22 @@ class Capacity:
         return self.T // 2 if self.gap else self.T
 
     def key_end(self, query: Any) -> Any:
-        """The end of the keys up to the query before `query`, which may be an array."""
+        """Return the end of the keys up to the query before `query`, which may be an array."""
         return query + self.first_query + self.gap * (query > self.half)
 
     def span(self, first: Any, end: Any) -> Any:
-        """The number of keys from query `first` to query `end - 1`. The arguments may be
+        """Return the number of keys from query `first` to query `end - 1`. The arguments may be
         arrays.
         """
         return end - first + self.gap * ((first < self.half) & (self.half < end))
 
     def key_of(self, ops, query):
-        """The key index of each query."""
+        """Return the key index of each query."""
         key = query + self.first_query
         return key + ops.to_int32(query >= self.half) * self.gap if self.gap else key
 
     def queries_before(self, key):
-        """The number of queries before `key`."""
+        """Return the number of queries before `key`."""
         key = key - self.first_query
         if not self.gap:
             return key.clip(0, self.T)
@@ -149,12 +149,12 @@ class Capacity:
         return self.places // self.config.compress_stride
 
     def query_tiles(self, tokens: int) -> int:
-        """The maximum number of tiles with at most `tokens` queries."""
+        """Return the maximum number of tiles with at most `tokens` queries."""
         return self._multiples(self.T, tokens)
 
     def _multiples(self, length: int, unit: int) -> int:
-        """The maximum number of parts of `unit` tokens in `length` tokens, if no part contains
-        two sequences.
+        """Return the maximum number of parts of `unit` tokens in `length` tokens, if no part
+        contains two sequences.
         """
         return (length + (unit - 1) * min(self.sequences, length)) // unit
 
@@ -225,7 +225,8 @@ class Varlen:
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
-    """The sequences of runs of equal ids, at most `capacity.sequences`. Negative ids are padding.
+    """Return the sequences of runs of equal ids, at most `capacity.sequences`. Negative ids are
+    padding.
 
     If there are more runs, or a longer one, all tokens count as padding, so that nothing is written
     outside the tables.
@@ -258,7 +259,7 @@ def _sequences(ops, borders, *, capacity):
 
 
 def _following(ops, start, length, capacity):
-    """The tables derived from the first keys of sequences and their lengths."""
+    """Return the tables derived from the first keys of sequences and their lengths."""
     config, xp = capacity.config, ops.xp
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)

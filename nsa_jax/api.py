@@ -446,7 +446,9 @@ def choices_of(
 
 
 def function_of(choice: Choice):
-    """The compiled implementation of a step, watched while `nsa_core.debug` reports events."""
+    """Return the compiled implementation of a step, watched while `nsa_core.debug` reports
+    events.
+    """
     name, run = choice.implementation, compiled(choice.load())
     return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)
 

@@ -32,7 +32,7 @@ def _rows(out, lse, query):
 
 
 def _attend(query, key, value, seen, scale):
-    """Attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
+    """Compute attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
     key, value = key.astype(query.dtype), value.astype(query.dtype)
     # Zero times NaN is NaN: of a query that sees nothing no number may reach a sum.
     some = seen.any(axis=-1)[..., None, None]

@@ -89,8 +89,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """The windows of `block` tokens that begin at `starts`, with zeros in unused slots. Otherwise
-    NaN in padding would reach gradients of parameters, where it is multiplied by zero.
+    """Return the windows of `block` tokens that begin at `starts`, with zeros in unused slots.
+    Otherwise NaN in padding would reach gradients of parameters, where it is multiplied by zero.
 
     The gradient of a token is the sum over the windows that have it, in their order: a scatter,
     which is what JAX makes of a gather, adds in any order on a GPU.

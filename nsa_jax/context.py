@@ -90,7 +90,7 @@ def _along(function, x, axis: int, length: int):
 
 
 def _moved(x, order):
-    """The chunks of `x` `[S, ...]` in another order."""
+    """Return the chunks of `x` `[S, ...]` in another order."""
     pieces = x.reshape(len(order), -1, *x.shape[1:])
     return pieces[np.array(order)].reshape(x.shape)
 
@@ -111,7 +111,7 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """The shards of a rank. `name` is the argument with `local_length` tokens."""
+    """Return the shards of a rank. `name` is the argument with `local_length` tokens."""
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
@@ -194,7 +194,7 @@ def compress(
 
 
 def _compressed_tokens(shard, x, params, config, segment_ids):
-    """The compressed tokens; `segment_ids` are those of the whole sequence."""
+    """Return the compressed tokens; `segment_ids` are those of the whole sequence."""
     block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
     count, most = config.num_compressed(shard.length), -(-chunk // stride)
     if count == 0:

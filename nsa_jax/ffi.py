@@ -153,7 +153,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
 
 
 def _wanted() -> Sequence[Kernel]:
-    """The traced kernels that have not run yet. They are returned once."""
+    """Return the traced kernels that have not run yet. They are returned once."""
     with _lock:
         found = list(_prefetch)
         _prefetch.clear()

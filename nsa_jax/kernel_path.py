@@ -29,7 +29,7 @@ _first_order = functools.partial(
 
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
-    """The output of `forward(arrays, integers)`, with gradients of the arrays whose dtype is
+    """Return the output of `forward(arrays, integers)`, with gradients of the arrays whose dtype is
     that of the query.
 
     `forward_with_residuals` also returns the residuals of `backward(arrays, integers, residuals,
@@ -80,7 +80,7 @@ class _Lengths:
             self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)
 
     def layout(self, query, integers):
-        """The layout of `query` `[B, T, H, D]`."""
+        """Return the layout of `query` `[B, T, H, D]`."""
         segments = integers.get("segment_ids")
         found = geometry.query_layout(
             *query.shape[:2],

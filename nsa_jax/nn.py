@@ -257,7 +257,7 @@ class NSAAttention(nnx.Module):
         return api.varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
-        """The hyper-parameters of this layer, for the metadata of a checkpoint."""
+        """Return the hyper-parameters of this layer, for the metadata of a checkpoint."""
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:

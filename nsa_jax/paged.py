@@ -328,8 +328,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
-    """The pages of each row as contiguous tokens, `[B, S, Hkv, .]`, with zeros for unfinished
-    entries.
+    """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`, with zeros for
+    unfinished entries.
 
     A probability of zero times a value that is NaN is NaN.
     """

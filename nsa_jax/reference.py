@@ -25,7 +25,7 @@ def _rows(batch, num_keys, num_queries, kv_len, segment_ids) -> Rows:
 
 
 def _target(name: str, of_tokens: bool):
-    """The oracle's function `name`, for tokens or for compressed tokens as keys."""
+    """Return the oracle's function `name`, for tokens or for compressed tokens as keys."""
     function = getattr(reference, name)
 
     def run(query, key, *rest, config, kv_len=None, segment_ids=None, scale=None, **how):

@@ -81,7 +81,7 @@ _QUESTION = _Question()
 
 
 def _asked(frame: Sequence[int], which: int) -> int | None:
-    """The answer of a function of XLA about the context, or None."""
+    """Return the answer of a function of XLA about the context, or None."""
     question = _QUESTION
     question.words[GIVEN] = frame[CONTEXT]
     error = _function(frame[API], which)(question.address)

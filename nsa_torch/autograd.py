@@ -60,8 +60,8 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """The results of `function`, or, if `grads` of the first results are given, the gradients of
-    its floating-point arrays.
+    """Return the results of `function`, or, if `grads` of the first results are given, the
+    gradients of its floating-point arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:
@@ -107,7 +107,7 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
 
 
 def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
-    """The function that `dispatch.py` names. `words` are the names of its tensors in
+    """Return the function that `dispatch.py` names. `words` are the names of its tensors in
     `nsa_jax`.
     """
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"

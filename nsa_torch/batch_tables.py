@@ -76,13 +76,13 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """The result of `make` for boundaries. It is cached in their tables if they have any."""
+    """Return the result of `make` for boundaries. It is cached in their tables if they have any."""
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """The cached result of `function` for `borders` and numbers."""
+    """Return the cached result of `function` for `borders` and numbers."""
     if torch.compiler.is_compiling():
         return function(borders, **static)
     return of(borders, _Derived(function, tuple(static.items())))
@@ -95,12 +95,12 @@ def attach(tables: Tables, borders: Tensor) -> Tensor:
 
 
 def tables_of(borders: Tensor | None) -> Tables | None:
-    """The tables that `borders` carry, or None."""
+    """Return the tables that `borders` carry, or None."""
     return getattr(borders, ATTRIBUTE, None)
 
 
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
-    """The known values of `max_seqlen`, `padded` and `gap`."""
+    """Return the known values of `max_seqlen`, `padded` and `gap`."""
     tables = tables_of(borders)
     return UNKNOWN if tables is None else tables.sizes
 
@@ -123,8 +123,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """The object that computes the tables of a plan, and the index of each buffer in it. Plans
-    with equal tables have the same `PlanTables`.
+    """Return the object that computes the tables of a plan, and the index of each buffer in it.
+    Plans with equal tables have the same `PlanTables`.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -197,13 +197,13 @@ class PlanTables:
         return [out, *(known[n] for n in self.tensors)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The result that contains a table, and its offset in bytes."""
+        """Return the result that contains a table, and its offset in bytes."""
         if number in self.views:
             return 0, self.views[number][0] * 4
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """The index of the result that contains this table as a tensor."""
+        """Return the index of the result that contains this table as a tensor."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:
@@ -223,7 +223,7 @@ class PlanTables:
         tiles_of: dict[int, int] = {}  # by number of `QueryTiles`, their tokens
 
         def runs_of(tokens):
-            """The offset of the sequence data for tiles of `tokens` tokens."""
+            """Return the offset of the sequence data for tiles of `tokens` tokens."""
             if tokens not in runs_at:
                 room = _pitch(self.capacity.sequences) * sections.RUN_ROWS
                 runs_at[tokens] = self._room(room)

@@ -36,7 +36,7 @@ def tensors(at=None, name_of_at="query", /, **given):
 
 
 def present(**given):
-    """The arguments that are not None."""
+    """Return the arguments that are not None."""
     return {name: x for name, x in given.items() if x is not None}
 
 
@@ -166,7 +166,7 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
 
 
 def read(x: Tensor) -> Any:
-    """The values of an argument as a numpy array, or None if the host does not read them."""
+    """Return the values of an argument as a numpy array, or None if the host does not read them."""
     return x.detach().cpu().numpy() if is_read(x) else None
 
 
@@ -225,7 +225,7 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 
 def room(sequences: int) -> int:
-    """The capacity of tables for `sequences` sequences."""
+    """Return the capacity of tables for `sequences` sequences."""
     return max(FEWEST, 1 << (sequences - 1).bit_length())
 
 
@@ -272,7 +272,7 @@ def indices(block_indices, query, key, config):
 
 
 def parameters(params, x, name_of_x):
-    """The tensors of parameters of `compress`, all on the device of `x`."""
+    """Return the tensors of parameters of `compress`, all on the device of `x`."""
     found = []
     for one in params:
         if one is not None:
@@ -282,7 +282,7 @@ def parameters(params, x, name_of_x):
 
 
 def device(given) -> torch.device:
-    """The device of new tensors. None means torch's default."""
+    """Return the device of new tensors. None means torch's default."""
     try:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:

@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax and accumulation."""
+    """Return the dtype of softmax and accumulation."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -213,7 +213,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The results for queries without keys: out is 0, lse is -inf, and gradients are 0."""
+    """Return the results for queries without keys: out is 0, lse is -inf, and gradients are 0."""
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
     lse = rows[..., 0].to(wide(query.dtype)) - float("inf")

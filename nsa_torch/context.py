@@ -190,7 +190,9 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """The ranks of a mesh for tensors like `x`. If `x` is no tensor, all ranks are informed."""
+    """Return the ranks of a mesh for tensors like `x`. If `x` is no tensor, all ranks are
+    informed.
+    """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
 
@@ -285,9 +287,9 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _words(**given: Any) -> dict[str, Any]:
-    """The arguments as text that `agree` compares: for tensors and tuples of tensors the shapes,
-    the dtypes, and which require a gradient. The steps of a backward pass depend on it, and every
-    rank must run them.
+    """Return the arguments as text that `agree` compares: for tensors and tuples of tensors the
+    shapes, the dtypes, and which require a gradient. The steps of a backward pass depend on it, and
+    every rank must run them.
     """
 
     def word(x):
@@ -352,8 +354,9 @@ class Call(NamedTuple):
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """The calls of a unit: one for all queries if the kernels support it, otherwise one per
-        chunk."""
+        """Return the calls of a unit: one for all queries if the kernels support it, otherwise one
+        per chunk.
+        """
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
             return [(tokens, end, options) for tokens, end in self.shards.calls]
@@ -396,7 +399,7 @@ class Call(NamedTuple):
         yield before
 
     def local(self, given: Given, unit: Unit, whole, tokens, end, options):
-        """The function of a chunk's call, and its tensors with the heads of a unit, `B = 1`,
+        """Return the function of a chunk's call, and its tensors with the heads of a unit, `B = 1`,
         contiguous. It returns the output `[1, T, h G, Dv]`.
         """
         row, count = slice(unit.row, unit.row + 1), options["config"].num_compressed(end)
@@ -608,7 +611,7 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
     heads = _Gather.apply(shards, "the halo", torch.cat(heads, dim=1).transpose(0, 1))
 
     def made(x, heads, *learned):
-        """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
+        """Return the windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
         parts = []
         heads = F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, windows.halo))
         for place, tokens in enumerate(x.split(shards.chunk, dim=1)):

@@ -96,7 +96,7 @@ class Shards(layouts.Shards):
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """The shards for `local_length` tokens per rank. `name` is the argument that errors
+        """Return the shards for `local_length` tokens per rank. `name` is the argument that errors
         name.
         """
         chunk = layouts.chunk_length(name, local_length, layout)
@@ -122,8 +122,8 @@ class Shards(layouts.Shards):
         return torch.cat(self.chunks_of(shards, chunk))
 
     def by_rank(self, whole: Tensor, chunk: int) -> Tensor:
-        """The inverse of `in_order`: split `[S, ...]` into the shards of all ranks, `[R, T,
-        ...]`.
+        """Return the inverse of `in_order`: split `[S, ...]` into the shards of all ranks,
+        `[R, T, ...]`.
         """
         pieces = whole.split(chunk)
         return torch.cat([pieces[i] for i in self.order]).unflatten(0, (self.size, -1))

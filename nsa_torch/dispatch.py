@@ -35,7 +35,7 @@ COMPILER = (
 
 
 def jax_why_not(problem: Problem) -> str | None:
-    """The reason why JAX does not support the tensors, or None. It does not start JAX's
+    """Return the reason why JAX does not support the tensors, or None. It does not start JAX's
     backends.
     """
     if problem.step == WHOLE and problem.cached:
@@ -70,8 +70,8 @@ def on_disk(*layer) -> bool:
 
 
 def mosaic_why_not(problem: Problem) -> str | None:
-    """The reason why the Mosaic kernels cannot run the problem or read the tensors in place, or
-    None.
+    """Return the reason why the Mosaic kernels cannot run the problem or read the tensors in place,
+    or None.
     """
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
@@ -84,8 +84,8 @@ def mosaic_why_not(problem: Problem) -> str | None:
 
 
 def triton_why_not(problem: Problem) -> str | None:
-    """The reason why the Triton kernels cannot run the problem or read the tensors in place, or
-    None.
+    """Return the reason why the Triton kernels cannot run the problem or read the tensors in place,
+    or None.
     """
     reason = kernels_pallas.why_not("triton", problem)
     return reason or (problem.strided and f"needs {problem.strided}")
@@ -129,7 +129,7 @@ class Chosen(NamedTuple):
     )  # runs all steps at once, also compression by means; None if nothing does
 
     def load(self, step: str) -> Callable:
-        """The function that runs `step`."""
+        """Return the function that runs `step`."""
         name = getattr(self, step)
         (entry,) = (x for x in REGISTRY.table[step] if x.name == name)
         return (
@@ -204,7 +204,7 @@ def problem_key(
 
 
 def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
-    """The problem of a `problem_key`; `step` is filled in later."""
+    """Return the problem of a `problem_key`; `step` is filled in later."""
     platform, index = device
     names = "B", "T", "S", "H", "Hkv", "D", "Dv"
     packed, gradient, cached = flags
@@ -225,7 +225,7 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """The reason why kernels with TMA copies cannot read these tensors, or None."""
+    """Return the reason why kernels with TMA copies cannot read these tensors, or None."""
     for name, x in memory.items():
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"

@@ -208,7 +208,9 @@ def sliding_attention(
 
 
 def _band(key, value, size, kv_len):
-    """The last `size` keys up to the last valid one, and the number of valid ones among them."""
+    """Return the last `size` keys up to the last valid one, and the number of valid ones among
+    them.
+    """
     batch, num_keys = key.shape[:2]
     if size >= num_keys:
         return key, value, kv_len
@@ -285,8 +287,8 @@ def _selected_attention(
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):
-    """The result of `make()`, shared by calls on whole sequences of the same `sizes`, whose second
-    is the number of queries.
+    """Return the result of `make()`, shared by calls on whole sequences of the same `sizes`, whose
+    second is the number of queries.
 
     `make` runs dozens of small operators. The host needs more time for them than a GPU for FA-2 at
     a few thousand tokens. Decode steps have a new length each time, so their results are not

@@ -430,7 +430,7 @@ def explain(
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """The key from which `dispatch` chooses an implementation of `attention`."""
+    """Return the key from which `dispatch` chooses an implementation of `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

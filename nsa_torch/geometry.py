@@ -77,8 +77,8 @@ def geometry(
     cu_seqlens: Tensor | None,
     device: torch.device | None,
 ) -> Geometry:
-    """The geometry of the last `num_queries` of `kv_len` tokens. In a packed row these are its
-    first `kv_len` tokens.
+    """Return the geometry of the last `num_queries` of `kv_len` tokens. In a packed row these are
+    its first `kv_len` tokens.
     """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
@@ -111,7 +111,7 @@ def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
 def geometry_of(
     query: Tensor, config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
 ) -> Geometry:
-    """The geometry of `query` `[B, T, H, D]`."""
+    """Return the geometry of `query` `[B, T, H, D]`."""
     where = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
     return geometry(*query.shape[:2], **where, device=query.device)
 
@@ -119,7 +119,7 @@ def geometry_of(
 def packed_windows(
     cu_seqlens: Tensor, length: int, config: NSAConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The windows of the compressed slots of a packed row of `length` tokens.
+    """Return the windows of the compressed slots of a packed row of `length` tokens.
 
     Returns:
       For each slot: the tokens of its window `[C, l]`, whether the slot is unused `[C, 1, 1]`,
@@ -139,8 +139,8 @@ def _windows(cu_seqlens, *, length, config):
 
 
 def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
-    """The key index of the first token of each compressed slot, `[C]`, or -1 for an unused slot
-    of a packed row.
+    """Return the key index of the first token of each compressed slot, `[C]`, or -1 for an unused
+    slot of a packed row.
     """
     position = where.position[0]
     length, reach = position.numel(), config.compress_block - 1
@@ -157,8 +157,8 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """The number of compressed tokens before each sequence, and the total. Sequences share no
-    compressed token, and slots have no gaps.
+    """Return the number of compressed tokens before each sequence, and the total. Sequences share
+    no compressed token, and slots have no gaps.
     """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

@@ -84,7 +84,7 @@ class HeadGate(nn.Linear):
         nn.init.xavier_uniform_(self.weight, gain=0.1)
 
     def start_bias(self) -> Tensor:
-        """The bias of a layer that has not learned, in the shards of this one's."""
+        """Return the bias of a layer that has not learned, in the shards of this one's."""
         start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
         return _placed(start.repeat(self.out_features // 3), self.bias)
 
@@ -104,7 +104,7 @@ class SelectedGate(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor) -> Tensor:
-        """The gates `[B, T, H, 3]` of each head of a query `[B, T, H, D]`."""
+        """Return the gates `[B, T, H, 3]` of each head of a query `[B, T, H, D]`."""
         # Numbers of the host would be a copy, which a CUDA graph cannot capture.
         gates = torch.arange(3, device=query.device) == 1
         return gates.to(query.dtype).expand(*query.shape[:3], 3)
@@ -222,8 +222,8 @@ def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
 def _product(
     x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
 ) -> Tensor:
-    """The outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim] in one product:
-    `[B, T, row]`, filled with zeros.
+    """Return the outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim] in one
+    product: `[B, T, row]`, filled with zeros.
     """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
@@ -336,7 +336,7 @@ def norms_of(layer: nn.Module) -> Norms | None:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The output of a plain norm in float32 or wider. Only the later rotation rounds it."""
+    """Return the output of a plain norm in float32 or wider. Only the later rotation rounds it."""
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)
 
@@ -359,8 +359,8 @@ def _angles(
 def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
-    """The angle by which each pair of columns turns per position, float32 `[width / 2]`. Calls
-    share those of a scaling, which costs several launches.
+    """Return the angle by which each pair of columns turns per position, float32 `[width / 2]`.
+    Calls share those of a scaling, which costs several launches.
     """
     if scaling is not None and undisturbed():
         given = width, base, scaling, device

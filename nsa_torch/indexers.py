@@ -278,8 +278,8 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """The results of an indexer, with zeros for padding, since gradients are products of both
-    results.
+    """Return the results of an indexer, with zeros for padding, since gradients are products of
+    both results.
     """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:

@@ -45,7 +45,7 @@ VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CU
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The time of a call, including its work on the GPU."""
+    """Return the time of a call, including its work on the GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -133,7 +133,7 @@ def tell(import_s: float, preset: str, length: str, caches: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 if a process built or wrote something or imported JAX."""
+    """Return the exit status: 0, or 1 if a process built or wrote something or imported JAX."""
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")

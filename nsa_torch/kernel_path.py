@@ -150,7 +150,7 @@ class KernelLayout:
         return self.ops.derive(_cut, x, bounds[1])[0]
 
     def num_blocks(self, compressed_key) -> int:
-        """The maximum number of selection blocks of a sequence."""
+        """Return the maximum number of selection blocks of a sequence."""
         longest = self.longest
         if self.lengths is not None:
             stride, block = self.config.compress_stride, self.config.compress_block
@@ -248,14 +248,14 @@ class KernelPath:
             operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
     def kind(self, mode: InputMode, keep: str) -> str:
-        """The name of a kind of calls of all steps. Of the residuals that it keeps, `FORWARD` has
-        none, `SAVING` has all, and `RECOMPUTING` has those of a backward pass that computes the
-        branches again.
+        """Return the name of a kind of calls of all steps. Of the residuals that it keeps,
+        `FORWARD` has none, `SAVING` has all, and `RECOMPUTING` has those of a backward pass that
+        computes the branches again.
         """
         return f"attention/{self.name}/{mode.name}/{keep}"
 
     def planned(self, mode: InputMode, keep: str) -> Any:
-        """The `Planned` of this kind."""
+        """Return the `Planned` of this kind."""
         return operators.kind_of(self.kind(mode, keep)).run
 
     def _layout(self, ops, query, assume_finite, *layout_args):
@@ -378,7 +378,7 @@ class KernelPath:
         return inputs.with_compressed(*means), means, layout
 
     def _shapes(self, mode, keep, *arguments):
-        """The shapes and dtypes of the results."""
+        """Return the shapes and dtypes of the results."""
         query, key, value, _ = mode.inputs(arguments)
         out, lse = operators.branch_shapes(query, key.selected, value.selected)
         if keep in (FORWARD, PAGES):

@@ -241,7 +241,7 @@ class NSAAttention(nn.Module):
                 reset()
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """The hyper-parameters of this layer, for the metadata of a checkpoint."""
+        """Return the hyper-parameters of this layer, for the metadata of a checkpoint."""
         return self.spec.as_dict()
 
     def extra_repr(self) -> str:
@@ -254,8 +254,8 @@ class NSAAttention(nn.Module):
         return self.spec.compress_params(self, rates)
 
     def _key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values. A subclass may name fewer; the last one then serves
-        the remaining branches (`bench.lm.torch_lm.SharedWindow`).
+        """Return the projections of keys and values. A subclass may name fewer; the last one then
+        serves the remaining branches (`bench.lm.torch_lm.SharedWindow`).
         """
         return self.spec.key_values
 

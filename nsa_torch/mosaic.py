@@ -12,7 +12,7 @@ from nsa_torch.kernel_path import KernelPath
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
-    """The shapes of the list arrays starts, members and counts."""
+    """Return the shapes of the list arrays starts, members and counts."""
     spec = of_blocks(sizes_of(Qkv(query, key, value), None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 

@@ -101,8 +101,8 @@ def define(name: str, run, shapes, backward=None, **attributes) -> None:
 
 
 def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
-    """The function that `dispatch.py` names, of a kind of call of one step, and of one for calls
-    that do not need the log-sum-exp.
+    """Return the function that `dispatch.py` names, of a kind of call of one step, and of one for
+    calls that do not need the log-sum-exp.
     """
     selects = kind.startswith("select_blocks")
 
@@ -118,7 +118,9 @@ def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any
 
 
 def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
-    """The results of the operator, possibly without those that are saved for the gradient."""
+    """Return the results of the operator, possibly without those that are saved for the
+    gradient.
+    """
     if torch.compiler.is_compiling():
         return _dispatched(kind, arguments)
     if under_transforms():
@@ -189,20 +191,20 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """The sizes as constants for `torch.compile`, so that only lengths vary."""
+    """Return the sizes as constants for `torch.compile`, so that only lengths vary."""
     sizes = (operator.index(getattr(config, name)) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 
 @functools.cache
 def config_of(*numbers: int) -> NSAConfig:
-    """The inverse of `numbers_of`."""
+    """Return the inverse of `numbers_of`."""
     *sizes, compute_dtype = numbers
     return NSAConfig(*sizes, compute_dtype=COMPUTE_DTYPES[compute_dtype])
 
 
 def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
-    """The arguments that `LAYOUT_ARGS` describes."""
+    """Return the arguments that `LAYOUT_ARGS` describes."""
     lengths = kv_len if isinstance(kv_len, Tensor) else None
     kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
     return (
@@ -218,7 +220,7 @@ def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | No
 def unpack_layout(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """The inverse of `pack_layout`, by name, without the sizes of the boundaries."""
+    """Return the inverse of `pack_layout`, by name, without the sizes of the boundaries."""
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -271,7 +273,7 @@ class Program:
         self.run: Any = self._run
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The arguments of the operator, from its tensors."""
+        """Return the arguments of the operator, from its tensors."""
         found = self._others.copy()
         for i, x in zip(self._places, tensors, strict=True):
             found[i] = x
@@ -285,7 +287,8 @@ class Program:
     def gradients(
         self, grads, kept, tensors, direct: bool, gives_back: bool
     ) -> Sequence[Tensor]:
-        """The gradients, from those of the results, the saved results and the tensors of the call.
+        """Return the gradients, from those of the results, the saved results and the tensors of the
+        call.
 
         Args:
           direct: Whether the pass runs without a mode or transform.
@@ -296,7 +299,7 @@ class Program:
         return call_backward(self.kind.name, first, [*kept, *second], self.arguments(tensors))
 
     def complete(self, grads, tensors) -> Sequence[Tensor]:
-        """Gradients of the results, with zeros for the first one if it has none."""
+        """Return the gradients of the results, with zeros for the first one if it has none."""
         if grads[0] is not None:
             return grads
         first = next(iter(self.kind.shapes(*self.arguments(tensors))))
@@ -438,8 +441,8 @@ class InputMode(NamedTuple):
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
-        """The tensors by branch. Joined gates remain one tensor. If the mode `compresses`, the
-        compressed keys and values are still tokens `[B, S, Hkv, .]`, not means.
+        """Return the tensors by branch. Joined gates remain one tensor. If the mode `compresses`,
+        the compressed keys and values are still tokens `[B, S, Hkv, .]`, not means.
         """
         half = 1 if self.shared else 3
         pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]
@@ -449,7 +452,7 @@ class InputMode(NamedTuple):
         return Inputs(arguments[0], key, value, each)
 
     def gradients(self, found: Inputs) -> list[Any]:
-        """The gradients of the tensors, in order."""
+        """Return the gradients of the tensors, in order."""
         gates: Any = [found.gates] if self.joined else found.gates
         listed = found.query, *found.key, *found.value, *gates
         return [x for x in listed if x is not None]
@@ -466,7 +469,7 @@ PAGES = "pages"  # as FORWARD
 
 
 def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]]:
-    """The mode of a call, and its tensors in order.
+    """Return the mode of a call, and its tensors in order.
 
     Args:
       key, value: by branch.
@@ -486,7 +489,7 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
 
 
 def kept_of(gradient: bool, recompute: bool) -> str:
-    """The kind of residuals of a call."""
+    """Return the kind of residuals of a call."""
     if not gradient:
         return FORWARD
     return RECOMPUTING if recompute else SAVING

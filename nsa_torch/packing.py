@@ -23,7 +23,7 @@ from nsa_torch.torch_ops import run_triton
 def residue_classes(
     where: Geometry, count: int, config
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The packed order in which causal attention is compressed attention.
+    """Return the packed order in which causal attention is compressed attention.
 
     Returns:
       row_of: `[B*T]`, the packed row of each query; -1 for a query that sees no key.
@@ -106,7 +106,7 @@ class Ranges:
         return self.start.numel() * self.longest
 
     def read(self, x: Tensor) -> Tensor:
-        """The runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
+        """Return the runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
 
         Rows after the last run are not written.
         """
@@ -117,7 +117,7 @@ class Ranges:
         return packed
 
     def zeros(self, x: Tensor) -> Tensor:
-        """The accumulator of the gradient of `x`: float32 zeros of its shape."""
+        """Return the accumulator of the gradient of `x`: float32 zeros of its shape."""
         return x.new_zeros(x.shape, dtype=wide(x.dtype))
 
     def add(self, total: Tensor, grad: Tensor) -> None:
@@ -184,7 +184,8 @@ def selected_ranges(
     config,
     handed: Tensor | None = None,
 ) -> tuple[Ranges, Tensor]:
-    """The packed keys and values of a chunk of queries, ordered by row, query, key/value head.
+    """Return the packed keys and values of a chunk of queries, ordered by row, query, key/value
+    head.
 
     Args:
       block_indices: `[B, T, Hkv, n]`. A negative entry, or one after the query, is empty.
@@ -221,7 +222,9 @@ def selected_ranges(
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
-    """The bytes per query index: `slots` packed keys and values per head, and 64-bit indices."""
+    """Return the bytes per query index: `slots` packed keys and values per head, and 64-bit
+    indices.
+    """
     batch, _, heads, width = key.shape
     return batch * heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
 

@@ -225,7 +225,7 @@ class PagedCache(PagedArrays):
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
-        """The positions of the pages of a table in the tensors."""
+        """Return the positions of the pages of a table in the tensors."""
         if self.apart == 1 or not isinstance(page_table, Tensor):
             return page_table
         return page_table.clamp(-1, self.own_pages) * self.apart
@@ -252,7 +252,7 @@ class PagedCache(PagedArrays):
 def _allocated(
     given: dict[str, Any], device: torch.device, dtype, compressed_dtype, *rest: Any
 ) -> dict[str, Any]:
-    """The arrays of a cache, zeros where they are not `given`; `rest`: of `new_arrays`."""
+    """Return the arrays of a cache, zeros where they are not `given`; `rest`: of `new_arrays`."""
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype or dtype)):
         if not isinstance(x, torch.dtype):
             raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
@@ -275,7 +275,7 @@ def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:
-    """The distance between pages, in pages, if it is the same in all arrays, otherwise 1."""
+    """Return the distance between pages, in pages, if it is the same in all arrays, otherwise 1."""
     size = lambda x: x[0].numel()
     if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
         return 1
@@ -419,7 +419,7 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """The function that writes the tokens in one launch, or None for torch operations."""
+    """Return the function that writes the tokens in one launch, or None for torch operations."""
     if implementation not in (None, *APPENDERS):
         raise ValueError(
             f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"
@@ -440,7 +440,9 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
 
 
 def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
-    """Why the Mosaic kernel does not support this call (arguments of `append_spec`), or None."""
+    """Return the reason why the Mosaic kernel does not support this call (arguments of
+    `append_spec`), or None.
+    """
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs a Hopper GPU, got {device.type}"
@@ -459,14 +461,14 @@ def _is_built(*call: Any) -> bool:
 
 
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
-    """Why the Triton kernel cannot run this call, or None."""
+    """Return the reason why the Triton kernel cannot run this call, or None."""
     if cache.is_fp8 and not means:
         return "makes means alone in a cache in fp8"
     return append_why_not(cache)
 
 
 def append_why_not(cache: PagedCache) -> str | None:
-    """Why Triton's kernels cannot read and write such pages, or None."""
+    """Return the reason why Triton's kernels cannot read and write such pages, or None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, got {device.type}"
@@ -476,7 +478,7 @@ def append_why_not(cache: PagedCache) -> str | None:
 
 
 def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
-    """The spec of a launch on Mosaic."""
+    """Return the spec of a launch on Mosaic."""
     (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
     return mosaic_append.append_spec(
         *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),

@@ -296,7 +296,7 @@ class Step(NamedTuple):
         return results[0].view(*query.shape[:-1], -1)
 
     def given(self) -> list[Any]:
-        """The kernel's inputs in addition to the cache, with keys and values by branch."""
+        """Return the kernel's inputs in addition to the cache, with keys and values by branch."""
         found = [self.query, self.gates, self.page_table, self.lengths]
         for x in (self.key, self.value):
             if x is not None:
@@ -304,7 +304,7 @@ class Step(NamedTuple):
         return found
 
     def _key(self, given: list[Any]) -> Hashable | None:
-        """The key of a launch; None if shapes do not determine it."""
+        """Return the key of a launch; None if shapes do not determine it."""
         # `signature_of` wants the boundaries of a packed row last; a step has none.
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
@@ -403,7 +403,7 @@ def with_indices(
 
 
 def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
-    """The ring of each row in a cache in fp8."""
+    """Return the ring of each row in a cache in fp8."""
     if not cache.is_fp8:
         return None
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)

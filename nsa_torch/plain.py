@@ -65,7 +65,9 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products of tensors of `dtype`: autocast's if it is on, except for float64."""
+    """Return the dtype of products of tensors of `dtype`: autocast's if it is on, except for
+    float64.
+    """
     if dtype is torch.float64:
         return dtype
     if device.type != "meta" and torch.is_autocast_enabled(device.type):

@@ -76,8 +76,8 @@ class Bundle(NamedTuple):
         return cls(tuple(offsets), end) if end else None
 
     def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
-        """The saved tensors, shaped like those `wanted`, from those with their own memory and
-        the bundle.
+        """Return the saved tensors, shaped like those `wanted`, from those with their own memory
+        and the bundle.
         """
         *own, bundle = kept
         rest = iter(own)
@@ -182,7 +182,8 @@ class BoundPlan:
     def __call__(
         self, given: Sequence[Tensor], bundle: Tensor | None = None, gives_back: bool = False
     ) -> list[Tensor]:
-        """The results for the arguments of a call, which may have any layout and may be one tensor.
+        """Return the results for the arguments of a call, which may have any layout and may be one
+        tensor.
 
         Args:
           bundle: the bundle of arguments that are not given.
@@ -243,7 +244,7 @@ class BoundPlan:
         return found
 
     def _constants(self, stream: int) -> tuple[Kept, list[int]]:
-        """The constants, and addresses with theirs filled in."""
+        """Return the constants, and addresses with theirs filled in."""
         kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
         same, addresses, _ = self.known
         if same() is not kept:
@@ -256,7 +257,9 @@ class BoundPlan:
         return kept, addresses
 
     def _made(self) -> list[Tensor]:
-        """The constants. Another plan on this device may have made them, or what they read."""
+        """Return the constants. Another plan on this device may have made them, or what they
+        read.
+        """
         known: dict[int, tuple[Any, Tensor]] = {}  # by buffer: its source, and its tensor
         for step in self.plan.constants:
             reads = [known[x.buffer] for x in step.reads]
@@ -279,7 +282,7 @@ class BoundPlan:
         return [known[n][1] for n in self.constants]
 
     def _bound(self, at, read_by_kernels, lying) -> list[Step]:
-        """The steps; launches that follow each other are one.
+        """Return the steps; launches that follow each other are one.
 
         Args:
           at: the slot of each part of a buffer.
@@ -318,7 +321,7 @@ class BoundPlan:
         return found + self._launches(row)
 
     def _event(self, beside: int) -> int:
-        """The index, among the tensors, of the event at the end of a launch."""
+        """Return the index, among the tensors, of the event at the end of a launch."""
         return len(self.plan.buffers) + self.joins.index(beside)
 
     def _launches(self, row: Sequence[Any]) -> list[Step]:
@@ -433,7 +436,7 @@ def _release(arguments: Sequence[int]) -> Step:
 
 
 def _part(x: Tensor, view) -> Tensor:
-    """The view of a buffer as a view of its tensor."""
+    """Return the view of a buffer as a view of its tensor."""
     if view.bytes != x.nbytes:
         size = _dtype(view.dtype).itemsize
         x = x.view(-1)[view.offset // size : (view.offset + view.bytes) // size]
@@ -442,7 +445,7 @@ def _part(x: Tensor, view) -> Tensor:
 
 @functools.cache
 def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """The side stream of a stream of a device, with a higher priority."""
+    """Return the side stream of a stream of a device, with a higher priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -557,7 +560,7 @@ class Planned(NamedTuple):
             _prepared.add(layer)
 
     def plan(self, arguments: Sequence[Any], device: torch.device | None) -> Plan:
-        """The plan of a call.
+        """Return the plan of a call.
 
         Args:
           arguments: Tensors or arrays.
@@ -576,8 +579,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """The plan of a call and that of its gradient, with the arguments of `plan`. Pass `plan` if
-        it exists.
+        """Return the plan of a call and that of its gradient, with the arguments of `plan`. Pass
+        `plan` if it exists.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:

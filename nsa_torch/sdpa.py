@@ -132,7 +132,7 @@ def block_rows(where, block_indices, queries, num_keys, config):
 
 
 def _dense(seen, scale, with_lse):
-    """Attention over keys `[B, K, Hkv, D]` that all queries share; `seen` [B, Q, K]."""
+    """Compute attention over keys `[B, K, Hkv, D]` that all queries share; `seen` [B, Q, K]."""
 
     def attend(query, key, value):
         length = query.shape[1]
@@ -180,8 +180,8 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
-    """The plain math of SDPA, except that masks replace logits. SDPA adds -inf, which turns a
-    masked NaN or infinity into NaN.
+    """Return the plain math of SDPA, except that masks replace logits. SDPA adds -inf, which turns
+    a masked NaN or infinity into NaN.
 
     The CPU's flash kernel uses a 20-bit exponential, which doubles the error of float32 gradients.
     It also stores float16 gradients of probabilities in float16, which overflow under a loss scale.

@@ -80,7 +80,7 @@ def _parts(query, compressed_key):
 
 
 def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=False):
-    """The scores `[B, Q, Hkv, N]` of one chunk, or their logarithms. Blocks are local to the
+    """Return the scores `[B, Q, Hkv, N]` of one chunk, or their logarithms. Blocks are local to the
     sequence.
     """
     kv_heads, count = compressed_key.shape[2], compressed_key.shape[1]

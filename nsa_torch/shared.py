@@ -44,7 +44,7 @@ class Shared:
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> "Kept":
-        """The result of `make()` for `key`: the same list each time while it is cached."""
+        """Return the result of `make()` for `key`: the same list each time while it is cached."""
         capturing = is_capturing(device)
         with self._lock:
             found = self._pinned.get(key)
@@ -130,7 +130,7 @@ class Shared:
                 self._pinned[key] = self._pinned[key][0], stream, event
 
     def keys(self) -> set[Hashable]:
-        """The keys of the cached tensors."""
+        """Return the keys of the cached tensors."""
         with self._lock:
             return {*self._kept, *self._pinned}
 
@@ -155,7 +155,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _made(device, make):
-    """The result of `make()`, the address of the stream that made it, and an event at its end."""
+    """Return the result of `make()`, the address of the stream that made it, and an event at its
+    end.
+    """
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them without a copy.
         tensors = Kept([x.contiguous() for x in make()])

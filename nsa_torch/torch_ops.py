@@ -145,19 +145,19 @@ TORCH_OPS = TorchOps()
 
 @functools.cache
 def device_name(index: int | None) -> str:
-    """The driver's name of the GPU with this index; None means the current one."""
+    """Return the driver's name of the GPU with this index; None means the current one."""
     return torch.cuda.get_device_name(index)
 
 
 @functools.cache
 def capability_of(index: int | None) -> tuple[int, int]:
-    """The compute capability of the GPU with this index; None means the current one."""
+    """Return the compute capability of the GPU with this index; None means the current one."""
     return torch.cuda.get_device_capability(index)
 
 
 def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor that contains these arrays (usually gates) at equal distances, so that one copy
-    reads all. None if they are not in one tensor.
+    """Return the tensor that contains these arrays (usually gates) at equal distances, so that one
+    copy reads all. None if they are not in one tensor.
     """
     first, *others = arrays
     if not others:
@@ -179,7 +179,7 @@ def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def readable(x):
-    """`x`, or a copy where kernels cannot read it in place.
+    """Return `x`, or a copy where kernels cannot read it in place.
 
     Only bounds, gates, block indices, tokens that are compressed and nothing else, what
     torch.compile laid out, and tensors with the negative bit are ever copied: `dispatch.choose`
@@ -191,7 +191,7 @@ def readable(x):
 
 
 def launch_triton(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
-    """The outputs; every tensor is stored in memory row by row."""
+    """Return the outputs; every tensor is stored in memory row by row."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
         for shape, dtype in kernel.outputs

@@ -43,7 +43,7 @@ def _means(ops, x, *borders, config):
 
 @derived(lambda x, *rest, length, **static: [like(x, x.shape[0], length, *x.shape[2:])])
 def _of_tokens(ops, x, *rest, length, config, packed):
-    """Gradients of tokens from those of means, and from those of other branches."""
+    """Return the gradients of tokens from those of means, and from those of other branches."""
     borders = rest[0] if packed else None
     others = rest[packed:]
     means = gradient_of_means(x, length, config=config, cu_seqlens=borders)

@@ -119,7 +119,7 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """A copy, also in another process, computes the tables from the boundaries again."""
+        """Return a copy, also in another process, computes the tables from the boundaries again."""
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
@@ -195,7 +195,7 @@ class VarlenMetadata:
             )
 
     def borders(self, x: Any, name: str, config: NSAConfig, length: int | None) -> Tensor:
-        """The boundaries of `x` [1, T, ..].
+        """Return the boundaries of `x` [1, T, ..].
 
         Args:
           length: T of the whole row.
@@ -243,7 +243,9 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> tuple[int, int] | None:
-        """The end of the last sequence and the longest length, checked, if the host reads them."""
+        """Return the end of the last sequence and the longest length, checked, if the host reads
+        them.
+        """
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
                 f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries or "

@@ -134,7 +134,7 @@ def by_address(step: Step) -> TypeGuard[Launch]:
 
 
 def touched_by_torch(steps: Iterable[Step]) -> set[int]:
-    """The buffers that must be tensors."""
+    """Return the buffers that must be tensors."""
     steps = (x for x in steps if not by_address(x) and not isinstance(x, Join))
     return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
 

@@ -34,7 +34,7 @@ def kernels_of(
     compresses: bool = False,
     shared: bool = False,
 ) -> list[Kernel]:
-    """The kernels of `attention` for `batch` sequences of `length` tokens, each once.
+    """Return the kernels of `attention` for `batch` sequences of `length` tokens, each once.
 
     Args:
       heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
@@ -90,7 +90,7 @@ def kernels_of_layer(
     compresses: bool = True,
     **layer: Any,
 ) -> list[Kernel]:
-    """The kernels of the calls of a layer, each once: without gradients, and with them if
+    """Return the kernels of the calls of a layer, each once: without gradients, and with them if
     `gradients`.
 
     Args:

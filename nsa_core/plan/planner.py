@@ -113,7 +113,7 @@ class PlanOps(ArrayOps):
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
     def _memory_of_derived(self, arrays) -> Memory:
-        """The kind of memory of an array that depends only on `arrays`."""
+        """Return the kind of memory of an array that depends only on `arrays`."""
         found = Memory.CONSTANT
         for x in arrays:
             memory = self._buffers[x.buffer].memory
@@ -227,7 +227,7 @@ class PlanOps(ArrayOps):
     # The plan
 
     def plan(self, results: Iterable[View]) -> Plan:
-        """The plan with the recorded steps that lead to these results."""
+        """Return the plan with the recorded steps that lead to these results."""
         final = self._apart(results)
         kept = {x.buffer for x in final}
         steps = self._in_order(_needed(self._steps, kept))
@@ -339,7 +339,7 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
-    """The steps that lead to the buffers `wanted`."""
+    """Return the steps that lead to the buffers `wanted`."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
         if not wanted.isdisjoint([x.buffer for x in step.writes]):
@@ -364,7 +364,7 @@ def _view_at(x: View, index: Slices) -> View | None:
 
 
 def _row_length(shape: Sequence[int], dtype: str) -> int:
-    """The length of the rows of a buffer whose rows begin with arrays of this shape."""
+    """Return the length of the rows of a buffer whose rows begin with arrays of this shape."""
     size = BYTES[dtype]
     return -(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT // size
 
@@ -461,9 +461,9 @@ type Lives = Mapping[int, tuple[int, range]]
 
 
 def workspace_offsets(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
-    """The offset of each buffer in the workspace, and its total bytes. The workspace exists
-    during the whole call. If less than half of it is in use when memory is at its peak, a small
-    one is used.
+    """Return the offset of each buffer in the workspace, and its total bytes. The workspace exists
+    during the whole call. If less than half of it is in use when memory is at its peak, a small one
+    is used.
 
     Args:
       lives: Buffers in the order of their first steps.

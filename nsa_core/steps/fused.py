@@ -49,7 +49,7 @@ class Steps(NamedTuple):
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
-        """The gates in float32, for kernels that each read one gate."""
+        """Return the gates in float32, for kernels that each read one gate."""
         return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
     gates: Branches  # [B, T, H]
 
     def with_compressed(self, key, value) -> "Inputs":
-        """A copy with this compressed key and value."""
+        """Return a copy with this compressed key and value."""
         key, value = self.key._replace(compressed=key), self.value._replace(compressed=value)
         return self._replace(key=key, value=value)
 
@@ -95,12 +95,12 @@ class Residuals(NamedTuple):
 
     @classmethod
     def recomputed(cls, block_indices) -> "Residuals":
-        """The residuals of `forward`, which are only the selection."""
+        """Return the residuals of `forward`, which are only the selection."""
         return cls(block_indices, None, None, None)
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
-    """The keys that queries of the compressed or the sliding branch see."""
+    """Return the keys that queries of the compressed or the sliding branch see."""
     return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
 
 
@@ -212,7 +212,7 @@ def forward(
 
 
 def _branches(query, key: Branches, value: Branches) -> Branches:
-    """The `Qkv` of each branch."""
+    """Return the `Qkv` of each branch."""
     pairs = zip(key, value, strict=True)
     return Branches(*(Qkv(query, *pair) for pair in pairs))
 
@@ -255,7 +255,8 @@ def backward(
     params: Params,
     by_places: bool = False,
 ) -> Inputs:
-    """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
+    """Return the gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in
+    float32.
 
     dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels read dO, g_c and delta_c.
     dq is one array, to which the branches add in place, in a fixed order.
@@ -277,8 +278,8 @@ def backward(
         ops.release(outputs)
 
     def rows_of(name, *indices, **how):
-        """The row statistics of a branch. If the branch must run again for them, its output is
-        dropped.
+        """Return the row statistics of a branch. If the branch must run again for them, its output
+        is dropped.
         """
         gate = getattr(gates, name)
         if lses is not None:

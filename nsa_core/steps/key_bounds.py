@@ -39,12 +39,12 @@ def _window(ops, key_start, last, *, window, num_keys):
 
 
 def _tokens_of(layout: QueryLayout) -> Any:
-    """The table of a packed row's tokens (`nsa_core.varlen.Tokens`), or None."""
+    """Return the table of a packed row's tokens (`nsa_core.varlen.Tokens`), or None."""
     return None if layout.varlen is None else layout.varlen.tokens
 
 
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:
-    """The index of the key after the query's own token, `[B, T]`."""
+    """Return the index of the key after the query's own token, `[B, T]`."""
     if (tokens := _tokens_of(layout)) is not None:
         return tokens.causal_end
     return ops.derive(_causal_end, layout.key_start, layout.position)[0]
@@ -96,7 +96,7 @@ class Window:
     num_keys: int
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
-        """The last `window` keys up to the query's own."""
+        """Return the last `window` keys up to the query's own."""
         if (tokens := _tokens_of(layout)) is not None:
             return tokens.window_start, tokens.causal_end
         sizes = {"window": self.config.window, "num_keys": self.num_keys}
@@ -112,7 +112,7 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """The results of `bounds.of` in the layout of kernels: both int32 `[B, tiles, rows]`."""
+    """Return the results of `bounds.of` in the layout of kernels: both int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 
@@ -164,7 +164,7 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     ]
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
-    """The key of each slot, -1 if it is empty. For each query also its first block and the
+    """Return the key of each slot, -1 if it is empty. For each query also its first block and the
     moved keys that it sees.
     """
     xp, batch = ops.xp, start.shape[0]

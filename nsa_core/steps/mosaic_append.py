@@ -12,7 +12,7 @@ from nsa_core.config import NSAConfig
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """The kernels of a layer that compresses by means, for any batch, pool and table."""
+    """Return the kernels of a layer that compresses by means, for any batch, pool and table."""
     found = []
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}
@@ -24,7 +24,7 @@ def kernels_of(
 
 
 def append_spec(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
-    """The spec of a launch. `rest` has the fields of `Append` that the layer does not
+    """Return the spec of a launch. `rest` has the fields of `Append` that the layer does not
     determine.
     """
     return Append(

@@ -78,8 +78,8 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
-    """Gradients of one or two branches whose queries see intervals of keys: dq in one array or
-    a `LaterDq`, and dk and dv of each branch.
+    """Return the gradients of one or two branches whose queries see intervals of keys: dq in one
+    array or a `LaterDq`, and dk and dv of each branch.
 
     Args:
       do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
@@ -181,7 +181,7 @@ def _interval_split(
     stride = bounds.config.compress_stride
 
     def sees(end):
-        """The keys that a query sees if all sequences have the maximal length."""
+        """Return the keys that a query sees if all sequences have the maximal length."""
         last = (capacity.key_end(end) - 1) % capacity.max_seqlen
         return cdiv(cdiv(last + 1, stride), base.tile_keys)
 
@@ -272,7 +272,7 @@ def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> lis
 
 
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
-    """The result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
+    """Return the result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
     `first` and `last` `[B, T]` bound the keys that each query sees. None as `first` means 0.
     """

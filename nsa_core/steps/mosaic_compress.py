@@ -53,7 +53,7 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """The gradient of tokens that no window contains, a sum of the others."""
+    """Return the gradient of tokens that no window contains, a sum of the others."""
     if arrays:
         return ops.derive(_total, *arrays)[0]
     return ops.extend(compressed, 1, length, 0.0)

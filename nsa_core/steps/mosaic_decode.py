@@ -43,7 +43,7 @@ def attention(
 def step_kernel(
     query, gates, cache: PagedArrays, page_table, scale: float | None, append: bool
 ) -> Kernel:
-    """The kernel that `attention` runs."""
+    """Return the kernel that `attention` runs."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _decode_spec(
@@ -75,7 +75,7 @@ def step_arrays(
     new: tuple[Branches, Branches] | None,
     slots: Any = None,
 ) -> list[Any]:
-    """The inputs of `step_kernel`."""
+    """Return the inputs of `step_kernel`."""
     is_fp8 = cache.is_fp8
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
@@ -103,7 +103,7 @@ def step_arrays(
 
 
 def why_not(problem: Any) -> str | None:
-    """The reason why the kernel does not support a paged call of `T` queries per row, or
+    """Return the reason why the kernel does not support a paged call of `T` queries per row, or
     None.
     """
     if problem.packed:
@@ -116,7 +116,7 @@ def why_not(problem: Any) -> str | None:
 
 
 def kernel_of(problem: Any, append: bool = False) -> Kernel:
-    """The kernel of a paged call for any batch, pool and table. Gates have the dtype of the
+    """Return the kernel of a paged call for any batch, pool and table. Gates have the dtype of the
     queries.
     """
     return decode(_posed(problem, problem.dtype, append)).for_any_length()
@@ -125,8 +125,8 @@ def kernel_of(problem: Any, append: bool = False) -> Kernel:
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """The kernels of steps of one token per row, over caches in `dtype` and in fp8, for any number
-    and length of rows. Empty if the kernel does not support the layer's sizes.
+    """Return the kernels of steps of one token per row, over caches in `dtype` and in fp8, for any
+    number and length of rows. Empty if the kernel does not support the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []
@@ -167,7 +167,7 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _decode_spec(config: NSAConfig, **sizes: Any) -> Decode:
-    """The spec of a decode kernel. `sizes` are the fields of `Decode` that `config` does not
+    """Return the spec of a decode kernel. `sizes` are the fields of `Decode` that `config` does not
     determine.
     """
     spec = Decode(

@@ -35,7 +35,7 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """The rounded keys and values: the argument, or newly computed, or None without
+    """Return the rounded keys and values: the argument, or newly computed, or None without
     `compute_dtype`.
     """
     if params.config.compute_dtype is None or rounded is not None:
@@ -52,7 +52,7 @@ def interval(
     added=None,
     rounded=None,
 ) -> OutLse:
-    """Attention over the keys in `bounds`, for the compressed and the sliding branch.
+    """Compute attention over the keys in `bounds`, for the compressed and the sliding branch.
 
     `rounded`: the result of `round_tokens` for key and value, if it exists.
     """
@@ -82,14 +82,14 @@ def interval(
 
 
 def _operands(qkv: Qkv, layout, rounded):
-    """The keys and values that a kernel reads, and the layout of the queries among them."""
+    """Return the keys and values that a kernel reads, and the layout of the queries among them."""
     if rounded is None:
         return (qkv.key, qkv.value), layout
     return rounded.operands, mosaic_fp8.of_slots(layout)
 
 
 def _last_inputs(ops, gate, added, rounded):
-    """The optional last inputs of a branch's kernel, which `attention.forward` adds."""
+    """Return the optional last inputs of a branch's kernel, which `attention.forward` adds."""
     arrays = [] if gate is None else [ops.to_float32(gate)]
     if added is not None:
         return [*arrays, added]
@@ -107,7 +107,8 @@ def selected(
     pages: Pages | None = None,
     rounded=None,
 ) -> OutLse:
-    """Attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be NaN.
+    """Compute attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be
+    NaN.
 
     Args:
       block_lists: The result of `tile_block_lists`, if it exists.
@@ -178,8 +179,8 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """The kernel of `selected` with `pages`, for any lengths, in a layer. None if far blocks of
-    small groups are gathered, which needs keys in order, or if a page has several blocks.
+    """Return the kernel of `selected` with `pages`, for any lengths, in a layer. None if far blocks
+    of small groups are gathered, which needs keys in order, or if a page has several blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -206,8 +207,8 @@ def selected_on_pages(
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """The index structures `(starts, members, counts)` that `selected` and its gradient read,
-    from `block_indices`.
+    """Return the index structures `(starts, members, counts)` that `selected` and its gradient
+    read, from `block_indices`.
     """
     spec = _selected_spec(qkv, block_indices, params)
     block_indices, _ = mosaic_lists.cut(ops, block_indices, params.config.select_block)
@@ -220,7 +221,7 @@ def _selected_spec(qkv: Qkv, block_indices, params: Params, rounded=None):
 
 
 def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
-    """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
+    """Return the selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
     log-sum-exp `[B, T, H]` of the compressed branch; sequences have at most `num_blocks`.
     """
     layout, config, scale = params
@@ -277,8 +278,8 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """The layout that `scores.best_blocks` reads: bounds of the compressed tokens per row, the own
-    and the first block of each token, and the number of blocks that a tile's tokens span.
+    """Return the layout that `scores.best_blocks` reads: bounds of the compressed tokens per row,
+    the own and the first block of each token, and the number of blocks that a tile's tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -314,7 +315,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """The fields that all attention kernels have. `rounded` is as in `interval`."""
+    """Return the fields that all attention kernels have. `rounded` is as in `interval`."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return {
@@ -333,7 +334,7 @@ def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """The `scale`, which defaults to `D**-0.5`."""
+    """Return the `scale`, which defaults to `D**-0.5`."""
     scale = float(width**-0.5 if scale is None else scale)
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")
@@ -348,7 +349,9 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def combine_spec(outputs) -> combine.Combine:
-    """The sizes of kernels that read the outputs of the branches, which have the same shape."""
+    """Return the sizes of kernels that read the outputs of the branches, which have the same
+    shape.
+    """
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])
     sizes = math.prod(shape), width, len(outputs), dtype

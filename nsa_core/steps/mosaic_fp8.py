@@ -60,12 +60,14 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
 
 @derived(lambda causal_end: [int32(causal_end.shape[0])])
 def _end(ops, causal_end):
-    """The end of the keys that some query sees."""
+    """Return the end of the keys that some query sees."""
     return [ops.to_int32(ops.xp.amax(causal_end, axis=-1).clip(0, None))]
 
 
 def of_slots(layout: QueryLayout) -> Any:
-    """The layout of queries relative to keys that `round_tokens` has moved to their slots."""
+    """Return the layout of queries relative to keys that `round_tokens` has moved to their
+    slots.
+    """
     if layout.varlen is None:
         return layout
     tokens = layout.varlen.tokens

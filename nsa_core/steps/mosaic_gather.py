@@ -36,12 +36,12 @@ SHARED_FIELDS = (
 
 
 def max_heads(block: int) -> int:
-    """The maximum of heads per group for which blocks of `block` keys may be gathered."""
+    """Return the maximum of heads per group for which blocks of `block` keys may be gathered."""
     return MAX_HEADS * block // ROWS
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
-    """The maximum of blocks in the list of a tile (`SelectedAttention.gather_limit`).
+    """Return the maximum of blocks in the list of a tile (`SelectedAttention.gather_limit`).
 
     0 means that nothing is gathered, since no list is too long or the gathering kernel cannot
       run.
@@ -118,7 +118,9 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """The kernel `merge` that leaves rows in its output unchanged if they are not gathered."""
+    """Return the kernel `merge` that leaves rows in its output unchanged if they are not
+    gathered.
+    """
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
 
@@ -147,8 +149,8 @@ class _Segment(NamedTuple):
 def _segments(
     ops, spec, width: int, block_indices, counts, layout
 ) -> tuple[Any, Iterator[_Segment]]:
-    """The work items and entries of `gathered.partials`, and the segments. `width` is the width
-    of a partial.
+    """Return the work items and entries of `gathered.partials`, and the segments. `width` is the
+    width of a partial.
     """
     tile, n = spec.tile.tokens, spec.n // spec.parts
     sizes = spec.B, spec.T, cdiv(spec.S, spec.parts), spec.Hkv, n, ROWS, 1, False
@@ -179,7 +181,9 @@ def _segments(
 
 @derived(lambda like, *, count, **sizes: [int32(1, gathered.SEGMENT_WORDS)] * count)
 def _segment_words(ops, like, *, count, size, tile):
-    """The index, first token and first tile of each segment, in the layout of its kernels."""
+    """Return the index, first token and first tile of each segment, in the layout of its
+    kernels.
+    """
     index = ops.arange(like, count).reshape(-1, 1)
     columns = index, index * size, index * (size // tile)
     columns = ops.xp.concatenate(columns, axis=1)

@@ -22,8 +22,8 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """The selection in terms of the blocks over which kernels loop, and the number of keys per
-    block.
+    """Return the selection in terms of the blocks over which kernels loop, and the number of keys
+    per block.
     """
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
@@ -45,7 +45,7 @@ def _parts_of_blocks(ops, block_indices, *, parts):
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
-    """The lists `(starts, members, counts)` for `spec`, the `SelectedAttention` that reads
+    """Return the lists `(starts, members, counts)` for `spec`, the `SelectedAttention` that reads
     them.
     """
     arrays = block_indices, layout.position, layout.key_start
@@ -101,8 +101,8 @@ def of_keys(layout: QueryLayout, found) -> list:
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """The work items of the lists with these `edges`. If `spec`, a `WorkItems`, has partials,
-    also the first partial of each key tile and their count.
+    """Return the work items of the lists with these `edges`. If `spec`, a `WorkItems`, has
+    partials, also the first partial of each key tile and their count.
     """
     if layout.varlen is None:
         of_tokens = layout.position

@@ -77,7 +77,7 @@ def gradients(
     block_lists,
     by_places: bool = False,
 ) -> Qkv:
-    """Gradients of query, key and value. `added` is added to dq, perhaps in its memory.
+    """Return the gradients of query, key and value. `added` is added to dq, perhaps in its memory.
 
     Args:
       base: as in `serves`.
@@ -159,7 +159,7 @@ def gradients(
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
-    """The partial sums by name, and `ds`."""
+    """Return the partial sums by name, and `ds`."""
     found: dict[str, Any] = {}
     for part in spec.passes:
         outputs = ops.run(dkv.partials(part), *arrays)
@@ -168,7 +168,7 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
 
 
 def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> StoredDsQuery:
-    """The spec of dq for all rows at once."""
+    """Return the spec of dq for all rows at once."""
     sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
     return StoredDsQuery(
         **sizes, stored_rows=base.B * base.Hkv, n=selection_entries, packed=packed
@@ -176,7 +176,7 @@ def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> Stor
 
 
 def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """The maximum of rows in a chunk: all if dq is not added in place."""
+    """Return the maximum of rows in a chunk: all if dq is not added in place."""
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
@@ -186,7 +186,7 @@ def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:
-    """The bytes of dS for one row of `[B, Hkv]`."""
+    """Return the bytes of dS for one row of `[B, Hkv]`."""
     return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
 
 
@@ -205,7 +205,7 @@ def _chunks(
 
 @derived(lambda like, *, count, **sizes: [int32(stored_ds.CHUNK_WORDS)] * count)
 def _chunk_words(ops, like, *, count, max_rows, items):
-    """The first row and work item of each chunk, in the layout of its kernels."""
+    """Return the first row and work item of each chunk, in the layout of its kernels."""
     first = ops.arange(like, count).reshape(-1, 1) * max_rows
     words = ops.xp.concatenate([first, first * items], 1)
     words = ops.pad_end(words, 1, stored_ds.CHUNK_WORDS - words.shape[1], 0)

@@ -90,7 +90,7 @@ def _dq(ops, p: Problem, launch, arrays, residuals, unused, rows, added, **const
 
 
 def _partials(p: Problem, items: int, keys: int) -> list[Array]:
-    """The partials of dk and dv for `items` segments of tiles of `keys` keys, per key/value
+    """Return the partials of dk and dv for `items` segments of tiles of `keys` keys, per key/value
     head.
     """
     return [Array((p.pairs * items, keys, x), "float32") for x in (p.D, p.Dv)]
@@ -114,14 +114,14 @@ def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, 
 
 
 def _statistics(ops, rows: RowResiduals, unused):
-    """The arrays lse, delta, gate and dlse as every backward kernel reads them."""
+    """Return the arrays lse, delta, gate and dlse as every backward kernel reads them."""
     gate, dlse = (unused if x is None else ops.to_float32(x) for x in (rows.gate, rows.dlse))
     return rows.lse, rows.delta, gate, dlse
 
 
 @derived(lambda like, *, tiles, **sizes: [int32(1, tiles)])
 def _last_items(ops, like, *, tiles: int, row: int, segments: int):
-    """The end of the items of each tile within its row, int32 `[1, tiles]`."""
+    """Return the end of the items of each tile within its row, int32 `[1, tiles]`."""
     return [ops.to_int32((ops.arange(like, tiles) % row + 1) * segments)]
 
 
@@ -152,7 +152,7 @@ def selected(
     added=None,
     block_lists=None,
 ) -> Qkv:
-    """Gradients of the selected branch; see `mosaic_backward.selected`."""
+    """Return the gradients of the selected branch; see `mosaic_backward.selected`."""
     layout, config, scale = params
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
@@ -215,7 +215,7 @@ def _list_shapes(block_indices, *arrays, sizes):
 
 @derived(_list_shapes)
 def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSizes):
-    """The queries that chose each tile of keys, and the work items; see `of_blocks`."""
+    """Return the queries that chose each tile of keys, and the work items; see `of_blocks`."""
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
     rows = keys.shape[0]
@@ -231,7 +231,9 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
-    """The key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means none."""
+    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means
+    none.
+    """
     xp, tiles = ops.xp, sizes.tiles
     batch, _, heads, _ = block_indices.shape
     first = block_indices * sizes.block  # token of the sequence

@@ -28,7 +28,7 @@ type OutLse = Sequence[Any]
 def interval(
     ops: ArrayOps, qkv: Qkv, bounds: Bounds, params: Params, gate=None, added=None
 ) -> OutLse:
-    """Attention over the keys in `bounds`, for the compressed and the sliding branch."""
+    """Compute attention over the keys in `bounds`, for the compressed and the sliding branch."""
     p = problem_of(ops, qkv, params.scale)
     tiling, (first, last) = p.tiling("forward"), interval_of(ops, params.layout, bounds)
     launch = "interval:forward", tiling, cdiv(p.T * p.group, tiling.rows)
@@ -62,7 +62,7 @@ def selected(
     added=None,
     block_lists=None,
 ) -> OutLse:
-    """Attention over the blocks `block_indices` `[B, T, Hkv, n]`.
+    """Compute attention over the blocks `block_indices` `[B, T, Hkv, n]`.
 
     `block_lists`: the result of `tile_block_lists`, if it exists.
     """
@@ -86,7 +86,7 @@ def selected_and_sum(
 
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
-    """The sizes of tiles. A tile has the heads of one token if these fill 16 rows or more,
+    """Return the sizes of tiles. A tile has the heads of one token if these fill 16 rows or more,
     otherwise the heads of the neighbouring tokens that fit in 16 rows.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
@@ -107,7 +107,7 @@ def of_tiles(p: Problem, name: str, block_indices, params: Params):
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """The index structures `(lists, counts)` that `selected` and its gradient read, from
+    """Return the index structures `(lists, counts)` that `selected` and its gradient read, from
     `block_indices`.
     """
     p = problem_of(ops, qkv, params.scale)
@@ -129,7 +129,7 @@ def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
 
 
 def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
-    """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
+    """Return the selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
     log-sum-exp `[B, T, H]` of the compressed branch; no array is as long as `num_blocks`.
     """
     del num_blocks
@@ -189,7 +189,7 @@ def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
 
 
 def problem_of(ops: ArrayOps, qkv: Qkv, scale: float | None) -> Problem:
-    """The sizes of a branch."""
+    """Return the sizes of a branch."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return Problem(
@@ -223,5 +223,5 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def array_of(x) -> Array:
-    """The shape and dtype of an array, for descriptions."""
+    """Return the shape and dtype of an array, for descriptions."""
     return Array(tuple(x.shape), dtype_name(x))

@@ -36,22 +36,22 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """The number of blocks. It includes the block of the last tokens, which may have no key yet
-    but be forced.
+    """Return the number of blocks. It includes the block of the last tokens, which may have no key
+    yet but be forced.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
 
 
 def why_not(query, key, index: Index) -> str | None:
-    """The reason why the kernels of `blocks` cannot run a problem, or None."""
+    """Return the reason why the kernels of `blocks` cannot run a problem, or None."""
     heads, width = query.shape[2:]
     count = 0 if _on_chip(index) else _count(index, key.shape[1])
     return triton_paged_blocks.scores_why_not(heads, width, index, count)
 
 
 def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None):
-    """The lists of an indexer, int32 `[B, T, Hi or 1, n]`.
+    """Return the lists of an indexer, int32 `[B, T, Hi or 1, n]`.
 
     Args:
       position: int32 `[B, T]`, negative for padding.
@@ -115,7 +115,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
 
 def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
-    """The largest tiles that fit in shared memory, for two programs per SM if possible, and
+    """Return the largest tiles that fit in shared memory, for two programs per SM if possible, and
     whose candidates fit in registers.
     """
     size, width = itemsize(dtype), power(width)
@@ -133,7 +133,7 @@ def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
 
 
 def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
-    """The reason why the kernels of the loss cannot run a problem, or None."""
+    """Return the reason why the kernels of the loss cannot run a problem, or None."""
     if lists is None:
         return "takes named blocks, got all keys"
     heads, width, dtype = *query.shape[2:], dtype_name(query)
@@ -228,7 +228,7 @@ def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -
 
 
 def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
-    """The loss `[B, T, Hi]`, and a `Kept`.
+    """Return the loss `[B, T, Hi]`, and a `Kept`.
 
     Args:
       arrays: query, key, lse, index_query, index_key; lists: of `lists_for`.
@@ -273,7 +273,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
 def gradients(
     ops: ArrayOps, teacher: Teacher, index_query, index_key, lists, position, kept: Kept, grad
 ):
-    """The gradients of index_query and index_key from that of the loss, `[B, T, Hi]`."""
+    """Return the gradients of index_query and index_key from that of the loss, `[B, T, Hi]`."""
     block, scale = teacher.block, teacher.index_scale
     batch, length, heads, n = lists.shape
     keys, width = index_key.shape[1:]

@@ -38,9 +38,10 @@ class Paged(NamedTuple):
     cu_seqlens_q: Any
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
-        """The number of queries per row, 0 if rows differ, and `lengths`, row and position of each
-        token. With equal numbers kernels read only `lengths`, and nothing is launched before them.
-        Otherwise they read row and position. `most` is the capacity of a row's table in tokens.
+        """Return the number of queries per row, 0 if rows differ, and `lengths`, row and position
+        of each token. With equal numbers kernels read only `lengths`, and nothing is launched
+        before them. Otherwise they read row and position. `most` is the capacity of a row's table
+        in tokens.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -50,7 +51,7 @@ class Paged(NamedTuple):
 
 
 def _stride(pages) -> int | None:
-    """The distance of two pages of `[P, page, ..]` in entries, or None if a page is not
+    """Return the distance of two pages of `[P, page, ..]` in entries, or None if a page is not
     contiguous.
     """
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
@@ -62,7 +63,7 @@ def _stride(pages) -> int | None:
 
 
 def _memory(pages):
-    """The memory from the first page to the last one, including gaps between pages."""
+    """Return the memory from the first page to the last one, including gaps between pages."""
     if not hasattr(pages, "stride") or pages.is_contiguous():
         return pages
     count = (pages.shape[0] - 1) * pages.stride(0) + math.prod(pages.shape[1:])
@@ -130,8 +131,8 @@ def _sizes(capability, query, value, lists, block: int, include: str, whole=Fals
 def why_not(
     capability, query, key, value, lists, block: int, include: str, whole: bool = False
 ) -> str | None:
-    """The reason why the kernels of `attention` or `attention_of_rows` cannot run a problem, or
-    None.
+    """Return the reason why the kernels of `attention` or `attention_of_rows` cannot run a problem,
+    or None.
     """
     sizes = _sizes(capability, query, value, lists, block, include, whole)
     tokens = math.prod(query.shape[:-2])
@@ -241,7 +242,7 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
 
 
 def index_why_not(query, pages, page_table, index: Index) -> str | None:
-    """Why the kernels of `blocks` cannot run a problem, or None."""
+    """Return the reason why the kernels of `blocks` cannot run a problem, or None."""
     if _stride(pages) is None:
         return APART
     heads, width = query.shape[1:]
@@ -250,7 +251,9 @@ def index_why_not(query, pages, page_table, index: Index) -> str | None:
 
 
 def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | None:
-    """The reason why kernels cannot compute scores and select from `count` of them, or None."""
+    """Return the reason why kernels cannot compute scores and select from `count` of them, or
+    None.
+    """
     if index.pool > MAX_POOL or index.pool & (index.pool - 1):
         return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
     if heads > INDEX_HEADS or width > WIDTH:
@@ -301,7 +304,7 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
 
 
 def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=0, most=0):
-    """The best blocks, int32 `[tokens, lists, n]`.
+    """Return the best blocks, int32 `[tokens, lists, n]`.
 
     Args:
       scores: float32 `[.., lists, blocks]` of the tokens; places: as in `Paged.places`.

@@ -273,7 +273,7 @@ def convert(
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """The files of weights, opened: those that transformers reads, one before several.
+    """Return the files of weights, opened: those that transformers reads, one before several.
 
     Raises:
       FileNotFoundError: there is none of safetensors, or one of several is missing.

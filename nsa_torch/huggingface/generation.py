@@ -147,9 +147,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """The callable that runs the model in one `generate`: steps as one CUDA graph on a paged
-        cache, otherwise transformers' `torch.compile`. Each call has its own graph, since decisions
-        of Python in a model (the active adapter, a scaling) may differ in the next call.
+        """Return the callable that runs the model in one `generate`: steps as one CUDA graph on a
+        paged cache, otherwise transformers' `torch.compile`. Each call has its own graph, since
+        decisions of Python in a model (the active adapter, a scaling) may differ in the next call.
         """
         model: Any = self
         base: Any = super()

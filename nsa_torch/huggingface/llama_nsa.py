@@ -206,7 +206,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
 
 
 def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | None:
-    """The boundaries of a packed row `x` [1, T, ...], or None."""
+    """Return the boundaries of a packed row `x` [1, T, ...], or None."""
     position, cache = call.get("position_ids"), call.get(CACHE)
     if all(call.get(name) is None for name in (*BORDERS, INDEX)):
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):

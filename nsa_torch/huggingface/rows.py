@@ -215,8 +215,8 @@ def free_to_read(x: Tensor) -> bool:
 
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
-    """The boundaries of a packed row from the first entry of `told`. Other entries must agree. On a
-    GPU calls with several entries wait and are compared until one call agrees.
+    """Return the boundaries of a packed row from the first entry of `told`. Other entries must
+    agree. On a GPU calls with several entries wait and are compared until one call agrees.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
@@ -235,9 +235,9 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
 
 
 def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tensor:
-    """The description of a packed row as int `[sequences + 1]`; `end` is that of its last sequence.
-    If it is given per token, as sequence numbers or positions, the result is on the host, which
-    waits for the device.
+    """Return the description of a packed row as int `[sequences + 1]`; `end` is that of its last
+    sequence. If it is given per token, as sequence numbers or positions, the result is on the host,
+    which waits for the device.
     """
     if name in BORDERS:
         checks.borders_array(x, name)

@@ -89,9 +89,9 @@ class StepGraph:
 
 
 def why_not(model: Any) -> str | None:
-    """Why a step of `model` cannot be a CUDA graph, or None. Hooks are Python code, which a replay
-    does not run. Those that `capture_outputs` leaves in a model do nothing unless hidden states are
-    requested.
+    """Return the reason why a step of `model` cannot be a CUDA graph, or None. Hooks are Python
+    code, which a replay does not run. Those that `capture_outputs` leaves in a model do nothing
+    unless hidden states are requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"

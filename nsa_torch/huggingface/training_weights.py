@@ -54,7 +54,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
 
 def _configuration(path: str | Path) -> NSAModelConfig:
-    """The configuration of the model in the file."""
+    """Return the configuration of the model in the file."""
     with safetensors.safe_open(path, framework="pt") as file:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
