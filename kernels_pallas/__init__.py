@@ -13,5 +13,7 @@ CAPABILITIES = {"mosaic": mosaic_capability, "triton": triton_capability}
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """The reason why no such kernel can run `problem` (framework, branch, shapes), or None."""
+    """Return the reason why no such kernel can run `problem` (framework, branch, shapes), or
+    None.
+    """
     return CAPABILITIES[implementation].why_not(problem)

@@ -153,7 +153,7 @@ class Kernel:
 
     @functools.lru_cache(DESCRIPTIONS)  # noqa: B019
     def for_any_length(self) -> "Kernel":
-        """The kernel of the same description that serves every length.
+        """Return the kernel of the same description that serves every length.
 
         Its arrays have nominal lengths (`NOMINAL_LENGTH`); no address in the body may depend on
         them. Scalar arguments precede the arrays: an input for each of `sizes`, whose address is

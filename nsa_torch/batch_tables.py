@@ -51,7 +51,7 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """A copy has no arrays yet."""
+        """Pickle without arrays, so that a copy has no arrays yet."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:

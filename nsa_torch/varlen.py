@@ -119,7 +119,9 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """Return a copy, also in another process, computes the tables from the boundaries again."""
+        """Pickle without tables. A copy, also in another process, computes the tables from the
+        boundaries again.
+        """
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)

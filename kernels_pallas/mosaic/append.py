@@ -25,7 +25,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
     entry = functools.partial(fetch_int, warp)
 
     def row_of(token):
-        """The last row that begins at or before a token."""
+        """Return the last row that begins at or before a token."""
 
         def count(i, state):
             row = i * LANES + warp.lane()

@@ -36,8 +36,8 @@ def interpreted(params):
 
 
 def why_not(problem: Any) -> str | None:
-    """The reason why no Mosaic kernel can run `problem`, or None. A problem that runs forward
-    also runs backward.
+    """Return the reason why no Mosaic kernel can run `problem`, or None. A problem that runs
+    forward also runs backward.
     """
     if not interpret.get():
         if problem.platform not in ("gpu", "cuda"):
@@ -58,7 +58,7 @@ def why_not(problem: Any) -> str | None:
 
 
 def _fp8_why_not(problem: Any) -> str | None:
-    """The reason why products in e4m3 do not support `problem`, or None."""
+    """Return the reason why products in e4m3 do not support `problem`, or None."""
     if problem.requires_grad:
         return "has no gradient: compute under torch.no_grad(), or leave it out to train"
     if problem.cached:
@@ -71,7 +71,7 @@ def _fp8_why_not(problem: Any) -> str | None:
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """The reason for the sizes that do not depend on lengths, as in `why_not`."""
+    """Return the reason for the sizes that do not depend on lengths, as in `why_not`."""
     if group > ROWS:
         return f"takes up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):

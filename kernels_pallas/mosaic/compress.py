@@ -39,7 +39,7 @@ class Side:
     exists: Any
 
     def at(self, array, length, token):
-        """The address of token `token` of `array` `[B, length, words]`."""
+        """Return the address of token `token` of `array` `[B, length, words]`."""
         return self.warp.element(
             array, (self.row * length + token, 4 * self.words), (self.column, 4)
         )
@@ -50,7 +50,9 @@ class Side:
         return self.warp.unpack(word, self.spec.dtype)
 
     def keys_of_slot(self, sizes, slot, refs) -> tuple:
-        """The first key of a compressed slot of packed rows, and the end of its sequence's keys."""
+        """Return the first key of a compressed slot of packed rows, and the end of its sequence's
+        keys.
+        """
         place = slot * self.spec.stride
         at = (self.row * sizes.key_tiles + place // ROWS, 4)
         tiles = refs.tile_first, refs.tile_end

@@ -65,7 +65,7 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
 
 
 def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
-    """The gates of each branch for the lane's two rows."""
+    """Return the gates of each branch for the lane's two rows."""
     m, spec = lane.m, lane.spec
     whole = spec.gate_dtype == "float32"
     size, found = 4 if whole else 2, []
@@ -195,7 +195,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     in_block = spec.block // STRIP
 
     def selected_start(i):
-        """The first key of the warp's strip `i`, -1 if there is none."""
+        """Return the first key of the warp's strip `i`, -1 if there is none."""
         item = lane.number * selected_strips + i
         place = item // in_block
         found = m.shuffle(block, m.smaller(place, LANES - 1))

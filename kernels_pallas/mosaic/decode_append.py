@@ -58,13 +58,13 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return width_of(value) * (size * spec.Hkv)
 
     def head(array, value, size):
-        """The lane's columns of the first row; lanes beyond the width read the last ones."""
+        """Return the lane's columns of the first row; lanes beyond the width read the last ones."""
         width = width_of(value)
         column = m.smaller(lane.lane % row_lanes, width // COLUMNS - 1)
         return m.beyond(m.beyond(array, kv_head, width * size), column, size * COLUMNS)
 
     def one(names, number):
-        """The address of the array with this index."""
+        """Return the address of the array with this index."""
         found, *others = (m.element(getattr(refs, name)) for name in names)
         for i, other in enumerate(others, 1):
             found = m.where(m.same(number, i), other, found)
@@ -99,8 +99,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.put(at, m.bits(scale), m.same(lane.lane, 0))
 
     def in_ring(value, position):
-        """Address of the lane's columns of a token in the row's ring buffer; a row without a ring
-        buffer uses another row's.
+        """Return the address of the lane's columns of a token in the row's ring buffer; a row
+        without a ring buffer uses another row's.
         """
         base = head(one([f"recent_{kind}" for kind in KINDS], value), value, 2)
         slot = m.smaller(m.larger(ring, 0), rings - 1)
@@ -108,7 +108,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(base, at, row_bytes(value, 2))
 
     def share_at(warp, of_lane):
-        """Address of a lane's columns of a share of a mean."""
+        """Return the address of a lane's columns of a share of a mean."""
         return lane.place("logits") + (warp * LANES + of_lane) * (4 * COLUMNS)
 
     # Numbers of a lane.

@@ -28,7 +28,7 @@ KEPT_STATS = 8  # statistics that a lane keeps in registers between its two loop
 
 
 def expected_bytes(lane: Lane, work: Work) -> list[Any]:
-    """The bytes that each barrier expects."""
+    """Return the bytes that each barrier expects."""
     spec = lane.spec
     stats = spec.cluster_warps * STAT_BYTES
     scores = work.strips * (8 * STRIP // spec.per_page)
@@ -135,13 +135,13 @@ def tell(lane: Lane, kind: int, state: list[Words]) -> None:
 
 
 def _stats(lane: Lane, kind: int) -> Any:
-    """Address of the statistics of an exchange."""
+    """Return the address of the statistics of an exchange."""
     return lane.place("sliding_stats" if kind == SLIDING else "stats")
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
-    """Offset of a warp's statistics of the lane's row `r` among its 16; `warp`: its index, modulo
-    four. The rows of four warps are permuted so that 16 lanes read from all banks.
+    """Return the offset of a warp's statistics of the lane's row `r` among its 16; `warp`: its
+    index, modulo four. The rows of four warps are permuted so that 16 lanes read from all banks.
     """
     return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
@@ -216,7 +216,7 @@ def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
 
 
 def _number(m: Any, bits: Words) -> Any:
-    """The integer with these bits, the lowest bit first."""
+    """Return the integer with these bits, the lowest bit first."""
     found = m.word(0)
     for i, bit in enumerate(bits):
         found = found + (bit << i)
@@ -238,8 +238,8 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     floats = HEADS * width
 
     def chunk(row, number):
-        """Offset of 32-byte chunk `number` in output row `row`. The chunks with the same number in
-        four rows are in different banks.
+        """Return the offset of 32-byte chunk `number` in output row `row`. The chunks with the same
+        number in four rows are in different banks.
         """
         return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
 

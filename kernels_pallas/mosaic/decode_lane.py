@@ -43,14 +43,14 @@ class Lane:
         return self.warp * LANES + self.lane
 
     def place(self, part: str) -> Any:
-        """The address of a part of shared memory."""
+        """Return the address of a part of shared memory."""
         return self.shared + self.spec.offsets[part]
 
     def barrier(self, exchange: int) -> Any:
         return self.shared + (self.spec.offsets["barriers"] + 8 * exchange)
 
     def rows(self) -> Words:
-        """The lane's two query heads of the group; idle rows read the last one."""
+        """Return the lane's two query heads of the group; idle rows read the last one."""
         last = self.spec.G - 1
         return [self.m.smaller(self.row + 8 * r, last) for r in range(2)]
 
@@ -115,10 +115,10 @@ class Work:
         return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:
-        """The number of the warp's strip `i` of compressed slots."""
+        """Return the number of the warp's strip `i` of compressed slots."""
         return self.first + i * lane.spec.variant.warps
 
     def sliding_key(self, lane: Lane, i: Any) -> Any:
-        """The first key of the warp's strip `i` of the sliding branch."""
+        """Return the first key of the warp's strip `i` of the sliding branch."""
         before = lane.spec.cluster_warps - 1 - lane.number
         return (self.window_start // STRIP + before + i * lane.spec.cluster_warps) * STRIP

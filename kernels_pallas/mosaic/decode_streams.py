@@ -40,8 +40,8 @@ P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """The number that permutes (XOR) the 8 chunks of a row's part, of elements of `size` bytes. It
-    differs in 8 rows, and in 2 neighbours the chunks that K's lanes read differ too.
+    """Return the number that permutes (XOR) the 8 chunks of a row's part, of elements of `size`
+    bytes. It differs in 8 rows, and in 2 neighbours the chunks that K's lanes read differ too.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
@@ -86,7 +86,7 @@ class Queue:
         row, pair = lane.row, lane.pair
 
         def chunk(number: Any, size: int) -> Any:
-            """Offset of a chunk of the lane's row of K."""
+            """Return the offset of a chunk of the lane's row of K."""
             return row * ROW_BYTES + ((number ^ turned(row, size)) << 4)
 
         self.read_keys_at = [chunk(pair * 2 + i, 2) for i in range(2)]
@@ -319,8 +319,8 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """The power of two in the range of float32 by which a number from 0 with these bits becomes at
-    least 2^exponent and less than twice that.
+    """Return the power of two in the range of float32 by which a number from 0 with these bits
+    becomes at least 2^exponent and less than twice that.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)

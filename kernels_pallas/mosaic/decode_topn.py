@@ -26,7 +26,7 @@ NO_BLOCK = 2**31 - 1
 
 
 def select(lane: Lane, work: Work) -> Any:
-    """The selected blocks, one per lane in no order; -1 in lanes without a block."""
+    """Return the selected blocks, one per lane in no order; -1 in lanes without a block."""
     m, spec = lane.m, lane.spec
     forced = spec.num_initial + spec.num_local
     best = m.word(NO_BLOCK)
@@ -132,7 +132,7 @@ def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
 
 
 def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
-    """The best blocks of all warps of this CTA, which are the best of all blocks.
+    """Return the best blocks of all warps of this CTA, which are the best of all blocks.
 
     Args:
       rank: Rank of the lane's block among its warp's; only the first ones are used.

@@ -80,7 +80,7 @@ def down(column):
 
 
 def key_index(first_key, wg=0):
-    """The key of each row of a product: float32 `[64, 8]`, for the warpgroup `wg`."""
+    """Return the key of each row of a product: float32 `[64, 8]`, for the warpgroup `wg`."""
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 
@@ -112,7 +112,8 @@ class KeyTile:
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
-        """The first step, the first and the end of the unmasked steps, and the end of all steps.
+        """Return the first step, the first and the end of the unmasked steps, and the end of all
+        steps.
 
         Args:
           column: Index in the work item of the begin of the queries. The begin and the end of the
@@ -130,7 +131,7 @@ class KeyTile:
         return first, unmasked_first, unmasked_last, last
 
     def stage(self, i):
-        """The stage of step `i` in the ring buffer."""
+        """Return the stage of step `i` in the ring buffer."""
         return rem(i, self.spec.stages)
 
     def load_query_tile(self, i, t, tile) -> None:
@@ -190,7 +191,7 @@ class KeyTile:
     def add_step(
         self, stage, keys, sums, visible=None, selected=None, take_ds=lambda ds: None
     ) -> tuple:
-        """The sums of dK and dV after the query rows of a step, whose copies have arrived.
+        """Return the sums of dK and dV after the query rows of a step, whose copies have arrived.
 
         Args:
           stage: Stage of the rows.
@@ -256,7 +257,7 @@ class KeyTile:
 
 
 def _scratch(spec: Dkv) -> dict[str, Any]:
-    """The arrays in shared memory, in this order."""
+    """Return the arrays in shared memory, in this order."""
     buffers = Buffers.of(spec, spec.query_tile)
     copies = (spec.D + spec.Dv) // buffers.slab  # of K and V, and of Q and dO
     per_step, stages = spec.tiles_per_step, spec.stages
@@ -379,11 +380,11 @@ class Entries:
         return [array[entry] + 0 for entry in at]
 
     def token(self, entry):
-        """The token of an entry, which is an index into the selection."""
+        """Return the token of an entry, which is an index into the selection."""
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
-        """The indices in ds of the tokens of step `i`; `NO_ENTRY` past the last one."""
+        """Return the indices in ds of the tokens of step `i`; `NO_ENTRY` past the last one."""
         refs, tile = self.refs, self.tile
         count, places = jnp.int32(self.spec.selection_entries), []
         first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
@@ -394,8 +395,8 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """The query tiles of step `i`; none if they are single tokens, which are prefetched into
-        L1 for `load`.
+        """Return the query tiles of step `i`; none if they are single tokens, which are prefetched
+        into L1 for `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:
@@ -443,7 +444,7 @@ class Entries:
     # Masks.
 
     def _token_of_column(self, row):
-        """The tokens of eight columns of a query tile from `row` on."""
+        """Return the tokens of eight columns of a query tile from `row` on."""
         column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
         column = plgpu.layout_cast(column, PER_COLUMN)
         return div(column + row, self.group)

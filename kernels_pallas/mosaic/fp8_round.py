@@ -60,7 +60,7 @@ def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
 
 
 def _last(warp: Any, sizes, refs) -> Any:
-    """The end of the tokens of a row."""
+    """Return the end of the tokens of a row."""
     return warp.smaller(sizes.S, fetch_int(warp, refs.end, refs.row))
 
 
@@ -115,7 +115,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         warp.repeat(TILES, tile, [])
 
     def statistics(side, sums, count) -> tuple[list, list]:
-        """The mean of the lane's columns, and the bits of the scale."""
+        """Return the mean of the lane's columns, and the bits of the scale."""
 
         def add(turn, found):
             loaded = []

@@ -348,12 +348,12 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return lambda columns: array.at[b, tokens, heads, columns]
 
     def in_segment():
-        """The position of the tile's rows in arrays of the segment."""
+        """Return the position of the tile's rows in arrays of the segment."""
         first = tile * spec.tile.tokens
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """The result of the main loop."""
+        """Return the result of the main loop."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 

@@ -22,7 +22,7 @@ def use(machine: Any) -> None:
 
 
 def machine() -> Any:
-    """The machine of `use`.
+    """Return the machine of `use`.
 
     Raises:
       RuntimeError: There is none.
@@ -40,8 +40,8 @@ def written(
     scalars: Sequence[Any],
     outputs: Sequence,
 ) -> list[Any]:
-    """The arrays of 32-bit numbers, with the types `outputs`, that a warpgroup writes to shared
-    memory.
+    """Return the arrays of 32-bit numbers, with the types `outputs`, that a warpgroup writes to
+    shared memory.
 
     The arguments of `program(warp, arrays, words, places)` are the instructions, the whole
     `arrays`, the scalars as words and the addresses of the outputs.
@@ -60,5 +60,5 @@ def written(
 
 
 def shape_of(array: Any) -> Sequence[int]:
-    """The shape of a reference in a kernel, or of an array."""
+    """Return the shape of a reference in a kernel, or of an array."""
     return array.type.shape if hasattr(array, "type") else array.shape

@@ -206,8 +206,9 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
-    """Number of blocks, at least one, number of masked blocks, and the first key of the i-th block.
-    The block of a work item that sees no key is at a position at which copies read zeros.
+    """Return the number of blocks, at least one, number of masked blocks, and the first key of the
+    i-th block. The block of a work item that sees no key is at a position at which copies read
+    zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds
@@ -255,8 +256,8 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
         load(work_item, refs.added, out_tile, width, refs.added_ready)
 
     def attend(each, bounds, tile, done):
-        """The result of an interval of the tile, `[64, width]`, and its number of blocks; `done`:
-        blocks before it.
+        """Return the result of an interval of the tile, `[64, width]`, and its number of blocks;
+        `done`: blocks before it.
         """
         blocks, masked, key_at = split(bounds, spec)
         of_tile = (

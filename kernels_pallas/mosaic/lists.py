@@ -127,8 +127,8 @@ class BlockBitmap:
         return cdiv(self.tokens, LANES)
 
     def load(self, token0: Word, most_of=None) -> Tokens:
-        """The tokens from `token0` on; `most_of`: function of a token, the largest number of blocks
-        that it may select.
+        """Return the tokens from `token0` on; `most_of`: function of a token, the largest number of
+        blocks that it may select.
         """
         warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
@@ -150,7 +150,7 @@ class BlockBitmap:
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
-        """The number of sequences; tokens of a sequence are neighbours."""
+        """Return the number of sequences; tokens of a sequence are neighbours."""
         warp = self.warp
         count, before = warp.word(0), warp.word(-1)
         for first_key in tokens.sequence:
@@ -162,8 +162,8 @@ class BlockBitmap:
         return count
 
     def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
-        """The first key of the sequence after the one that begins at `before`, `Tokens.bound` of
-        its tokens and 0 for others, and the largest of these.
+        """Return the first key of the sequence after the one that begins at `before`,
+        `Tokens.bound` of its tokens and 0 for others, and the largest of these.
         """
         warp = self.warp
         later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
@@ -240,7 +240,7 @@ class BlockBitmap:
         return self.warp.smaller(entry // self.spec.n, self.tokens - 1)
 
     def bound(self, values: list[Word], token: Word) -> Word:
-        """The value of a token, from `Tokens.bound` or a similar list."""
+        """Return the value of a token, from `Tokens.bound` or a similar list."""
         warp = self.warp
         found = warp.shuffle(values[0], token & (LANES - 1))
         if self.words == 1:
@@ -270,7 +270,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
 
     def address(array, entry, words=1, word=0):
-        """Address of an entry of this tile's list in `starts` or `members`."""
+        """Return the address of an entry of this tile's list in `starts` or `members`."""
         row = 4 * spec.entries
         lead = (mine, words * row), (warp.word(word), row)
         return warp.element(array, *lead, (entry, 4))
@@ -385,7 +385,7 @@ def list_chunk(
     bitmap = BlockBitmap(warp, spec, refs, sizes.T, tokens_of_word, first)
 
     def far_end(token):
-        """The end of the far blocks of a token whose tile is gathered, otherwise 0
+        """Return the end of the far blocks of a token whose tile is gathered, otherwise 0
         (`selected.tile_is_gathered`).
         """
         tile = token // spec.tile
@@ -400,7 +400,7 @@ def list_chunk(
     most_of = far_end if spec.limit else None
 
     def edge(tile, after=0):
-        """The element of `edges` of the tile and this chunk, or the one after it."""
+        """Return the element of `edges` of the tile and this chunk, or the one after it."""
         tile = row * sizes.key_tiles + warp.smaller(tile, sizes.key_tiles - 1)
         place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
         return warp.element(refs.edges, (place, 4), (after, 4))
@@ -627,11 +627,13 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
             warp.put(warp.element(refs.table, *at), x, exists)
 
     def items_of(tile, begin, end):
-        """Number of items of a list."""
+        """Return the number of items of a list."""
         return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
 
     def partials_of(tile, count):
-        """The first partials of the tiles in this segment, and `count` after these 32 tiles."""
+        """Return the first partials of the tiles in this segment, and `count` after these 32
+        tiles.
+        """
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
         counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
         total = functools.reduce(lambda x, y: x + y, counts)
@@ -690,7 +692,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
 
 
 def _prefix_sum(warp: Any, x):
-    """The sum of the lower lanes."""
+    """Return the sum of the lower lanes."""
     total, distance = x, 1
     while distance < LANES:
         other = warp.shuffle(total, warp.larger(warp.lane() - distance, 0))

@@ -106,7 +106,7 @@ def over_blocks(
     masked_first: bool,
     overlap_pv: bool,
 ) -> Any:
-    """The last state of `mainloop` on a tile.
+    """Return the last state of `mainloop` on a tile.
 
     Args:
       block_at: Function that returns a block. Its arguments are whether some keys are masked, and
@@ -159,7 +159,7 @@ class Ring:
     by_column: bool = False
 
     def scratch(self, stages: int):
-        """The type of the ring buffer."""
+        """Return the type of the ring buffer."""
         return self.buffers.ring(stages, self.rows, self.width)
 
     @property
@@ -186,8 +186,8 @@ class Ring:
 
 
 def rings(spec: Any) -> tuple[Ring, Ring]:
-    """The ring buffers of a kernel's keys and values; `spec`: an `AttentionSizes` with `tile` and
-    `block`.
+    """Return the ring buffers of a kernel's keys and values; `spec`: an `AttentionSizes` with
+    `tile` and `block`.
     """
     if not spec.fp8:
         buffers = Buffers.of(spec, spec.tile)
@@ -203,7 +203,7 @@ def rings(spec: Any) -> tuple[Ring, Ring]:
 
 
 def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """The operations of forward on the tile `at`."""
+    """Return the operations of forward on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
     tile_rows = TileRows.of(spec)
@@ -263,8 +263,8 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
 
 def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
-    """The tile's query times the scales of keys in e4m3, a left operand in registers, and the
-    divisors of its rows, `[64]`.
+    """Return the tile's query times the scales of keys in e4m3, a left operand in registers, and
+    the divisors of its rows, `[64]`.
     """
     interpret, slab = bool(spec.interpret), buffers.slab
     slabs = range(spec.D // slab)
@@ -278,7 +278,7 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
 
 
 def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
-    """The logit of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
+    """Return the logit of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
     logit = 0.0
     for i in range(spec.D // buffers.slab):
         logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
@@ -294,7 +294,7 @@ def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns
 
 
 def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """The operations of dq on the tile `at`."""
+    """Return the operations of dq on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = bool(spec.interpret)

@@ -50,7 +50,7 @@ PARAMS = plgpu.CompilerParams(
 
 
 def matrix_type(shape, dtype=jnp.float32):
-    """The type of registers with the layout of a product's result."""
+    """Return the type of registers with the layout of a product's result."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=MATRIX)
 
 
@@ -86,7 +86,7 @@ class Buffers:
 
     @classmethod
     def of(cls, spec: Any, tile: Tile, dtype: str | None = None) -> Self:
-        """The buffers of a kernel with this spec."""
+        """Return the buffers of a kernel with this spec."""
         return cls(jnp.dtype(dtype or spec.dtype), tile, bool(spec.interpret))
 
     @property
@@ -271,7 +271,7 @@ class Buffers:
         return start(left if registers else left[0][0].at[left[1]], right[0].at[copy])
 
     def _rows(self, operand, some):
-        """The rows of an operand `(ref, copy)` that are used (interpret mode)."""
+        """Return the rows of an operand `(ref, copy)` that are used (interpret mode)."""
         matrix = self._matrix(*operand)
         return matrix if some is None else matrix[some[0] : sum(some)]
 
@@ -300,7 +300,9 @@ class Buffers:
         return start(total, left, right[0].at[copy])
 
     def finish(self, *sums, running: int = 0) -> list:
-        """The pending sums in registers; the `running` newest products may still be pending."""
+        """Return the pending sums in registers; the `running` newest products may still be
+        pending.
+        """
         if self.interpret:
             return list(sums)
         shapes = [matrix_type(x.shape) for x in sums]
@@ -532,7 +534,7 @@ def div_rem(x, n) -> tuple:
 
 
 def row_index():
-    """The index of each row."""
+    """Return the index of each row."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
 
 

@@ -66,13 +66,13 @@ def build_kernel(
 
 
 def sizes_of(kernel: Kernel, scalars: Sequence[Any]) -> SimpleNamespace:
-    """The numbers of `kernel.sizes`, by name."""
+    """Return the numbers of `kernel.sizes`, by name."""
     numbers = map(scalar_of, scalars) if kernel.any_length else kernel.sizes.values()
     return SimpleNamespace(**dict(zip(kernel.sizes, numbers, strict=True)))
 
 
 def scalar_of(argument: Any) -> Any:
-    """The number in a scalar argument's address (`Kernel.for_any_length`), int32."""
+    """Return the number in a scalar argument's address (`Kernel.for_any_length`), int32."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -89,7 +89,7 @@ def scalar_of(argument: Any) -> Any:
 
 
 def cta_index(kernel: Kernel, axis: str) -> Any:
-    """The CTA's index on an axis of the grid, an int32 scalar.
+    """Return the CTA's index on an axis of the grid, an int32 scalar.
 
     In a kernel for any length the compiler must not know that the index is less than the grid of
     the nominal lengths: for two sequences it would replace a division by `Hkv` by `index >= Hkv`.

@@ -145,8 +145,8 @@ class RowCopies:
         return row < used if used < ROWS else None
 
     def _address(self, warp, array, at, heads: int, head):
-        """Address of a thread's 16 bytes in the first slab of `array[at, head]`; the array is
-        `[.., heads, width]`.
+        """Return the address of a thread's 16 bytes in the first slab of `array[at, head]`; the
+        array is `[.., heads, width]`.
         """
         width = interpreter.shape_of(array)[-1] * NUMBER_BYTES
         part = _thread(warp) % PARTS
@@ -154,5 +154,5 @@ class RowCopies:
 
 
 def _thread(warp):
-    """Index of the thread in the CTA, which is one warpgroup."""
+    """Return the index of the thread in the CTA, which is one warpgroup."""
     return warp.warp_of_cta() * 32 + warp.lane()

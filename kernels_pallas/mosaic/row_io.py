@@ -72,8 +72,8 @@ class GatheredRows:
         _by_row(prefetch, [lists], [first, end], [], [])
 
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
-        """The statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`: the
-        tokens of a query tile there, and the number of tiles.
+        """Return the statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`:
+        the tokens of a query tile there, and the number of tiles.
         """
         stats_tile, count = stats_tiles
 
@@ -163,13 +163,13 @@ class TileRows:
 
     @classmethod
     def of(cls, spec: Any) -> "TileRows":
-        """The rows of a kernel whose tiles have a row for each head."""
+        """Return the rows of a kernel whose tiles have a row for each head."""
         tile = spec.tile
         return cls(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
-        """The array's value for each row, from token `first` and head `head` on; `otherwise` in
-        padding rows. Rows past the last token have its values.
+        """Return the array's value for each row, from token `first` and head `head` on; `otherwise`
+        in padding rows. Rows past the last token have its values.
         """
 
         def load(warp, row, refs, words):
@@ -207,7 +207,9 @@ class TileRows:
         _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, warp, row, array, words):
-        """Address of a row's value; past the last token or head, the address of the last."""
+        """Return the address of a row's value; past the last token or head, the address of the
+        last.
+        """
         heads = interpreter.shape_of(array)[2]
         b, first, head, length = words
         token = warp.smaller(first + row // self.heads, length - 1)
@@ -215,7 +217,7 @@ class TileRows:
         return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
 
     def token(self, first, length):
-        """The token of each row, from `first` on, at most the last one."""
+        """Return the token of each row, from `first` on, at most the last one."""
         return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 

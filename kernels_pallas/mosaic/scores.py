@@ -305,7 +305,7 @@ def best_blocks_qk(kernel: Kernel):
 
 
 def _queries(spec: Scores, query, b, g, token, length):
-    """The rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
+    """Return the rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
 
     Padding rows, and tokens past the end, repeat others: their `lse` is +inf.
     """
@@ -587,7 +587,7 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """The sum over each token's heads of its groups of 8 columns: `[64, 8]` each."""
+            """Return the sum over each token's heads of its groups of 8 columns: `[64, 8]` each."""
             sums = []
             for token in range(0, rows, heads):
                 folded = p[:, token : token + 8]

@@ -75,7 +75,7 @@ class LoopBlocks(NamedTuple):
     far: Any  # blocks of the list that are skipped; None means none in any tile
 
     def place(self, i):
-        """Index in the list of the `i`-th block."""
+        """Return the index in the list of the `i`-th block."""
         return i if self.far is None else i + jnp.where(i >= self.far_begin, self.far, 0)
 
 

@@ -50,7 +50,7 @@ def zeros(width: int):
 
 
 def initial_state(width: int) -> SoftmaxState:
-    """The state before the first block."""
+    """Return the state before the first block."""
     return SoftmaxState(
         zeros(width),
         operands.full((ROWS,), MASKED, PER_ROW),
@@ -83,7 +83,7 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
-    """The state relative to a new maximum; the sum includes a block's P, `acc` does not."""
+    """Return the state relative to a new maximum; the sum includes a block's P, `acc` does not."""
     acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]
     row_sum = row_sum * decay + p.sum(axis=1)

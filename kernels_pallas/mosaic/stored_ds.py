@@ -112,7 +112,7 @@ class StoredDs:
         warp.each(put, [ds], places, [transposed], MATRIX)
 
     def blocks_of_tile(self, indices, places, b, kv_head, first, length):
-        """The blocks that the tokens of 64 rows selected and see, for `read`.
+        """Return the blocks that the tokens of 64 rows selected and see, for `read`.
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
@@ -131,13 +131,13 @@ class StoredDs:
             return wgmma.fragments(np.array([held], object), layout.to_mgpu(), True)
 
         def slots(warp, arrays, words):
-            """The lane's slot of each token of its warp: the slot with the lane's index."""
+            """Return the lane's slot of each token of its warp: the slot with the lane's index."""
             b, kv_head, first, length = words
             own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
             return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]
 
         def slot_of(warp, arrays, b, kv_head, token, length):
-            """The block in the lane's slot of a token."""
+            """Return the block in the lane's slot of a token."""
             indices, position, *key_start = arrays
             heads, slot = interpreter.shape_of(indices)[2], warp.lane()
             exists = (token < length) & (slot < self.selection_entries)
@@ -226,8 +226,8 @@ class StoredDs:
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
-        """Address of a lane's numbers of 16 keys and 8 or 16 heads; `part`: index of the heads in
-        the tile.
+        """Return the address of a lane's numbers of 16 keys and 8 or 16 heads; `part`: index of the
+        heads in the tile.
         """
         lane_bytes = HALF_BYTES * self._halves
         keys_bytes = LANES * lane_bytes

@@ -124,12 +124,12 @@ def number(condition: Word) -> Word:
 
 
 def bit(place: Number) -> Word:
-    """The integer with only this bit set, `place` from 0 to 31."""
+    """Return the integer with only this bit set, `place` from 0 to 31."""
     return word(1) << place
 
 
 def ones(x: Word) -> Word:
-    """The number of bits that are set."""
+    """Return the number of bits that are set."""
     return _ptx("popc.b32 $0, $1;", x)
 
 
@@ -139,12 +139,12 @@ def bits(x: Word) -> Word:
 
 
 def real(x: Word) -> Word:
-    """The float32 with these bits."""
+    """Return the float32 with these bits."""
     return Word(arith.bitcast(ir.F32Type.get(), x.value))
 
 
 def size(x: Word) -> Word:
-    """The absolute value of a float32."""
+    """Return the absolute value of a float32."""
     return real(bits(x) & 0x7FFFFFFF)
 
 
@@ -159,7 +159,7 @@ def pack(low: Word, high: Word, dtype: str) -> Word:
 
 
 def unpack(x: Word, dtype: str) -> list[Word]:
-    """The two numbers of `dtype` in a word as float32, the low one first."""
+    """Return the two numbers of `dtype` in a word as float32, the low one first."""
     if dtype == "bfloat16":
         return [real(x << 16), real(x & -(1 << 16))]
     text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h%d; }"
@@ -178,12 +178,12 @@ def lane() -> Word:
 
 
 def warp() -> Word:
-    """Index of the warp in its warpgroup."""
+    """Return the index of the warp in its warpgroup."""
     return warp_of_cta() % 4
 
 
 def warp_of_cta() -> Word:
-    """Index of the warp in its CTA."""
+    """Return the index of the warp in its CTA."""
     return Word(utils.warp_idx())
 
 
@@ -220,29 +220,29 @@ def _do(text: str, *operands: Number, only: "Word | None" = None, together=False
 
 
 def _listed(first: int, count: int) -> str:
-    """The operands of an instruction from `first` on, as a vector."""
+    """Return the operands of an instruction from `first` on, as a vector."""
     return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
 
 
 def exchange(x: Word, distance: int) -> Word:
-    """The float32 of the lane at `distance`, a power of two."""
+    """Return the float32 of the lane at `distance`, a power of two."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return _ptx(text, x, result=ir.F32Type.get(), together=True)
 
 
 def shuffle(x: Word, source: Number) -> Word:
-    """The integer of lane `source`."""
+    """Return the integer of lane `source`."""
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
     return _ptx(text, x, source, together=True, reads=True)
 
 
 def largest(x: Word) -> Word:
-    """The largest integer of all lanes."""
+    """Return the largest integer of all lanes."""
     return _ptx("redux.sync.max.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
 
 
 def smallest(x: Word) -> Word:
-    """The smallest integer of all lanes."""
+    """Return the smallest integer of all lanes."""
     return _ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
 
 
@@ -252,7 +252,7 @@ def votes(condition: Word) -> Word:
 
 
 def first_equal(a: Word, b: Word) -> Word:
-    """The lowest lane in which both are equal."""
+    """Return the lowest lane in which both are equal."""
     lanes = _ballot("eq", a, b)
     return _ptx("{ .reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t; }", lanes)
 
@@ -269,12 +269,12 @@ def sync() -> None:
 
 
 def shared(ref) -> Word:
-    """Address of an array in shared memory."""
+    """Return the address of an array in shared memory."""
     return Word(llvm.ptrtoint(i32(), utils.memref_ptr(ref)))
 
 
 def read(address: Word, offset: int = 0) -> Word:
-    """The integer at an address in shared memory."""
+    """Return the integer at an address in shared memory."""
     return _ptx(f"ld.shared.b32 $0, [$1+{offset}];", address, reads=True)
 
 
@@ -294,7 +294,7 @@ def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
 
 
 def element(ref, *places: tuple[Number, int]):
-    """Address in global memory, from the index and the stride in bytes of each axis."""
+    """Return the address in global memory, from the index and the stride in bytes of each axis."""
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
     for index, size in places:
@@ -351,8 +351,8 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
 
 
 def transposed(pair: Word) -> Word:
-    """The transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns `2 * (l % 4)`
-    and `2 * (l % 4) + 1` of row `l // 4`.
+    """Return the transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns
+    `2 * (l % 4)` and `2 * (l % 4) + 1` of row `l // 4`.
     """
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return _ptx(text, pair, together=True, reads=True)
@@ -461,7 +461,7 @@ def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0)
 
 
 def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:
-    """The address in global memory `steps * size + more` bytes after `address`."""
+    """Return the address in global memory `steps * size + more` bytes after `address`."""
     text, values = "mad.wide.s32 $0, $2, $3, $1;", [address, steps, size]
     if more is not None:
         text = "{ .reg .b64 t, u; mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; "
@@ -542,7 +542,7 @@ def wait_for_bytes(barrier: Word) -> None:
 
 
 def scalar(number) -> Word:
-    """The word of an argument of `inline_mgpu` with the layout `SCALAR`."""
+    """Return the word of an argument of `inline_mgpu` with the layout `SCALAR`."""
     return Word(number.registers.flat[0])
 
 
@@ -568,5 +568,5 @@ def each(function, refs, numbers, matrices=(), layout=None, *, types=(), result:
 
 
 def integer(x: float) -> int:
-    """The bits of a float32 constant."""
+    """Return the bits of a float32 constant."""
     return np.float32(x).view(np.int32).item()

@@ -33,7 +33,7 @@ def warp_kernel(
     in_clusters: bool = False,
     warps: Callable[[Any], int] = lambda spec: WARPS,
 ) -> Callable[[Kernel], Callable]:
-    """The body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
+    """Return the body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
 
     The kernel states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; in clusters rows
     times cluster). With `spec.interpret`, `interpreter.machine` runs the warps on the host, from

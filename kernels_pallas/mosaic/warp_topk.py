@@ -90,7 +90,7 @@ class WarpTopK:
         return WARP_ROWS // self.heads
 
     def _own_rows(self, wg) -> list:
-        """The score rows of this warp."""
+        """Return the score rows of this warp."""
         warp = self.warp
         first = wg * (ROWS // self.heads) + warp.warp() * self.tokens
         return [first + token for token in range(self.tokens)]
@@ -349,7 +349,7 @@ class _Columns:
         return warp.repeat(warp.number(no_more), refill, known)
 
     def block(self, entry):
-        """The block of an entry."""
+        """Return the block of an entry."""
         warp = self.of.warp
         block = entry - self.of.front - self.shift
         if self.of.front:
@@ -359,7 +359,7 @@ class _Columns:
 
 
 def _take(warp, hits, known, values, entries):
-    """The next winner of a score row: its entry and score, the known entries without it, and
+    """Return the next winner of a score row: its entry and score, the known entries without it, and
     `values` and `entries` with it, in the lane that `hits`.
     """
     best, at = known[:2]

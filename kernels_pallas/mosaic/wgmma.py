@@ -80,7 +80,7 @@ class Operand:
         return self._shape[1] * self._shape[2] * BYTES
 
     def word(self) -> ir.Value:
-        """The lower word of the first step's descriptor."""
+        """Return the lower word of the first step's descriptor."""
         address = llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(self.ref))
         if self.some is not None and self.some[0]:
             address = arith.addi(address, number(self.some[0] // 8 * self._stride))
@@ -96,7 +96,7 @@ class Operand:
         return f"{low} mov.b32 high, {high}; mov.b64 {name}, {{low, high}};"
 
     def _offset(self, step: int) -> int:
-        """The offset of this step from the first one, in units of 16 bytes."""
+        """Return the offset of this step from the first one, in units of 16 bytes."""
         if self.transposed:  # a step is sixteen rows
             return step * 2 * self._stride >> 4
         slab, column = divmod(step * STEP, self._shape[2])
@@ -157,7 +157,7 @@ def _start(
     depth: int,
     flags: str,
 ) -> list[ir.Value]:
-    """The instructions of a product, as a separate group.
+    """Return the instructions of a product, as a separate group.
 
     Args:
       total: Registers to add to; may be empty.
@@ -194,17 +194,17 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """The registers again; products that start after the fence may read and add to them."""
+    """Return the registers again; products that start after the fence may read and add to them."""
     return _hold("wgmma.fence.sync.aligned;", groups)
 
 
 def wait(running: int, *groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """The registers of products, once at most the `running` newest products are pending."""
+    """Return the registers of products, once at most the `running` newest products are pending."""
     return _hold(f"wgmma.wait_group.sync.aligned {running};", groups)
 
 
 def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """The 32-bit registers of `[64, columns]` in the layout of products, in the order of the
+    """Return the 32-bit registers of `[64, columns]` in the layout of products, in the order of the
     instruction, a float32 or two 16-bit numbers each.
     """
     float32 = isinstance(array.mlir_dtype, ir.F32Type)
@@ -268,7 +268,7 @@ def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[i
 
 
 def _asm(text: str, constraints, types, values) -> list[ir.Value]:
-    """The results of an instruction, of these types."""
+    """Return the results of an instruction, of these types."""
     whole = llvm.StructType.get_literal(types) if types else ir.Type.parse("!llvm.void")
     done: Any = llvm.inline_asm(
         whole, list(values), text, ",".join(constraints), asm_dialect=0, has_side_effects=True

@@ -169,7 +169,7 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """The arguments of a tensor map for a shape: type and rank; dims, strides, box, steps,
+    """Return the arguments of a tensor map for a shape: type and rank; dims, strides, box, steps,
     interleave, swizzle, l2, oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)

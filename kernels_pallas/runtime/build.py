@@ -131,7 +131,7 @@ def started(variables: dict[str, str]) -> Iterator[Child]:
 
 
 def _read(child: Child) -> Built | str:
-    """The reply of a process: machine code, or the reason of a failure."""
+    """Return the reply of a process: machine code, or the reason of a failure."""
     assert child.process.stdout
     if not (line := child.process.stdout.readline()).endswith("\n"):
         status = child.process.wait()
@@ -144,7 +144,7 @@ def _read(child: Child) -> Built | str:
 
 
 def why_not() -> str | None:
-    """The tool that this machine lacks to build kernels, in a sentence, or None."""
+    """Return the tool that this machine lacks to build kernels, in a sentence, or None."""
     if _compiler() is None:
         return "a C compiler is missing, which builds kernels: install gcc"
     if not has_plugin():
@@ -194,7 +194,7 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """The ptxas of the plugin, otherwise one on PATH or of a CUDA toolkit."""
+    """Return the ptxas of the plugin, otherwise one on PATH or of a CUDA toolkit."""
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:

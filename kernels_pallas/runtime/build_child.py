@@ -56,7 +56,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def recorder() -> ctypes.CDLL:
-    """The recorder."""
+    """Return the recorder."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.recorder_log.restype = ctypes.c_char_p
     return driver
@@ -75,7 +75,7 @@ def _context() -> Iterator[None]:
 
 
 def recorded(call: str) -> list[dict[str, Any]]:
-    """The recorded driver calls of this name since `recorder_clear`."""
+    """Return the recorded driver calls of this name since `recorder_clear`."""
     lines = map(json.loads, recorder().recorder_log().splitlines())
     return [line for line in lines if line["call"] == call]
 
@@ -157,7 +157,9 @@ def compile_kernel(kernel: Kernel) -> Compiled:
 
 
 def launcher(compiled: Any) -> Callable[[int, Any], None]:
-    """The launcher in the compiler's result, a function of a stream and an array of addresses."""
+    """Return the launcher in the compiler's result, a function of a stream and an array of
+    addresses.
+    """
     function, address = compiled[0], compiled[1]
     pointer = ctypes.c_void_p
     if Version(importlib.metadata.version("jaxlib")) < DEVICE_SINCE:
@@ -168,9 +170,9 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
-    """The launch that the plugin's launcher makes with these addresses of inputs and outputs, as
-    the recorder logs it: the numbers that `cuLaunchKernelEx` receives, parameters in hexadecimal
-    digits.
+    """Return the launch that the plugin's launcher makes with these addresses of inputs and
+    outputs, as the recorder logs it: the numbers that `cuLaunchKernelEx` receives, parameters in
+    hexadecimal digits.
     """
     expect(compiled.layout)
     recorder().recorder_clear()
@@ -228,7 +230,7 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """The figures in a log of ptxas, summed over the functions of a kernel.
+    """Return the figures in a log of ptxas, summed over the functions of a kernel.
 
     Raises:
       RuntimeError: The figures are missing or not for Hopper.

@@ -69,7 +69,7 @@ class Cubin(NamedTuple):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `_asdict`, which went through JSON."""
+        """Return the inverse of `_asdict`, which went through JSON."""
         fields = {name: _tuples(value) for name, value in data.items()}
         fields["parameters"] = tuple(
             tuple(TensorMap(*x) for x in each) if isinstance(each, tuple) else each

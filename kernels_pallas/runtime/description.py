@@ -17,7 +17,7 @@ PLACES = ["kernels_pallas.specs"]
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
-    """The description of a kernel, in values that JSON supports.
+    """Return the description of a kernel, in values that JSON supports.
 
     Raises:
       ValueError: The kernel has no `source`, or its spec has a value that is not a static size.
@@ -30,7 +30,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """The kernel of a description: the result of its source for its spec.
+    """Return the kernel of a description: the result of its source for its spec.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.

@@ -59,7 +59,7 @@ class Function(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver, for calls that may block: without Python's lock.
+    """Return the driver, for calls that may block: without Python's lock.
 
     Raises:
       RuntimeError: There is no driver.
@@ -72,7 +72,9 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """The driver, for calls that return immediately: with Python's lock, which is cheaper."""
+    """Return the driver, for calls that return immediately: with Python's lock, which is
+    cheaper.
+    """
     library()
     return ctypes.PyDLL(DRIVER)
 

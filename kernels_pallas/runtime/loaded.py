@@ -85,7 +85,7 @@ def on_disk(kernel: Kernel) -> bool:
 
 @functools.cache
 def store() -> Store:
-    """The store of this process."""
+    """Return the store of this process."""
     return Store()
 
 

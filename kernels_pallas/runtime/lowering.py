@@ -8,7 +8,7 @@ from kernels_pallas.kernel import Kernel
 
 
 def lower(kernel: Kernel) -> bytes:
-    """The MLIR bytecode of `kernel` for Hopper, for the plugin's compiler.
+    """Return the MLIR bytecode of `kernel` for Hopper, for the plugin's compiler.
 
     It needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU or a
     Hopper GPU, since Mosaic reads its size of shared memory.

@@ -43,7 +43,7 @@ IN_MEMORY = "kernels built here are kept in memory"
 
 
 def key_of(kernel: Kernel) -> str:
-    """The key of a kernel's machine code: 64 hexadecimal digits.
+    """Return the key of a kernel's machine code: 64 hexadecimal digits.
 
     Raises:
       ValueError: The same as in `description.describe`, or the name is not valid for a file.
@@ -97,7 +97,7 @@ class Store:
         self._memory: dict[str, Built] = {}
 
     def get(self, kernel: Kernel) -> Built | None:
-        """The stored machine code of `kernel`, or None if there is none that may be used."""
+        """Return the stored machine code of `kernel`, or None if there is none that may be used."""
         key = key_of(kernel)
         if built := self._memory.get(key):
             return built
@@ -131,7 +131,7 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """The machine code of `kernels`; missing kernels are built, each by one process.
+        """Return the machine code of `kernels`; missing kernels are built, each by one process.
 
         Raises:
           ValueError: The same as in `description.describe`.
@@ -166,7 +166,7 @@ class Store:
         return [built for kernel in kernels if (built := found[key_of(kernel)])]
 
     def layers(self) -> list[dict[str, Any]]:
-        """The layers of `add_layers`, presets first."""
+        """Return the layers of `add_layers`, presets first."""
         found = [_layers(x) for x in (self._presets, self.folder) if x is not None]
         return [layer for layers in found for layer in layers]
 
@@ -188,7 +188,7 @@ class Store:
         return layer in noted or (not noted and bool(self._files(self.folder, False)))
 
     def entries(self) -> list[Entry]:
-        """The files, presets first, then the most recently used."""
+        """Return the files, presets first, then the most recently used."""
         presets = self._files(self._presets, True) if self._presets else []
         return [*presets, *self._files(self.folder, False)]
 
@@ -208,7 +208,7 @@ class Store:
         return len(found)
 
     def refusal(self) -> str | None:
-        """Why the existing folder may not be trusted, or None."""
+        """Return the reason why the existing folder may not be trusted, or None."""
         status = self.folder.stat()
         if status.st_uid != os.geteuid():
             return (
@@ -232,7 +232,7 @@ class Store:
 
     @staticmethod
     def _files(folder: Path, preset: bool) -> list[Entry]:
-        """The files, most recently used first."""
+        """Return the files, most recently used first."""
         found = []
         for path in folder.glob(f"*{SUFFIX}"):
             name, _, key = path.stem.rpartition("-")
@@ -264,7 +264,9 @@ def _warn(message: str) -> None:
 
 
 def _read(path: Path, key: str, preset: bool = False) -> Built | None:
-    """The contents of a file of `Store.put`; None if it is missing, damaged, or must be rebuilt."""
+    """Return the contents of a file of `Store.put`; None if it is missing, damaged, or must be
+    rebuilt.
+    """
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
         if head != _checksum(key, rest):
@@ -286,7 +288,7 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
-    """The layers recorded in a folder; none if the record is missing or damaged."""
+    """Return the layers recorded in a folder; none if the record is missing or damaged."""
     try:
         return json.loads((folder / LAYERS).read_bytes())
     except (OSError, ValueError):
@@ -307,7 +309,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """The checksum of a file, which includes its key."""
+    """Return the checksum of a file, which includes its key."""
     return b"sha256 " + hashlib.sha256(key.encode() + content).hexdigest().encode()
 
 

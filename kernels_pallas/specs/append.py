@@ -100,7 +100,7 @@ def append(spec: Append) -> Kernel:
 
 
 def why_not(spec: Append) -> str | None:
-    """Why there is no such kernel, or None."""
+    """Return the reason why there is no such kernel, or None."""
     if spec.dtype not in DTYPES:
         return f"needs pages of {' or '.join(DTYPES)}, got {spec.dtype}"
     if odd := [words for words in (spec.Hkv * spec.D, spec.Hkv * spec.Dv) if words % 2]:

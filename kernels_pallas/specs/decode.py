@@ -260,7 +260,7 @@ class Decode(Spec):
 
 
 def why_not(spec: Decode) -> str | None:
-    """Why there is no such kernel, or None."""
+    """Return the reason why there is no such kernel, or None."""
     limits = {
         "q_len": (spec.q_len, range(1, 9), "1 to 8"),
         "H / Hkv": (spec.G, range(1, HEADS + 1), f"1 to {HEADS}"),

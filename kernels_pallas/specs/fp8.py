@@ -82,7 +82,7 @@ class Rounding(TokenWords, Spec):
 
 
 def rounded(B: int, places: int, Hkv: int, D: int, Dv: int) -> dict[str, Array]:
-    """The arrays of `round_tokens` that kernels of attention read."""
+    """Return the arrays of `round_tokens` that kernels of attention read."""
     return {
         "key": Array((B, places, Hkv, D // 2), "int16"),
         "value": Array((B, Hkv, Dv, places // 2), "int16"),

@@ -143,8 +143,8 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """The number of consumers (`IntervalAttention.consumers`): three if narrow heads need few
-    registers, so that more warps hide the latency of a block's steps.
+    """Return the number of consumers (`IntervalAttention.consumers`): three if narrow heads need
+    few registers, so that more warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 

@@ -145,7 +145,7 @@ class Scores(Spec):
 
 @described
 def best_blocks(spec: Scores) -> Kernel:
-    """The blocks that each token selects.
+    """Return the blocks that each token selects.
 
     Inputs:
       query `[B, T, H, D]`;

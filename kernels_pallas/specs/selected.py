@@ -50,8 +50,8 @@ COUNTS = len(BlockCounts._fields)
 
 
 def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
-    """The first block near a tile, except block 0: the block before that of the tile's first token,
-    which is at `position`. `larger` returns the maximum of two numbers.
+    """Return the first block near a tile, except block 0: the block before that of the tile's first
+    token, which is at `position`. `larger` returns the maximum of two numbers.
     """
     return larger(larger(position, 0) // block - 1, 0)
 
@@ -145,8 +145,8 @@ class SelectedAttention(BlockListSizes):
 
 
 def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
-    """The spec for `n` selection blocks per token, cut as the kernels cut them; `sizes`: the fields
-    of `AttentionSizes`.
+    """Return the spec for `n` selection blocks per token, cut as the kernels cut them; `sizes`: the
+    fields of `AttentionSizes`.
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)

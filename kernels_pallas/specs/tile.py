@@ -50,7 +50,7 @@ class Tile:
 
 
 def gathered_tile(group: int, slab: int) -> Tile:
-    """The fewest rows that hold the tokens of a TMA copy, at least 16."""
+    """Return the fewest rows that hold the tokens of a TMA copy, at least 16."""
     tiles = (Tile(group, slab, rows) for rows in (16, 32, ROWS))
     return next((tile for tile in tiles if tile.tokens), Tile(group, slab))
 
@@ -61,14 +61,16 @@ def cdiv(a: int, b: int) -> int:
 
 
 def parts_of_block(block: int, entries: int) -> int:
-    """Number of blocks into which kernels cut each of a token's `entries` selection blocks. A block
-    of 128 keys is cut into two, so that an SM holds more CTAs and dS can be stored.
+    """Return the number of blocks into which kernels cut each of a token's `entries` selection
+    blocks. A block of 128 keys is cut into two, so that an SM holds more CTAs and dS can be stored.
     """
     return 2 if block == 2 * ROWS and 2 * entries <= SELECTED else 1
 
 
 def warp_grid(rows: int, warps: int) -> tuple[int, int]:
-    """The CTAs for `warps` warps in each of `rows` rows; the last CTA of a row may have more."""
+    """Return the CTAs for `warps` warps in each of `rows` rows; the last CTA of a row may have
+    more.
+    """
     return rows, cdiv(warps, WARPS)
 
 
@@ -84,7 +86,7 @@ def copied_by_lanes(group: int, slab: int) -> bool:
 
 
 def row_stats(spec: Any, tokens: int, rows: int) -> Array:
-    """The statistics of query rows, `[B, Hkv, tiles, rows, 4]`, by tiles of `tokens` tokens.
+    """Return the statistics of query rows, `[B, Hkv, tiles, rows, 4]`, by tiles of `tokens` tokens.
 
     Args:
       spec: An object with `B`, `T` and `Hkv`.

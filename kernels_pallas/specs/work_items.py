@@ -79,7 +79,7 @@ PART_COLUMNS = "begin", "unmasked_begin", "unmasked_end", "end"
 
 
 def part_column(part: Any) -> Any:
-    """The first of the columns of the 64 keys `part` of an interval's tile."""
+    """Return the first of the columns of the 64 keys `part` of an interval's tile."""
     return WORK_ITEM_INTS + len(PART_COLUMNS) * part
 
 
@@ -116,8 +116,8 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """The split if a query sees all keys before it: of several numbers of segments the one with the
-    fewest steps per SM. The last segment, which has most items, comes first.
+    """Return the split if a query sees all keys before it: of several numbers of segments the one
+    with the fewest steps per SM. The last segment, which has most items, comes first.
 
     Args:
       spec: A `Dkv`.
@@ -148,9 +148,9 @@ def split_causal(
 def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
-    """The split if a query sees a window: each segment has one SM for each tile of keys that a
-    query sees. A segment's tiles then follow one another as a stream: tiles that run together read
-    the same queries at about the same time, so that these are in L2.
+    """Return the split if a query sees a window: each segment has one SM for each tile of keys that
+    a query sees. A segment's tiles then follow one another as a stream: tiles that run together
+    read the same queries at about the same time, so that these are in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -408,8 +408,8 @@ def work_items(spec: WorkItems) -> Kernel:
 
 @described
 def ordered_work_items(spec: WorkItems) -> Kernel:
-    """The table of a `halving` spec, sorted in each row and segment by the entries of a work item,
-    most first; work items with equally many entries stay in their order.
+    """Return the table of a `halving` spec, sorted in each row and segment by the entries of a work
+    item, most first; work items with equally many entries stay in their order.
     """
     table = {"table": spec.outputs["table"]}
     warps = cdiv(spec.items, LANES)

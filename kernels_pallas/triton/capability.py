@@ -23,7 +23,9 @@ NUMBERED = 2**31  # rows that a 32-bit number can count
 
 
 def why_not(problem: Any) -> str | None:
-    """Why no Triton kernel can run `problem`, or None. What runs forward runs backward."""
+    """Return the reason why no Triton kernel can run `problem`, or None. What runs forward runs
+    backward.
+    """
     if problem.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, got {problem.platform}"
     if reason := copies_why_not(problem.capability, problem.dtype, problem.framework):
@@ -55,7 +57,9 @@ def why_not(problem: Any) -> str | None:
 
 
 def decode_why_not(problem: Any) -> str | None:
-    """Why `decode.py` cannot run a paged call of `T` queries per row of `S` tokens, or None."""
+    """Return the reason why `decode.py` cannot run a paged call of `T` queries per row of `S`
+    tokens, or None.
+    """
     if problem.packed or not 1 <= problem.T <= QUERIES:
         rows = "rows of different numbers" if problem.packed else f"{problem.T} per row"
         return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
@@ -63,7 +67,9 @@ def decode_why_not(problem: Any) -> str | None:
 
 
 def fp8_why_not(found: tuple[int, int]) -> str | None:
-    """Why kernels on a GPU of this capability cannot read or write pages in fp8, or None."""
+    """Return the reason why kernels on a GPU of this capability cannot read or write pages in fp8,
+    or None.
+    """
     if found < ADA:
         return f"needs compute capability {ADA} or more for pages in fp8, got {found}"
     return None
@@ -72,8 +78,8 @@ def fp8_why_not(found: tuple[int, int]) -> str | None:
 def copies_why_not(
     found: tuple[int, int] | None, dtype: object, framework: str = "torch"
 ) -> str | None:
-    """Why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`, `index.py`) cannot
-    run with a dtype on a GPU of this capability, or None.
+    """Return the reason why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`,
+    `index.py`) cannot run with a dtype on a GPU of this capability, or None.
     """
     name = str(dtype).removeprefix("torch.")
     if found is None or found < AMPERE:
@@ -107,7 +113,9 @@ def _pair_why_not() -> str | None:
 
 
 def launcher_why_not() -> str | None:
-    """The tool that Triton lacks to build its C launcher for torch, in a sentence, or None."""
+    """Return the tool that Triton lacks to build its C launcher for torch, in a sentence, or
+    None.
+    """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "needs a C compiler, which builds the launcher of Triton's kernels: install gcc"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton

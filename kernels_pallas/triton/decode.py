@@ -37,7 +37,7 @@ MERGED = tl.constexpr(8)  # splits whose statistics are read at a time
 
 @triton.jit
 def entry_place(table, entry, mask, P, PER_PAGE):
-    """The indices of a row's entries in the pool, as if it were one long page."""
+    """Return the indices of a row's entries in the pool, as if it were one long page."""
     page = tl.load(table + entry // PER_PAGE, mask=mask, other=0)
     page = tl.minimum(tl.maximum(page, 0), P - 1).to(tl.int64)
     return page * PER_PAGE + entry % PER_PAGE
@@ -205,7 +205,7 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
 
 @triton.jit
 def _best_blocks(logits, candidates, lse_log2, own, seen, c):
-    """The `N` best of the blocks `0 .. own`, as in `scores.best_blocks`: int32 `[BEST]`,
+    """Return the `N` best of the blocks `0 .. own`, as in `scores.best_blocks`: int32 `[BEST]`,
     ascending, HIGHEST behind them.
 
         p[i] = sum_g exp2(S_gi - lse_g)

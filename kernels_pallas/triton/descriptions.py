@@ -45,8 +45,8 @@ class Problem(NamedTuple):
         return self.scale * LOG2E
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
-        """The tiling of a kernel (`tiling.needed`) with at most this number of rows and keys per
-        tile. A bound of the rows replaces the default; a bound of the keys can only lower it.
+        """Return the tiling of a kernel (`tiling.needed`) with at most this number of rows and keys
+        per tile. A bound of the rows replaces the default; a bound of the keys can only lower it.
         """
         largest = tilings.most(kernel, self.capability, self.D, self.Dv)
         limits = rows or largest[0], min(keys or largest[1], largest[1])

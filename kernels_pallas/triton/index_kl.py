@@ -45,14 +45,14 @@ def _part_of(item, starts, ends, tile_of, tiles, items, c):
 
 @triton.jit
 def _entries(order, at, end, COUNT, EACH):
-    """The entries from `at` on, each `EACH` times; 0 past the end."""
+    """Return the entries from `at` on, each `EACH` times; 0 past the end."""
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)
 
 
 @triton.jit
 def _number(entry, batch, T, head, c):
-    """Index of an entry's token and head in `[B, T, INDEX_HEADS]`."""
+    """Return the index of an entry's token and head in `[B, T, INDEX_HEADS]`."""
     return (batch * T + entry // c.N) * c.INDEX_HEADS + head
 
 

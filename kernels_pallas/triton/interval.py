@@ -25,8 +25,8 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _tile(first, last, T, c):
-    """The tile of this program, the longest first: batch row, head, row of `[B, T, H]`, which
-    rows exist, and the interval `low .. high - 1` of each.
+    """Return the tile of this program, the longest first: batch row, head, row of `[B, T, H]`,
+    which rows exist, and the interval `low .. high - 1` of each.
     """
     tiles = tl.cdiv(T * c.GROUP, c.ROWS)
     program = tl.program_id(0)
@@ -43,8 +43,8 @@ def _tile(first, last, T, c):
 
 @triton.jit
 def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
-    """The loop over the keys that some row sees: blocks up to `plain` are masked, blocks up to
-    `tail` are seen by all rows, blocks up to `end` are masked. Returns the last state of
+    """Loop over the keys that some row sees: blocks up to `plain` are masked, blocks up
+    to `tail` are seen by all rows, blocks up to `end` are masked. Returns the last state of
     `rows.start`.
     """
     origin = batch * S * c.HEADS + head

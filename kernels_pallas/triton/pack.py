@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tile(longest: int, width: int, heads: int = 0) -> Tile:
-    """The tile of the gathers and of `add_ranges`, at most 8192 elements.
+    """Return the tile of the gathers and of `add_ranges`, at most 8192 elements.
 
     Columns are the largest power of two that divides `width`, so that 192 is three times 64 and no
     lane is idle. A divisor below 32 is not used, since its pieces of a row would be too small for

@@ -23,7 +23,7 @@ LEAST_NEAR = tl.constexpr(2**-9)
 
 @triton.jit
 def _row_of(starts, token, B):
-    """The row of a token by bisection: the last that begins at or before it."""
+    """Return the row of a token by bisection: the last that begins at or before it."""
     low = token * 0
     high = low + B
     while high - low > 1:
@@ -45,13 +45,13 @@ def _rounded(rows):
 
 @triton.jit
 def _restored(codes, scales, like):
-    """The numbers of codes and scales, rounded to the dtype of `like`, as float32."""
+    """Return the numbers of codes and scales, rounded to the dtype of `like`, as float32."""
     return (codes.to(tl.float32) * scales[:, None]).to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _scale_place(at, head, c, PER_PAGE):
-    """Index of the scale of the entry `at`."""
+    """Return the index of the scale of the entry `at`."""
     return (at // PER_PAGE * c.HEADS + head) * PER_PAGE + at % PER_PAGE
 
 

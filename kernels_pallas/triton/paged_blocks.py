@@ -188,8 +188,8 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
 
 @triton.jit
 def _found(counts, item, need, c, VALUES):
-    """The value of the entry of a list with rank `need` from above, and its rank among entries of
-    this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each value.
+    """Return the value of the entry of a list with rank `need` from above, and its rank among
+    entries of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each value.
     """
     PARTS: tl.constexpr = c.PARTS
     value = tl.arange(0, VALUES)
@@ -204,8 +204,8 @@ def _found(counts, item, need, c, VALUES):
 
 @triton.jit
 def _part(scores, blocks, places, c):
-    """The list of a program, its part of it, its blocks and their order, uint32, which grows with
-    their scores; 0 is no candidate.
+    """Return the list of a program, its part of it, its blocks and their order, uint32, which grows
+    with their scores; 0 is no candidate.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS

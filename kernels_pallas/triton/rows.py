@@ -43,7 +43,7 @@ def load_rows(array, row, mask, WIDTH):
 
 @triton.jit
 def load_columns(array, row, mask, WIDTH):
-    """The transpose of `load_rows`: `[columns, rows]`."""
+    """Return the transpose of `load_rows`: `[columns, rows]`."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[None, :] * WIDTH + column[:, None]
     if mask is not None:
@@ -77,7 +77,7 @@ def dot(a, b, c, acc=None):
 
 @triton.jit
 def softmax_start(ROWS, COLUMNS):
-    """The state before the first `softmax_step`: maxima, sums and unnormalised outputs."""
+    """Return the state before the first `softmax_step`: maxima, sums and unnormalised outputs."""
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     return most, total, tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -85,8 +85,8 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """The greater of two maxima, and the value to subtract from exponents: that maximum, or 0 if no
-    key was seen.
+    """Return the greater of two maxima, and the value to subtract from exponents: that maximum, or
+    0 if no key was seen.
     """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
@@ -129,7 +129,7 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 @triton.jit
 def start(c, BACK):
-    """The sums of a query-stationary loop before its first tile of keys: the state of
+    """Return the sums of a query-stationary loop before its first tile of keys: the state of
     `softmax_step`, or if `BACK` dq without the scale, the sum of dS K.
     """
     if BACK:

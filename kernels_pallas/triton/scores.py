@@ -44,7 +44,7 @@ def pack_scores(score, block, own, c):
 
 @triton.jit
 def unpacked(best, least, c):
-    """The blocks of the candidates `best` from `least` on, ascending, then -1."""
+    """Return the blocks of the candidates `best` from `least` on, ascending, then -1."""
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
     found = tl.where((best >= least) & (rank < c.N)[None, :], found, HIGHEST)

@@ -29,7 +29,7 @@ KEYS_MOST = tl.constexpr(2**30)  # a block from here on has no key, as it may be
 
 @triton.jit
 def _starts(indices, key_start, item, mask, head, c):
-    """The first key of each token's blocks, `[tokens, SLOTS]`; NONE in empty slots."""
+    """Return the first key of each token's blocks, `[tokens, SLOTS]`; NONE in empty slots."""
     slot = tl.arange(0, c.SLOTS)
     at = indices + ((item * c.HEADS + head) * c.N)[:, None] + slot[None, :]
     block = tl.load(at, mask=mask[:, None] & (slot < c.N)[None, :], other=-1)
@@ -79,7 +79,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
 
 @triton.jit
 def _entries(entry, first, indices, position, key_start, batch, head, T, c):
-    """The first keys of the entries `token * SLOTS + slot` of a tile; NONE for no block."""
+    """Return the first keys of the entries `token * SLOTS + slot` of a tile; NONE for no block."""
     token, slot = entry // c.SLOTS, entry % c.SLOTS
     there = (token < c.TOKENS) & (slot < c.N) & (first + token < T)
     item = batch * T + first + token
@@ -92,7 +92,7 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 
 @triton.jit
 def _tile(position, key_start, T, c):
-    """The tile of this program: its index, batch row, head, its rows' tokens and rows of
+    """Return the tile of this program: its index, batch row, head, its rows' tokens and rows of
     `[B, T, H]`, which rows exist, and the end of the keys that each may see, 0 for none.
     """
     tiles = tl.cdiv(T, c.TOKENS)
@@ -115,7 +115,7 @@ def _tile(position, key_start, T, c):
 def _attend(
     rows, key, value, indices, key_start, lists, counts, at_tile, T, S, scale, c, BACK
 ):  # fmt: skip
-    """The loop over a tile's block list, or a token's blocks. Returns the last state of
+    """Loop over a tile's block list, or a token's blocks. Returns the last state of
     `rows.start`.
     """
     tile, batch, head, item, there, end = at_tile

@@ -34,7 +34,7 @@ class Capacity(NamedTuple):
 
 @triton.jit
 def _last_before(starts, at, inside, count, steps):
-    """The last of `count` ascending `starts` that is not larger than `at`, or the first."""
+    """Return the last of `count` ascending `starts` that is not larger than `at`, or the first."""
     low = at * 0
     high = low + count - 1
     for _ in range(steps):
@@ -77,14 +77,14 @@ def _column(column, token, c):
 
 @triton.jit
 def _queries_before(key, T, half, gap):
-    """The number of queries before a key, which is counted from the first query's."""
+    """Return the number of queries before a key, which is counted from the first query's."""
     behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
     return tl.minimum(tl.maximum(key, 0), half) + behind
 
 
 @triton.jit
 def _tokens_below(value, column, rows, T, token_steps, inside, c):
-    """The number of tokens with less than `value` in a column that does not decrease."""
+    """Return the number of tokens with less than `value` in a column that does not decrease."""
     low = value * 0
     high = low + T
     for _ in range(token_steps):

@@ -59,7 +59,7 @@ def smem_of(capability: tuple[int, int]) -> int:
 
 
 def power(size: int, least: int = LEAST) -> int:
-    """The least power of two from `size` and `least` on."""
+    """Return the least power of two from `size` and `least` on."""
     return max(1 << (size - 1).bit_length(), least)
 
 
@@ -86,7 +86,7 @@ def itemsize(dtype: str) -> int:
 
 
 def precision(dtype: str) -> str:
-    """The precision of products; only float32 has a choice."""
+    """Return the precision of products; only float32 has a choice."""
     return "ieee" if dtype == "float32" else "tf32"
 
 
@@ -107,7 +107,7 @@ def choose(
     itemsize: int,
     capability: tuple[int, int],
 ) -> Tiling | None:
-    """The largest tiles up to these that fit, or None.
+    """Return the largest tiles up to these that fit, or None.
 
     If operands are in shared memory, the stages leave room for two programs on a multiprocessor, or
     for three of 16 rows: an H100 runs these up to twice as fast as one program with more stages.
@@ -157,7 +157,9 @@ def choose(
 def scores_tiling(
     group: int, D: int, itemsize: int, capability: tuple[int, int]
 ) -> Tiling | None:
-    """The tiling of the scores, whose rows are whole groups, or None if a group does not fit."""
+    """Return the tiling of the scores, whose rows are whole groups, or None if a group does not
+    fit.
+    """
     group = power(group, 1)
     # With few heads, few tokens, so that their best blocks stay in registers.
     rows = max(min(HEADS, max(group * 32, LEAST)), group)
