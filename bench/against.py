@@ -75,7 +75,7 @@ class Child:
         )
 
     def answer(self, asked: str = "") -> dict[str, Any]:
-        """The next line of the process. The first line comes after compiling."""
+        """Return the next line of the process. The first line comes after compiling."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(asked)
         self.process.stdin.flush()

@@ -235,7 +235,7 @@ class Mode:
         raise NotImplementedError
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
-        """The errors of each requested implementation, and the reasons why ours is wrong."""
+        """Return the errors of each requested implementation, and the reasons why ours is wrong."""
         found = {name: ({}, "") for name in FLAGS.implementation if name in self.names}
         lists = {} if self.lists_apart is None else {"lists": self.apart()}
         exact = self.exact() if self.results else []
@@ -470,7 +470,7 @@ class Decode(Listed):
         return [lists, nsa_torch.paged_block_attention(*arrays, **self.reading, **how)]
 
     def call(self, name):
-        """The call, as a CUDA graph if graphs are supported."""
+        """Return the call, as a CUDA graph if graphs are supported."""
         step = lambda: self.attend("torch" if name == "plain" else None)
         return step if device() == "cpu" else timing.cuda_graph(step)[0]
 
@@ -549,7 +549,7 @@ cli.define_lines(FLAGS)
 
 
 def why_not(name: str) -> str | None:
-    """The reason that an implementation cannot run, or None."""
+    """Return the reason that an implementation cannot run, or None."""
     if name in PEERS:
         return block_peers.why_not(name, device())
     if name == "flex" and device() == "cpu":

@@ -60,7 +60,7 @@ BUSY_CYCLES = 40_000_000  # 20 ms: longer than the host takes to queue a call
 
 
 def column(kernel: Kernel) -> str:
-    """The column of the table for a kernel. The keys of an interval kernel are all tokens or
+    """Return the column of the table for a kernel. The keys of an interval kernel are all tokens or
     the compressed ones.
     """
     spec: Any = kernel.spec
@@ -94,7 +94,7 @@ class Timed(TorchOps):
         self.spans.append((name, start, end))
 
     def milliseconds(self) -> dict[str, float]:
-        """The time of the kernels per column; waits for the GPU."""
+        """Return the time of the kernels per column; waits for the GPU."""
         torch.cuda.synchronize()
         found: dict[str, float] = collections.defaultdict(float)
         for name, start, end in self.spans:

@@ -132,7 +132,7 @@ type JobsOfRunners = list[tuple[Any, Job]]
 
 
 def plan_of(runners, settings, mode: str) -> JobsOfRunners:
-    """The rows that the flags request."""
+    """Return the rows that the flags request."""
     branches = [name for name in problems.BRANCHES if name in FLAGS.branch]
     if mode == "fwdbwd":  # no gradient flows through a selection
         branches = [name for name in branches if name != "scores"]
@@ -210,8 +210,9 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
-    """The rows that determine the exit status: all named ones, and otherwise the best row of
-    each branch. Dense attention among other branches is only their baseline."""
+    """Return the rows that determine the exit status: all named ones, and otherwise the best row of
+    each branch. Dense attention among other branches is only their baseline.
+    """
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:
         if job.branch == "dense" and len(FLAGS.branch) > 1:

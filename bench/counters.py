@@ -128,7 +128,7 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
 
 
 def number(row: Mapping[str, str], metric: str) -> float:
-    """The value of a counter, or NaN if ncu has none."""
+    """Return the value of a counter, or NaN if ncu has none."""
     text = row[metric].replace(",", "")
     return float(text) if text and text != "n/a" else float("nan")
 

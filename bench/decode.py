@@ -85,7 +85,7 @@ TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.it
 
 
 def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
-    """The useful work of one step. The whole step reads the keys of its branches, not all
+    """Return the useful work of one step. The whole step reads the keys of its branches, not all
     keys.
     """
     steps = {"selected": ("scores", "selected"), "all": ("compressed", "selected", "sliding")}
@@ -238,7 +238,7 @@ class Case:
         )
 
     def row(self) -> dict[str, Any]:
-        """The values of a row of the table."""
+        """Return the values of a row of the table."""
         done, whole, paged = self.records, self.records["all"], self.records.get("paged")
         each, rows = self.config.reads(whole.S), whole.B * whole.Hkv
         reads: dict[str, Any] = {"expected": each, "expected_all": each * rows}
@@ -264,13 +264,13 @@ class Case:
 
 
 def above_whole(times: Mapping[str, float | None]) -> list[str]:
-    """The columns of parts whose time is above that of the whole."""
+    """Return the columns of parts whose time is above that of the whole."""
     whole = times["ms_total"]
     return [name for name, ms in times.items() if ms and whole and ms > whole]
 
 
 def starred(times: Mapping[str, float | None]) -> dict[str, str]:
-    """The times of the parts as text; a star marks those above the whole."""
+    """Return the times of the parts as text; a star marks those above the whole."""
     found, above = {}, above_whole(times)
     for part in PARTS.values():
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""

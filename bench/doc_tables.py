@@ -84,13 +84,14 @@ def commits(found: Iterable[Any]) -> str:
 
 
 def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
-    """The lines of a file of a device's folder, with the fields of `_derived`."""
+    """Return the lines of a file of a device's folder, with the fields of `_derived`."""
     return [x | _derived(x) for x in records.flat_lines(DEVICE.parent / device / name)]
 
 
 def _derived(x: Line) -> Line:
-    """The kernel of a line; for attention its sizes as text, whether the other sizes are the
-    paper's, and the order of its row: the most heads first, then the longest."""
+    """Return the kernel of a line; for attention its sizes as text, whether the other sizes are the
+    paper's, and the order of its row: the most heads first, then the longest.
+    """
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
     if x.get("bench") == "scale":  # one GPU has no transport
@@ -116,13 +117,13 @@ def _derived(x: Line) -> Line:
 
 
 def newest(lines: Iterable[Line], **wanted: Any) -> Line | None:
-    """The newest line with these fields."""
+    """Return the newest line with these fields."""
     found = [x for x in lines if all(x.get(name) == y for name, y in wanted.items())]
     return max(reversed(found), key=lambda x: x["time"], default=None)
 
 
 def whole(file: str, device: str) -> list[Line]:
-    """The lines of whole and of dense attention in torch."""
+    """Return the lines of whole and of dense attention in torch."""
     ours = (None, "mosaic")
     return [
         x
@@ -137,7 +138,9 @@ def _time(line: Line | None) -> str:
 
 
 def summary(device: str = "nvidia-h200") -> str:
-    """The times of NSA and of the faster dense kernel on some problems, and of packed rows."""
+    """Return the times of NSA and of the faster dense kernel on some problems, and of packed
+    rows.
+    """
     rows, lines = [], whole("compare.jsonl", device)
     for what, sizes in SUMMARY.items():
         for mode, which in PASSES.items():
@@ -157,7 +160,7 @@ def summary(device: str = "nvidia-h200") -> str:
 
 
 def _packed_summary() -> list[str]:
-    """The row of the first shape of `bench.packed`, compared with separate rows."""
+    """Return the row of the first shape of `bench.packed`, compared with separate rows."""
     lines = chosen("packed")
     about = {"documents": lines[0]["documents"]}
     ours, rows = (
@@ -176,7 +179,7 @@ def _packed_summary() -> list[str]:
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
-    """The lines of a table of `KINDS`; `commit`: how theirs begins.
+    """Return the lines of a table of `KINDS`; `commit`: how theirs begins.
 
     Raises:
       ValueError: the table has no such option, or no line has a value that an option lists.
@@ -211,7 +214,7 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
 
 
 def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
-    """The rank of a line by a field: the value, or its position in the list of `only`."""
+    """Return the rank of a line by a field: the value, or its position in the list of `only`."""
     return only[field].index(line[field]) if field in only else line[field]
 
 
@@ -265,7 +268,7 @@ def of_lines(name: str, **options: str) -> str:
 
 
 def first_call(device: str) -> str:
-    """The last measurement of `bench.first_call`, with the target."""
+    """Return the last measurement of `bench.first_call`, with the target."""
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
     lengths = stage["lengths"]
     more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
@@ -275,14 +278,16 @@ def first_call(device: str) -> str:
 
 
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
-    """The device, and its part of the first chart of `bench.report`, from all its records."""
+    """Return the device, and its part of the first chart of `bench.report`, from all its
+    records.
+    """
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
     (found,) = crossover.panels(report.records, report.training_lines).items()
     return found
 
 
 def crossovers() -> str:
-    """The answers of that chart."""
+    """Return the answers of that chart."""
     rows = (
         [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
         for x in _crossovers()[1]
@@ -356,8 +361,9 @@ def quality_table(part: str) -> str:
 
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
-    """The results of an experiment: dense attention's means, and the differences of its other runs.
-    `runs` and `seeds` are lists with commas; by default all."""
+    """Return the results of an experiment: dense attention's means, and the differences of its
+    other runs. `runs` and `seeds` are lists with commas; by default all.
+    """
     from .lm.experiments import EXPERIMENTS, VARIANTS
 
     at = EXPERIMENTS[name]
@@ -395,7 +401,7 @@ def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def versions(names: str) -> str:
-    """The last run of each of `names`, with commas between."""
+    """Return the last run of each of `names`, with commas between."""
     last = {line["name"]: line for line in lines_of(VERSIONS, "cpu")}
     return versions_table([last[name] for name in names.split(",")])
 

@@ -123,7 +123,7 @@ def cuda_runtimes(device: str) -> Pair:
 
 
 def device_name() -> str:
-    """The name of the GPU that torch uses, as in a record, or `cpu`."""
+    """Return the name of the GPU that torch uses, as in a record, or `cpu`."""
     return _device()[1]
 
 
@@ -157,7 +157,7 @@ def _python(program: str) -> tuple[int, str]:
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
-    """The environment in the form of `env.json`, with memory in bytes."""
+    """Return the environment in the form of `env.json`, with memory in bytes."""
     device = device_name()
     return {
         "schema": SCHEMA,

@@ -62,7 +62,7 @@ def masked(branch: str, config: NSAConfig):
 
 
 def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """The mask of visible keys `[T, S]`, and whether a query sees no key `[T]`."""
+    """Return the mask of visible keys `[T, S]`, and whether a query sees no key `[T]`."""
     row = torch.arange(query.shape[2], device=query.device)[:, None]
     column = torch.arange(key.shape[2], device=query.device)
     if branch == "sliding":
@@ -139,7 +139,7 @@ def _dense(query, key, value, window: int = -1):
 
 
 def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
-    """The rows of `IMPLEMENTATIONS` of one problem."""
+    """Return the rows of `IMPLEMENTATIONS` of one problem."""
     config = settings.nsa
     asked = problem(settings, "torch", runner.platform, runner.capability)
     asked = asked._replace(step=branch)
@@ -193,7 +193,7 @@ class Problem(parts.Problem):
 
 
 def path() -> str:
-    """The call of FA-2 that is measured."""
+    """Return the call of FA-2 that is measured."""
     return "dense" if FLAGS.path == "dense" else "varlen"
 
 

@@ -49,7 +49,7 @@ def problem(length: int) -> Problem:
 
 
 def used_mib() -> float:
-    """The used memory of the GPU in MiB."""
+    """Return the used memory of the GPU in MiB."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**20
 

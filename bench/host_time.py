@@ -96,7 +96,7 @@ def form(name: str) -> Iterator[None]:
 
 
 def probes() -> dict[str, float]:
-    """The time of this host for work outside the library, in ms."""
+    """Return the time of this host for work outside the library, in ms."""
 
     def additions():
         total = 0
@@ -147,7 +147,7 @@ def kernel() -> Kernel:
 
 
 def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
-    """The output of the last of `count` launches."""
+    """Return the output of the last of `count` launches."""
     for _ in range(count):
         (x,) = run(kernel(), gate, x)
     return x
@@ -176,7 +176,7 @@ def of_jax(count: int) -> Callable[[], Any]:
 
 
 def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
-    """The time of a launch of `of_torch` or `of_jax`, in us."""
+    """Return the time of a launch of `of_torch` or `of_jax`, in us."""
     import jax
 
     launch.prepare([kernel()], 0)
@@ -191,7 +191,7 @@ def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
 
 
 def launches() -> dict[str, float]:
-    """The time of a launch in us by framework and form, as medians of `--rounds`."""
+    """Return the time of a launch in us by framework and form, as medians of `--rounds`."""
     kinds = {
         "torch, each by itself": ("each", of_torch),
         "torch, as graphs": ("graphs", of_torch),

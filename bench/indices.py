@@ -37,7 +37,7 @@ FLAGS = cli.define(
 
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
-    """The implementation that each framework selects with: scores go with `selected`.
+    """Return the implementation that each framework selects with: scores go with `selected`.
 
     Raises:
       ValueError: no framework has an implementation of the name.
@@ -53,7 +53,7 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
 
 
 def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any], Any]:
-    """The fields of the record with the `Comparison`, and a function that times the step."""
+    """Return the fields of the record with the `Comparison`, and a function that times the step."""
     arguments = runner.load(inputs.arguments("scores"))
     select = functools.partial(forward, runner.api, "scores", config, implementation)
     step = runner.prepare(select, arguments)

@@ -41,7 +41,7 @@ LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
 
 
 def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
-    """The inputs with the needle at `position`, and a last query that looks for it.
+    """Return the inputs with the needle at `position`, and a last query that looks for it.
 
     The query has the length `sqrt(D)`, like noise, so that logits of noise have the variance 1.
     The needle has the length `2 l`, since its compressed token contains an `l`-th of it and
@@ -114,7 +114,7 @@ class Search:
         return timed(step.time(**how), work, self.runner.device, shape.itemsize)
 
     def _parity(self, step, chosen: np.ndarray) -> dict[str, Any]:
-        """The last row, given the selection, compared with the reference."""
+        """Return the last row, given the selection, compared with the reference."""
         inputs = self.inputs
         query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
         last = dataclasses.replace(
@@ -124,7 +124,7 @@ class Search:
         return judged(checker.check(self.runner, step, "all", {}), rows=1)
 
     def _weight(self, indices, last: np.ndarray) -> np.ndarray:
-        """The weight of the needle in the selected attention of the last query, `[B, H]`."""
+        """Return the weight of the needle in the selected attention of the last query, `[B, H]`."""
         runner, value = self.runner, jnp.zeros_like(self.inputs.value.selected)
         value = value.at[:, self.position].set(1)
         given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}

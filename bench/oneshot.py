@@ -42,7 +42,7 @@ FLAGS = cli.define(
 
 
 def load(name: str) -> list[Step]:
-    """The steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
+    """Return the steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
     Raises:
       ValueError: A name occurs twice, or a step needs one that is not before it.
@@ -84,7 +84,7 @@ def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
 
 
 def template_of(step: Step, hopper: bool) -> str:
-    """The command of a step for this run and this GPU."""
+    """Return the command of a step for this run and this GPU."""
     return (FLAGS.quick and step.quick) or (hopper and step.hopper) or step.command
 
 
@@ -101,8 +101,9 @@ class Run:
         self.status = "running"
 
     def left_s(self, step: Step) -> float:
-        """The remaining budget for a step. Time for the last steps, which use the results of
-        others, is reserved."""
+        """Return the remaining budget for a step. Time for the last steps, which use the results of
+        others, is reserved.
+        """
         spent = time.monotonic() - self.start
         later = 0.0
         if not step.last:

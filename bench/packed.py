@@ -62,7 +62,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int, int, int]] = {
 
 
 def call(mode: str, tensors: Sequence[torch.Tensor], **packed: Any) -> list[torch.Tensor]:
-    """The output, and the gradients if `mode` requires them."""
+    """Return the output, and the gradients if `mode` requires them."""
     options: dict[str, Any] = {"config": CONFIG, "implementation": FLAGS.implementation}
     with torch.set_grad_enabled(mode == "fwdbwd"):
         out = nsa_torch.attention(*tensors, **options | packed)
@@ -74,7 +74,7 @@ def leaves(tensors) -> list[torch.Tensor]:
 
 
 def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative difference (root mean square) of any array."""
+    """Return the largest relative difference (root mean square) of any array."""
     distances = []
     for x, y in zip(found, wanted, strict=False):
         exact = y.float()

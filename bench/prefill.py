@@ -45,7 +45,7 @@ def scaling(now: Record, before: Record | None) -> dict[str, Any]:
 
 
 def job(runner, settings) -> Job:
-    """The whole attention by the flags' implementations, or by the first that can."""
+    """Return the whole attention by the flags' implementations, or by the first that can."""
     named, on_unsupported = kernel_flags.named(), kernel_flags.on_unsupported()
     found = jobs(runner, asked(settings, runner), named, on_unsupported, ["all"], chosen=True)
     (what,) = found

@@ -33,8 +33,9 @@ FLAGS = command.flag_values(
 
 
 def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np.ndarray:
-    """The ranges of a selection `[B, T, Hkv, n]`, row by row: adjacent blocks are merged, the
-    last range ends with the query, slots left over are `(0, 0)`."""
+    """Return the ranges of a selection `[B, T, Hkv, n]`, row by row: adjacent blocks are merged,
+    the last range ends with the query, slots left over are `(0, 0)`.
+    """
     found, size = np.zeros((*block_indices.shape, 2), np.int32), config.select_block
     for at in np.ndindex(block_indices.shape[:3]):
         runs: list[list[int]] = []
@@ -49,7 +50,7 @@ def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np
 
 
 def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
-    """The smallest length from which v2 was faster at every measured length."""
+    """Return the smallest length from which v2 was faster at every measured length."""
     least = None
     for slow, fast in sorted(pairs, key=lambda pair: pair[0].S, reverse=True):
         gain = speed_up(slow, fast)
@@ -60,7 +61,7 @@ def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
 
 
 def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
-    """The fields of v1's record and of v2's."""
+    """Return the fields of v1's record and of v2's."""
     shape = inputs.query.shape[:2]
     position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     step = jax.jit(functools.partial(ranges.to_ranges, config=config))

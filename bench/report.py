@@ -114,7 +114,7 @@ def _by_length(
 
 
 def _decode(some: Sequence[Record]) -> str:
-    """The section about decoding rows, or an empty string without such rows."""
+    """Return the section about decoding rows, or an empty string without such rows."""
     rows = []
     for r, gain in zip(some, render.speed_ups(some), strict=True):
         path = f"{r.framework} {r.branch} {r.implementation}"

@@ -25,7 +25,7 @@ FLAGS = cli.define(
 
 
 def presets() -> list[str]:
-    """The names of the problems in configs/."""
+    """Return the names of the problems in configs/."""
     return sorted(
         path.stem for path in config_files.FOLDER.glob("*.yaml") if path.stem != "base"
     )

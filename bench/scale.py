@@ -88,8 +88,8 @@ cli.define_lines(FLAGS)
 
 
 def problems(size: int) -> list[Problem]:
-    """The problems for a number of devices. Raises:
-    ValueError: devices cannot share a length in whole chunks, or documents do not have it.
+    """Return the problems for a number of devices. Raises: ValueError: devices cannot share a
+    length in whole chunks, or documents do not have it.
     """
     if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(
@@ -124,7 +124,7 @@ def problems(size: int) -> list[Problem]:
 
 
 def measured(size: int) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a run on `size` devices, and why it ended early, or nothing."""
+    """Return the rows of a run on `size` devices, and why it ended early, or nothing."""
     words = ["bench.scale", *sys.argv[1:], f"--devices={size}", "--worker"]
     if FLAGS.framework == "torch":
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]

@@ -50,7 +50,7 @@ BENCHES = {
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
-    """The records of a step. Those of training have another form."""
+    """Return the records of a step. Those of training have another form."""
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
     return [record for path in paths for record in records.read(path)]
 
@@ -58,7 +58,7 @@ def rows_of(folder: Path, step: str) -> list[Record]:
 def verdict(
     step: dict[str, Any] | None, rows: Sequence[Record], judged_by_rows: bool
 ) -> tuple[str, str]:
-    """The verdict PASS, FAIL or NOT RUN, with the reason."""
+    """Return the verdict PASS, FAIL or NOT RUN, with the reason."""
     if step is None or step["status"] == "skipped":
         return "NOT RUN", "" if step is None else step["reason"]
     bad = [row for row in rows if row.status in ("wrong", "error")]
@@ -97,7 +97,7 @@ def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
 
 
 def threshold_lines(folder: Path, device: str) -> list[str]:
-    """The thresholds from the records of this run."""
+    """Return the thresholds from the records of this run."""
     found = threshold_evidence.Evidence()
     if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
         found.add(threshold_evidence.read_records(folder), device)
@@ -118,7 +118,7 @@ def threshold_lines(folder: Path, device: str) -> list[str]:
 
 
 def last_lines(folder: Path, step: str) -> list[str]:
-    """The output of a command, from its log."""
+    """Return the output of a command, from its log."""
     log = folder / f"{step}.log"
     text = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]

@@ -61,7 +61,7 @@ FLAGS = command.flag_values(
 
 
 def matrix_of(gpu: bool) -> Matrix:
-    """The matrix of `--preset` or of the flags; flags replace its lists.
+    """Return the matrix of `--preset` or of the flags; flags replace its lists.
 
     Raises:
       ValueError: the file or a flag has an invalid value.
@@ -90,7 +90,7 @@ def matrix_of(gpu: bool) -> Matrix:
 
 
 def gain(base: Record, fast: Record) -> float | None:
-    """The speed-up of a kernel over the portable path; None if no kernel ran."""
+    """Return the speed-up of a kernel over the portable path; None if no kernel ran."""
     kernel = fast.implementation in policy.KERNELS
     over_itself = fast.implementation == base.implementation
     return speed_up(base, fast) if kernel and not over_itself else None
@@ -110,13 +110,14 @@ def values(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """The columns of a further implementation: its time, the kernel's speed-up over it, its mean
-    error, the reason that it has none."""
+    """Return the columns of a further implementation: its time, the kernel's speed-up over it, its
+    mean error, the reason that it has none.
+    """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
 
 def mode(dist: str) -> str:
-    """The kind of a row."""
+    """Return the kind of a row."""
     if FLAGS.decode:
         return "decode"
     return "dense" if SPANS[dist] == 1 else "varlen"
@@ -194,8 +195,8 @@ class Selection(parts.Problem):
         return lambda given: {"out": target(*(given[x] for x in names), **where)[0]}
 
     def work(self, inputs: problems.Inputs, streams: int) -> cost.Cost:
-        """The useful work. All selected keys are visible, and a block that several queries read
-        counts once.
+        """Return the useful work. All selected keys are visible, and a block that several queries
+        read counts once.
         """
         shape, config = shape_of(self.settings, inputs), self.settings.nsa
         size, indices = config.select_block, np.asarray(inputs.block_indices)

@@ -54,14 +54,14 @@ SHAPES: Mapping[str, Problem] = {
 
 
 def settings(p: Problem) -> dict[str, dict[str, int]]:
-    """The settings of `bench.compare` that override configs/base.yaml."""
+    """Return the settings of `bench.compare` that override configs/base.yaml."""
     model = {"n_heads": p.H, "n_kv_groups": p.Hkv, "d_k": p.D, "d_v": p.Dv}
     return {"model": model, "runtime": {"seq_len": p.T, "batch": p.B}}
 
 
 def words_of(name: str, source: str, folder: Path) -> list[str]:
-    """The arguments of a `bench.compare`, which writes into a folder with the name of its row.
-    The file of its settings is in `folder`.
+    """Return the arguments of a `bench.compare`, which writes into a folder with the name of its
+    row. The file of its settings is in `folder`.
     """
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings(SHAPES[name])))

@@ -135,8 +135,9 @@ def watched(path: Path) -> Iterator[Path]:
 
 
 def used(path: Path, seconds: float) -> float | None:
-    """The mean share of the GPU's time over the last `seconds` before the last two samples,
-    in which a row's process is timed; None if nothing is known."""
+    """Return the mean share of the GPU's time over the last `seconds` before the last two samples,
+    in which a row's process is timed; None if nothing is known.
+    """
     if not path.exists():
         return None
     found = []
@@ -149,7 +150,7 @@ def used(path: Path, seconds: float) -> float | None:
 
 
 def fa2(speed: log.Speed) -> str:
-    """The branches that ran on FA-2: "yes" for all three, "no", or their names.
+    """Return the branches that ran on FA-2: "yes" for all three, "no", or their names.
 
     A label names one kernel for all steps, or one for each; a named kernel never falls back.
     """

@@ -50,7 +50,9 @@ class Counts:
 
 
 def count(junit: Path, allowed: Sequence[str]) -> Counts:
-    """The outcomes in the report at `junit`; `allowed` has regular expressions of whole reasons."""
+    """Return the outcomes in the report at `junit`; `allowed` has regular expressions of whole
+    reasons.
+    """
     outcomes, reasons, failures = collections.Counter(), collections.Counter(), []
     for case in xml.parse(junit).getroot().iter("testcase"):
         skip = case.find("skipped")
@@ -74,7 +76,7 @@ def count(junit: Path, allowed: Sequence[str]) -> Counts:
 
 
 def allow_list(path: str | Path) -> list[str]:
-    """The reasons in the file at `path`: a list of mappings with `reason` and `why`.
+    """Return the reasons in the file at `path`: a list of mappings with `reason` and `why`.
 
     Raises:
       ValueError: an entry lacks one of them, or is no regular expression.

@@ -22,7 +22,7 @@ NEEDED = ("S", *TIMES, *READS)
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of the file. Valid rows have a number in every needed column.
+    """Return the rows of the file. Valid rows have a number in every needed column.
 
     Raises:
       ValueError: a column is missing, a row is not whole, or a cell is no number over 0.
@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """The columns `S total cmp% sel% win% reads(dec) reads(tot)`."""
+    """Return the columns `S total cmp% sel% win% reads(dec) reads(tot)`."""
     titles = ("S", "total", "cmp%", "sel%", "win%", "reads(dec)", "reads(tot)")
     widths = (8, 9, 6, 6, 6, 14, 18)
     lines = [" ".join(title.rjust(w) for title, w in zip(titles, widths, strict=True))]

@@ -69,7 +69,7 @@ TEMPLATE = _Template()
 
 
 def cell(template: str, line: Line) -> str:
-    """The template's text; the status of a line that failed in place of a time."""
+    """Return the template's text; the status of a line that failed in place of a time."""
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]
     try:
@@ -79,13 +79,13 @@ def cell(template: str, line: Line) -> str:
 
 
 def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
-    """The cells of each line by the column's title, of a table whose lines are rows."""
+    """Return the cells of each line by the column's title, of a table whose lines are rows."""
     kind = KINDS[name]
     return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
 
 
 def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The cells of a CSV row of `bench.<name>`; a path that does not exist gives None."""
+    """Return the cells of a CSV row of `bench.<name>`; a path that does not exist gives None."""
 
     def value(path: str) -> Any:
         try:

@@ -207,13 +207,13 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
 
 
 def _named(name: str, model: spec.ModelSpec) -> str:
-    """The name with its gates, if they are not the default of records."""
+    """Return the name with its gates, if they are not the default of records."""
     gate = model.layer.gate
     return name if model.attention == "dense" or gate == "sigmoid" else f"{name}-{gate}-gates"
 
 
 def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
-    """The global batch for `--batch_size`, as an argument of `_tasks`."""
+    """Return the global batch for `--batch_size`, as an argument of `_tasks`."""
     if batch_size is None:
         return {}
     spread = SPREAD.parallel(_frameworks()[0], ranks)
@@ -227,7 +227,7 @@ def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
 
 
 def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Batches:
-    """The batches of the dataset that the flags name; notes on a stream are in `folder`."""
+    """Return the batches of the dataset that the flags name; notes on a stream are in `folder`."""
     given = settings.data
     return data.load(
         FLAGS.dataset,

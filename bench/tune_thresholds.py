@@ -64,7 +64,7 @@ FLAGS = cli.define(
 
 
 def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
-    """The smallest length from which on every pair has a speed-up of at least `margin`."""
+    """Return the smallest length from which on every pair has a speed-up of at least `margin`."""
     found: policy.Length = policy.NEVER
     for length in sorted({pair.length for pair in pairs}, reverse=True):
         if any(pair.speed_up < margin for pair in pairs if pair.length == length):
@@ -85,7 +85,7 @@ def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
 
 
 def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any]:
-    """The sections `runtime` and `evidence` of a device's file.
+    """Return the sections `runtime` and `evidence` of a device's file.
 
     Raises:
       ValueError: no measured rows for a threshold that is wanted, or for any if none is
@@ -136,7 +136,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
 
 
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """The threshold relative to the portable path, from the second column."""
+    """Return the threshold relative to the portable path, from the second column."""
     if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}
     return {
@@ -151,7 +151,7 @@ def _file(pair: Pair) -> str:
 
 
 def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text of the device's file with the values of `tuned`, and a report about its
+    """Return the text of the device's file with the values of `tuned`, and a report about its
     provisional rules.
 
     Raises:
@@ -175,8 +175,9 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[st
 def lifted(
     rules: Sequence[dict[str, Any]], evidence: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rules without the steps for which the kernel of a provisional rule was measured to be
-    faster, and a line for each measured step."""
+    """Return the rules without the steps for which the kernel of a provisional rule was measured to
+    be faster, and a line for each measured step.
+    """
     left, told = [], []
     for rule in rules:
         steps = list(rule["steps"])
@@ -261,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
-    """The device, and the section that compares NSA with dense attention."""
+    """Return the device, and the section that compares NSA with dense attention."""
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
     if len(devices) > 1:

@@ -22,7 +22,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def why_not(name: str, device: str) -> str | None:
-    """The reason that a peer cannot run, or None."""
+    """Return the reason that a peer cannot run, or None."""
     if device == "cpu":
         return f"{name} has kernels for GPUs alone"
     try:
@@ -33,7 +33,7 @@ def why_not(name: str, device: str) -> str | None:
 
 
 def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
-    """The arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
+    """Return the arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
 
     Raises:
       ValueError: the kernel does not support these sizes or lists.

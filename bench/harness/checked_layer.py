@@ -67,7 +67,7 @@ FLAGS = cli.define(
 
 
 def symbol(name: str) -> str:
-    """The symbol in machine code of the Mosaic kernel that has this name."""
+    """Return the symbol in machine code of the Mosaic kernel that has this name."""
     return f"{name}_mosaic_gpu_kernel"
 
 
@@ -123,7 +123,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> dict[str, Any]:
-    """The kernels that ran, and `fault`: the first fault, or None."""
+    """Return the kernels that ran, and `fault`: the first fault, or None."""
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]
     watch = Watch()

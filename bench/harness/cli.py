@@ -115,8 +115,8 @@ ONLY = (), "Rows whose names begin so (repeatable)."  # a flag, as `define` take
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The names that begin with one of `only`, or all if it is empty. Raises:
-    ValueError: there is none.
+    """Return the names that begin with one of `only`, or all if it is empty. Raises: ValueError:
+    there is none.
     """
     names = list(names)
     if found := [name for name in names if name.startswith(tuple(only) or "")]:
@@ -165,13 +165,13 @@ def run(
 
 
 def _typed(spec) -> str:
-    """The form of the call: `nsa-compare` or `python -m bench.compare`."""
+    """Return the form of the call: `nsa-compare` or `python -m bench.compare`."""
     script = Path(sys.orig_argv[-len(sys.argv) :][0]).name
     return script if script.startswith("nsa-") else f"python -m {spec.name}"
 
 
 def _command(program: str) -> str:
-    """The name of the command in `bench`."""
+    """Return the name of the command in `bench`."""
     return re.split(r"[.-]", program)[-1]
 
 
@@ -222,7 +222,7 @@ def _start(main, arguments, argv, several=False):
 
 
 def _thresholds() -> policy.Thresholds:
-    """The thresholds of the command line, if the command has such flags."""
+    """Return the thresholds of the command line, if the command has such flags."""
     names = (field.name for field in dataclasses.fields(policy.Thresholds))
     given = {name: flags.FLAGS[name].value for name in names if name in flags.FLAGS}
     return policy.Thresholds(**given)

@@ -44,8 +44,9 @@ SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 def flag_values(
     *, frameworks: bool = False, text: bool = False, **known: Any
 ) -> flags.FlagValues:
-    """The flags that every command has, those of `SEED_FLAGS` with these defaults, and others as
-    `cli.define` takes them; `text`: its inputs may be text."""
+    """Return the flags that every command has, those of `SEED_FLAGS` with these defaults, and
+    others as `cli.define` takes them; `text`: its inputs may be text.
+    """
     common: dict[str, Any] = {
         "out": (str, "A new folder for the results; default: bench/results/<time>."),
         "save_records": (False, "Append to bench/records/<device>/<bench>.jsonl too."),
@@ -85,7 +86,7 @@ def define_names(
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
-    """The numbers of a list flag, or `default` if it is not given.
+    """Return the numbers of a list flag, or `default` if it is not given.
 
     Raises:
       ValueError: a value is not a positive integer.
@@ -99,8 +100,9 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of `timing` from `--iters` and `--warmup`, or else from `iters` and
-    `warmup`. Defaults to 100 samples on a GPU, and to 0.2 s without one."""
+    """Return the arguments of `timing` from `--iters` and `--warmup`, or else from `iters` and
+    `warmup`. Defaults to 100 samples on a GPU, and to 0.2 s without one.
+    """
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
     how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}
@@ -110,7 +112,7 @@ def sampling(
 
 
 def config_of(own: flags.FlagValues) -> NSAConfig:
-    """The config of NSA from the short names."""
+    """Return the config of NSA from the short names."""
     names = ("l", "d", "l_sel", "n_sel", "w")
     return NSAConfig.from_seed(**{name: getattr(own, name) for name in names})
 
@@ -155,14 +157,15 @@ def settings(
 
 
 def folder(out: str | None) -> Path:
-    """The output folder of a run: `out`, or a folder in `bench/results` with the time in its
-    name. An installed library uses the current folder in place of the checkout."""
+    """Return the output folder of a run: `out`, or a folder in `bench/results` with the time in its
+    name. An installed library uses the current folder in place of the checkout.
+    """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     return Path(out) if out else records.FOLDER.with_name("results") / stamp
 
 
 def new_file(out: str | None, name: str) -> Path:
-    """The file of this name in `folder(out)`.
+    """Return the file of this name in `folder(out)`.
 
     Raises:
       ValueError: it exists.
@@ -174,7 +177,7 @@ def new_file(out: str | None, name: str) -> Path:
 
 
 def speed_up(slow: Record, fast: Record) -> float | None:
-    """The speed-up, or None unless both rows are valid."""
+    """Return the speed-up, or None unless both rows are valid."""
     if slow.times_ms is None or fast.times_ms is None:
         return None
     return slow.times_ms[0] / fast.times_ms[0]
@@ -261,7 +264,7 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file that has these columns, each with its location `<path>:<line>`.
+    """Return the rows of a CSV file that has these columns, each with its location `<path>:<line>`.
 
     Raises:
       ValueError: a column is missing, a row is not whole, or there is none.
@@ -306,8 +309,9 @@ def about(
     inputs: problems.Inputs | None = None,
     queries: Any = None,
 ) -> dict[str, Any]:
-    """The fields of a record that describe the problem. Without inputs it is a problem on random
-    arrays, which need not exist, with so many queries."""
+    """Return the fields of a record that describe the problem. Without inputs it is a problem on
+    random arrays, which need not exist, with so many queries.
+    """
     sizes: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]
     found = sizes | {

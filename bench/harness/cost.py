@@ -58,8 +58,8 @@ LIMITS = {
 
 
 def visible_pairs(branch: str, T: int, S: int, config: NSAConfig) -> int:
-    """The number of visible (query, key) pairs of one head of one sequence. Compressed tokens
-    count as keys.
+    """Return the number of visible (query, key) pairs of one head of one sequence. Compressed
+    tokens count as keys.
     """
     position = np.arange(S - T, S, dtype=np.int64)
     if branch in ("compressed", "scores"):
@@ -114,7 +114,7 @@ def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> in
 
 
 def limits(device: str) -> Limits | None:
-    """The known limits of the device with this driver name."""
+    """Return the known limits of the device with this driver name."""
     known = _known(device)
     return None if known is None else LIMITS[known]
 
@@ -124,7 +124,9 @@ def _known(device: str) -> str | None:
 
 
 def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
-    """The reason that a time cannot be true on this device; None if it can or nothing is known."""
+    """Return the reason that a time cannot be true on this device; None if it can or nothing is
+    known.
+    """
     known = _known(device)
     if known is None:
         return None

@@ -53,7 +53,7 @@ class Cached:
         self.full = self._read(self._updated(self.cache, *last))
 
     def _updated(self, cache, key, value):
-        """The cache with more tokens, in torch in place."""
+        """Return the cache with more tokens, in torch in place."""
         if not self.torch:
             return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
         count = key.selected.shape[1]
@@ -62,7 +62,7 @@ class Cached:
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
     def _read(self, cache) -> dict[str, Any]:
-        """The existing raw and compressed tokens that the branches read, by name."""
+        """Return the existing raw and compressed tokens that the branches read, by name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
         for branch, kind in itertools.product(Branches._fields, ("key", "value")):
@@ -74,7 +74,7 @@ class Cached:
         return found
 
     def step(self, branch: str) -> "Step":
-        """The step of one branch. The step of `all` appends the tokens and then attends."""
+        """Return the step of one branch. The step of `all` appends the tokens and then attends."""
         if branch == "all":
             return self._whole()
         function = functools.partial(self._branch, branch)
@@ -122,11 +122,11 @@ class Cached:
         return donated(self.runner, step, self.cache, last)
 
     def chosen(self) -> jax.Array:
-        """The blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
+        """Return the blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
 
     def reads(self, branch: str) -> np.ndarray:
-        """The counted keys that the last query reads in the branch, `[B, Hkv]` (see
+        """Return the counted keys that the last query reads in the branch, `[B, Hkv]` (see
         `bench.decode`).
         """
         zeros = self.query * 0
@@ -163,7 +163,7 @@ class Paged:
         return cache if self.cached.torch else after
 
     def stored(self) -> dict[str, Any]:
-        """The tokens as a cache in fp8 stores them, by the names of `problems.Inputs`, in
+        """Return the tokens as a cache in fp8 stores them, by the names of `problems.Inputs`, in
         float32.
         """
         config, (table, _) = self.cached.config, (self.runner.numpy(x) for x in self.at)
@@ -206,8 +206,8 @@ class Paged:
         return paged_attend
 
     def chosen(self) -> jax.Array | None:
-        """The blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. None means the
-        selection of the contiguous cache.
+        """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. None means
+        the selection of the contiguous cache.
         """
         if self.name == "gathered":
             return None
@@ -265,7 +265,7 @@ class Step:
             return self.call(index)
 
     def timed(self, how: Mapping[str, Any]) -> tuple[timing.Timing, str]:
-        """The time, and whether a CUDA graph replayed the step, or the reason why not."""
+        """Return the time, and whether a CUDA graph replayed the step, or the reason why not."""
         if self.runner.framework == "jax":
             return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
         if self.runner.platform != "cuda":
@@ -280,7 +280,7 @@ class Step:
         return found, "yes"
 
     def host_ms(self) -> float | None:
-        """The host time of an eager call; None if no call is eager on a GPU."""
+        """Return the host time of an eager call; None if no call is eager on a GPU."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
         return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))

@@ -17,7 +17,7 @@ Exit status:
 
 
 def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
-    """The status of a run.
+    """Return the status of a run.
 
     Args:
       asked_for: the rows that the command measures.
@@ -35,7 +35,7 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """The status of a command that ran several commands. Any other status means that one of
+    """Return the status of a command that ran several commands. Any other status means that one of
     them failed.
     """
     found = {end if end in range(4) else WRONG for end in ends}

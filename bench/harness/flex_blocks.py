@@ -10,7 +10,8 @@ TILE = 128  # queries and keys that FlexAttention skips or takes together
 
 
 def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
-    """The `BlockMask` of indices `[B, Hkv, Sq, n]`, -1 in empty slots; the queries are the last.
+    """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, -1 in empty slots; the queries are the
+    last.
 
     It allocates one bool per query and block, and no array of queries times keys.
     """
@@ -54,5 +55,7 @@ def _compiled() -> Any:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-    """The output `[B, Sq, H, Dv]` of `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`."""
+    """Return the output `[B, Sq, H, Dv]` of `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`,
+    `[B, Hkv, Sk, Dv]`.
+    """
     return _compiled()(query, key, value, block_mask=mask, enable_gqa=True).transpose(1, 2)

@@ -36,7 +36,7 @@ class Job:
     form: str = ""  # of the whole: "recompute", "packed", or plain
 
     def named(self, branch: str) -> Any:
-        """The implementation of one branch."""
+        """Return the implementation of one branch."""
         each = self.implementation
         return getattr(each, branch) if isinstance(each, Branches) else each
 
@@ -129,7 +129,7 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
 
 
 def label(chosen: Choices) -> str:
-    """The name that all steps share, or the four names in their order."""
+    """Return the name that all steps share, or the four names in their order."""
     names = [choice.implementation for choice in chosen]
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
@@ -143,7 +143,7 @@ def refusals(chosen: Choices) -> dict[str, str]:
 
 
 def explanation(plan) -> str:
-    """The implementations that would run, in order, and the reasons of those that refuse."""
+    """Return the implementations that would run, in order, and the reasons of those that refuse."""
     lines = []
     for runner, job in plan:
         fate = f"refuses: {job.unsupported}" if job.unsupported else "runs"

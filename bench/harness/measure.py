@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> dict[str, Any]:
-    """The fields from `take`, or status and reason of its exception. `library` names measured
-    code of others, which may raise other exceptions.
+    """Return the fields from `take`, or status and reason of its exception. `library` names
+    measured code of others, which may raise other exceptions.
     """
     heartbeat.say(name)
     try:
@@ -44,7 +44,7 @@ class Judged:
     time: Callable[..., dict[str, Any]] | None = None
 
     def timed(self, **how: Any) -> dict[str, Any]:
-        """The fields of the record. `how` has arguments of `timing`."""
+        """Return the fields of the record. `how` has arguments of `timing`."""
         time = self.time
         if time is None:
             return self.found
@@ -102,7 +102,7 @@ def once(load: Callable) -> Callable:
 
 
 def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str, Any], Any]:
-    """The fields of parity, and the step to time."""
+    """Return the fields of parity, and the step to time."""
     config = settings.nsa
 
     def function(arguments):
@@ -143,7 +143,9 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
 
 
 def judged(parity, rows: int) -> dict[str, Any]:
-    """The fields of parity, checked on a number of rows; `status` is included if it is broken."""
+    """Return the fields of parity, checked on a number of rows; `status` is included if it is
+    broken.
+    """
     names = {
         "error_max": "error_max",
         "error_mean": "error_mean",
@@ -162,7 +164,7 @@ def judged(parity, rows: int) -> dict[str, Any]:
 
 
 def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]:
-    """The fields of a time; an impossible time is an error."""
+    """Return the fields of a time; an impossible time is an error."""
     found = dataclasses.asdict(timing) | {
         "useful_flops": work.flops,
         "bytes": work.bytes,
@@ -174,7 +176,7 @@ def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]
 
 
 def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
-    """The compressed keys and the blocks that the whole attention of `job` computes."""
+    """Return the compressed keys and the blocks that the whole attention of `job` computes."""
     name = job.named("selected")
     if isinstance(name, str) and name not in runner.registry.names("scores"):
         name = None
@@ -190,8 +192,9 @@ def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
 
 
 def shape_of(settings, inputs=None, queries: int | None = None) -> cost.Shape:
-    """The sizes of a problem, with or without its inputs. `queries` counts the last tokens, all by
-    default."""
+    """Return the sizes of a problem, with or without its inputs. `queries` counts the last tokens,
+    all by default.
+    """
     run, model = settings.runtime, settings.model
     batch, queries, keys = run.batch, queries or run.seq_len, run.seq_len
     if inputs is not None:

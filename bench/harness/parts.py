@@ -79,7 +79,7 @@ class Problem:
         return lambda: self._records([each.timed(**self.how) for each in judged])
 
     def lost(self, reason: str) -> list[Record]:
-        """The records of a row whose process ended."""
+        """Return the records of a row whose process ended."""
         return self._records([{"status": "error", "reason": reason}] * len(self.calls))
 
     def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
@@ -185,7 +185,7 @@ def _ended(status: int, log: Path) -> str:
 
 
 def _better(first: Record, second: Record) -> Record:
-    """The faster of two measurements of one call. An invalid measurement replaces a valid
+    """Return the faster of two measurements of one call. An invalid measurement replaces a valid
     one.
     """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)

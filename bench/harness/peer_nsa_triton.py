@@ -46,7 +46,7 @@ NOTES = {
 
 
 def why_not(problem: Problem, branch: str) -> str | None:
-    """The reason why the package cannot run the branch, or None. It does not import the
+    """Return the reason why the package cannot run the branch, or None. It does not import the
     package.
     """
     config = problem.config

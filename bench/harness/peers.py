@@ -41,7 +41,9 @@ WHOLE = (
 
 
 def why_not(problem: Problem, branch: str) -> str | None:
-    """The reason why `fla` cannot run the branch, or None. It does not import the package."""
+    """Return the reason why `fla` cannot run the branch, or None. It does not import the
+    package.
+    """
     group = problem.H // problem.Hkv
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed (extra peers)"
@@ -71,7 +73,7 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
 
 
 def flash_why_not(name: str, problem: Problem) -> str | None:
-    """The reason why a FlashAttention package cannot run the problem, or None."""
+    """Return the reason why a FlashAttention package cannot run the problem, or None."""
     package, least = FLASH[name]
     if records.version(package) is None:
         return f"{package} is not installed"

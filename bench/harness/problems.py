@@ -97,7 +97,7 @@ class Inputs:
         return self.key.selected.shape[1]
 
     def arguments(self, branch: str) -> dict[str, Any]:
-        """The arrays for a branch, by the names of its arguments."""
+        """Return the arrays for a branch, by the names of its arguments."""
         if branch not in ARGUMENTS:
             raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
         found = {name: getattr(self, name) for name in ARGUMENTS[branch]}
@@ -108,7 +108,7 @@ class Inputs:
 
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
-    """The settings in `configs/<name>.yaml` (or at a path) over the base file.
+    """Return the settings in `configs/<name>.yaml` (or at a path) over the base file.
 
     `runtime` overrides single values of that section.
     """
@@ -206,7 +206,7 @@ def correlated(query, rho: float) -> jax.Array:
 
 @jax.jit
 def overlap(block_indices) -> jax.Array:
-    """The mean share of a query's blocks that the previous query also selected."""
+    """Return the mean share of a query's blocks that the previous query also selected."""
     now, before = block_indices[:, 1:], block_indices[:, :-1]
     filled = now >= 0
 

@@ -94,8 +94,9 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
-    """The words of a command with `{name}` replaced. An empty word is omitted, and a word with
-    `{records}` is repeated for each record."""
+    """Return the words of a command with `{name}` replaced. An empty word is omitted, and a word
+    with `{records}` is repeated for each record.
+    """
     found = []
     for word in shlex.split(template):
         each = records if "{records}" in word else [""]
@@ -108,8 +109,9 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
 
 
 def module(text: str) -> str:
-    """The text with `bench.<command>` under the name that `bench` has here, which is `nsa_bench` if
-    it is installed."""
+    """Return the text with `bench.<command>` under the name that `bench` has here, which is
+    `nsa_bench` if it is installed.
+    """
     return re.sub(r"\bbench(?=\.[a-z])", __name__.partition(".")[0], text)
 
 
@@ -170,8 +172,9 @@ def run(
 def answer(
     command: str, *words: str, variables: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
-    """The exit status of `python -m <command>`, and the JSON of the last line that it prints, if it
-    succeeds. `variables` has the same meaning as in `run`."""
+    """Return the exit status of `python -m <command>`, and the JSON of the last line that it
+    prints, if it succeeds. `variables` has the same meaning as in `run`.
+    """
     called = [sys.executable, "-m", module(command), *words]
     env = environment(variables or {})
     done = subprocess.run(called, stdout=subprocess.PIPE, text=True, env=env)
@@ -206,5 +209,5 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def tail(path: Path, lines: int = SHOWN_LINES) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

@@ -189,7 +189,7 @@ def check_appendable(path: str | Path) -> None:
 
 
 def _check_end(file: BinaryIO, path: Path) -> int:
-    """The size of a file, which must end with a whole line."""
+    """Return the size of a file, which must end with a whole line."""
     if end := file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -215,7 +215,7 @@ def keep(done: Iterable[Record], name: str) -> None:
 
 
 def read(path: str | Path) -> list[Record]:
-    """The records of the file at `path`.
+    """Return the records of the file at `path`.
 
     Raises:
       ValueError: a line is not one whole valid record; the message names file and line.
@@ -224,7 +224,7 @@ def read(path: str | Path) -> list[Record]:
 
 
 def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """The records of `read`, each with its location `<path>:<line>`."""
+    """Return the records of `read`, each with its location `<path>:<line>`."""
     return ((where, checked(Record, data, where)) for where, data in read_lines(path))
 
 
@@ -246,7 +246,7 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
 
 
 def flat_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The fields of each line, including those in a record's `extra`."""
+    """Return the fields of each line, including those in a record's `extra`."""
     return [line | line.pop("extra", {}) for _, line in read_lines(path)]
 
 
@@ -267,7 +267,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def folder_of(device: str) -> Path:
-    """The folder of the records of a device: `bench/records/<slug of its name>`."""
+    """Return the folder of the records of a device: `bench/records/<slug of its name>`."""
     return FOLDER / config_files.slug(device)
 
 
@@ -283,7 +283,7 @@ def utc_now() -> str:
 
 @functools.cache
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """The fields `versions`, `commit` and `dirty` of this process.
+    """Return the fields `versions`, `commit` and `dirty` of this process.
 
     Args:
       commit: The commit of which this tree is a copy. Defaults to git's. If git reports another
@@ -307,7 +307,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def head(folder: Path) -> str | None:
-    """The commit that is checked out in `folder`, or None without git."""
+    """Return the commit that is checked out in `folder`, or None without git."""
     return output("git", "-C", str(folder), "rev-parse", "HEAD")
 
 
@@ -317,7 +317,7 @@ def _driver() -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """The output of the command, or None if it cannot run or fails."""
+    """Return the output of the command, or None if it cannot run or fails."""
     try:
         done = subprocess.run(
             command,

@@ -45,7 +45,7 @@ def problem(
     capability: tuple[int, int] | None = None,
     device: str | None = None,
 ) -> Problem:
-    """The problem for the registry of `framework`. `step` is set later."""
+    """Return the problem for the registry of `framework`. `step` is set later."""
     model, run = settings.model, settings.runtime
     return Problem(
         framework=framework,
@@ -67,7 +67,7 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """A copy of `problem` on the device of `runner`, with the policy of that device."""
+    """Return a copy of `problem` on the device of `runner`, with the policy of that device."""
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -91,7 +91,7 @@ class JaxRunner:
         return arguments
 
     def metadata(self, batch: int, length: int, config) -> Any:
-        """The metadata of a packed row with `batch` sequences of one length."""
+        """Return the metadata of a packed row with `batch` sequences of one length."""
         segment_ids = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)[None]
         sizes = {"max_segments": batch, "max_seqlen": length}
         return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)

@@ -21,16 +21,16 @@ FLOAT32 = 4
 
 
 def moved_bytes(row: dict[str, Any], devices: int, itemsize: int = 2) -> float:
-    """The bytes that a device receives in one call of the problem `row` on `devices`."""
+    """Return the bytes that a device receives in one call of the problem `row` on `devices`."""
     columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
     times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
     return (devices - 1) / devices * columns * times
 
 
 def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
-    """The time of a call, `ms(devices, bandwidth)`, from the rows of one problem; None without one
-    device, or without several. `bandwidth`, bytes per second, is that of other links than the
-    measured ones.
+    """Return the time of a call, `ms(devices, bandwidth)`, from the rows of one problem; None
+    without one device, or without several. `bandwidth`, bytes per second, is that of other links
+    than the measured ones.
 
     A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
     """
@@ -54,7 +54,7 @@ def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
 
 
 def problem(row: dict[str, Any]) -> tuple:
-    """The common fields of rows of the same problem."""
+    """Return the common fields of rows of the same problem."""
     names = "framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv"
     return *(row[name] for name in names), *row.get("documents", ())
 
@@ -67,5 +67,5 @@ def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 
 
 def alone(rows: Iterable[dict[str, Any]]) -> float | None:
-    """The time on one device, or None."""
+    """Return the time on one device, or None."""
     return next((x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")), None)

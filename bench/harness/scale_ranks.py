@@ -65,15 +65,16 @@ class Measured:
         return x.detach().requires_grad_(self.problem.gradient)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The rank's own tokens. Each rank draws its random tokens, since a long sequence
-        fits on no device."""
+        """Return the rank's own tokens. Each rank draws its random tokens, since a long sequence
+        fits on no device.
+        """
         return self.drawn(self.problem.S // self.size, self.rank, self.device)
 
     def cut(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         return context.shard_sequence(x, self.mesh, dim=dim, **self.layout)
 
     def call(self, tensors, place) -> list[torch.Tensor]:
-        """The output, and with `fwdbwd` the gradients, with the output as cotangent."""
+        """Return the output, and with `fwdbwd` the gradients, with the output as cotangent."""
         options = self.packed | place | {"recompute": self.problem.recompute}
         if not self.problem.gradient:
             with torch.no_grad():
@@ -171,7 +172,7 @@ class Measured:
         del out, do
 
         def of_all_ranks(x):
-            """The rows of `x` from all ranks, in float32."""
+            """Return the rows of `x` from all ranks, in float32."""
             whole = torch.zeros(len(rows), *x.shape[2:], device=device)
             whole[own] = x.detach()[0, at].float()
             dist.all_reduce(whole)
@@ -198,7 +199,7 @@ class Measured:
         return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
 
     def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
-        """The time in milliseconds of the slowest rank and of this rank. Ranks start
+        """Return the time in milliseconds of the slowest rank and of this rank. Ranks start
         together.
         """
 

@@ -20,7 +20,7 @@ ROWS = 16
 
 
 def rows_of(problem: Problem) -> list[int]:
-    """The tokens that are judged: the first, the last, and others drawn between them."""
+    """Return the tokens that are judged: the first, the last, and others drawn between them."""
     draw = torch.Generator().manual_seed(0)
     found = (1 + torch.randperm(problem.S - 2, generator=draw)[: ROWS - 2]).tolist()
     return sorted({0, problem.S - 1, *found})

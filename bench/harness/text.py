@@ -48,7 +48,7 @@ class TextInputs(NamedTuple):
 
 
 def corpus(size: int, folder: Path | None = None) -> Corpus:
-    """The first `size` bytes of the standard library's `*.py` files in sorted order.
+    """Return the first `size` bytes of the standard library's `*.py` files in sorted order.
 
     Raises:
       ValueError: the files hold fewer bytes.
@@ -127,7 +127,7 @@ def _norm(x):
 
 
 def _context(embedded):
-    """The context of each token: the last bytes in their order, and the mean of many."""
+    """Return the context of each token: the last bytes in their order, and the mean of many."""
     length, dim = embedded.shape[1:]
 
     def earlier(x, by):  # x shifted to later tokens, zeros first

@@ -37,7 +37,7 @@ class Problem:
 
 
 def named(section: str) -> dict[str, dict[str, Any]]:
-    """The sizes of the problems in a section of `bench/problems.yaml`, by name."""
+    """Return the sizes of the problems in a section of `bench/problems.yaml`, by name."""
     import yaml
 
     return yaml.safe_load(Path(__file__).parents[1].joinpath("problems.yaml").read_text())[
@@ -151,7 +151,7 @@ def cuda_graph(call):
 
 
 def digest(results) -> str:
-    """The hash of the bytes of all results."""
+    """Return the hash of the bytes of all results."""
     found = hashlib.sha256()
     for x in results:
         if hasattr(x, "detach"):
@@ -165,7 +165,7 @@ def digest(results) -> str:
 
 
 def milliseconds(call, sync) -> float:
-    """The time of one call in a loop over it."""
+    """Return the time of one call in a loop over it."""
     sync(call())
     calls = 1
     while True:

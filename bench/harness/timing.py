@@ -39,7 +39,7 @@ class Timing:
 
 
 def spread(samples_ms: Sequence[float]) -> dict[str, float]:
-    """The median and the 20th and 80th percentile, as fields of a line."""
+    """Return the median and the 20th and 80th percentile, as fields of a line."""
     found = Timing.of(samples_ms, "")
     return {"ms": found.time_ms, "p20_ms": found.p20_ms, "p80_ms": found.p80_ms}
 

@@ -106,7 +106,7 @@ class Checker:
         return parity.merge(parts)
 
     def sources(self, runner, arguments) -> tuple:
-        """The inputs of a step: the arguments, and in backward mode the cotangent."""
+        """Return the inputs of a step: the arguments, and in backward mode the cotangent."""
         return (arguments, runner.load(self.cotangent)) if self.backward else (arguments,)
 
     def _scores(self, compressed_key) -> np.ndarray:
@@ -119,7 +119,7 @@ class Checker:
         return self.known[key]
 
     def _expected(self, branch: str, arguments: Mapping[str, Any], key=None):
-        """The results of the oracle and of the baseline, flat by name."""
+        """Return the results of the oracle and of the baseline, flat by name."""
         if (branch, key) not in self.known:
             self.known[branch, key] = tuple(
                 self._reference(branch, arguments, low) for low in (False, True)

@@ -98,7 +98,7 @@ class Slabs(NamedTuple):
 
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
-    """The reference of a branch: `{"out", "lse"}`, or `{"scores"}`, or for `all` `{"out"}`.
+    """Return the reference of a branch: `{"out", "lse"}`, or `{"scores"}`, or for `all` `{"out"}`.
 
     `arguments` are those of the branch; for `all` the block indices too, frozen.
     """
@@ -166,7 +166,7 @@ def gradients(
     *,
     low: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The `outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
+    """Return the `outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
     Per query for the arguments with one entry per query, stacked; summed over the slabs in
     float64 for keys and values. Integer arguments have none.
@@ -216,7 +216,7 @@ def _stacked(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _local(arguments, start, slabs, low):
-    """The slab's own arguments, its `kv_len` and the dtype to compute in."""
+    """Return the slab's own arguments, its `kv_len` and the dtype to compute in."""
     local = {
         name: lax.dynamic_slice_in_dim(x, start, slabs.size, axis=1) if name in PER_QUERY else x
         for name, x in arguments.items()

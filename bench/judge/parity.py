@@ -268,8 +268,9 @@ def check_indices(
 
 
 def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The block of each query, which blocks are forced, and scores by which blocks rank: those
-    forced first, and none that a query may not see."""
+    """Return the block of each query, which blocks are forced, and scores by which blocks rank:
+    those forced first, and none that a query may not see.
+    """
     own = (np.asarray(positions) // config.select_block)[None, :, None, None]
     block = np.arange(scores.shape[-1])
     forced = ((block < config.num_initial) | (block > own - config.num_local)) & (block <= own)

@@ -92,7 +92,7 @@ class Comparison:
         return max(self.judged, key=lambda row: row.share, default=None)
 
     def report(self, most: int = 5) -> str:
-        """The first unexplained rows."""
+        """Return the first unexplained rows."""
         rows = [row for row in self.judged if row.reason]
         lines = [str(row) for row in rows[:most]]
         if self.unexplained > most:
@@ -101,7 +101,7 @@ class Comparison:
 
 
 def resolution(largest: float, reach: float, shape: tuple[int, int, int], config) -> float:
-    """The largest error by which two float32 block scores may be misjudged. `largest` is the
+    """Return the largest error by which two float32 block scores may be misjudged. `largest` is the
     larger score.
 
     With `u = 2**-24`, to first order, of each score relatively:
@@ -127,7 +127,7 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
 
 
 def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> np.ndarray:
-    """The reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
+    """Return the reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
 
     Args:
       query: `[B, T, H, D]`.
@@ -158,7 +158,7 @@ def _selection(config, size):
 def exact_scores(
     query: jax.Array, compressed_key: jax.Array, rows: np.ndarray, config: NSAConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The reference's block scores `[R, N]` in float64 of `rows` int `[R, 3]` (batch, token,
+    """Return the reference's block scores `[R, N]` in float64 of `rows` int `[R, 3]` (batch, token,
     key/value head), and the largest magnitude that a logit of each can have, `[R]`.
     """
     scores, reach = [], []

@@ -168,7 +168,7 @@ def read(
 
 
 def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
-    """The model after `--steps` steps on `batches`."""
+    """Return the model after `--steps` steps on `batches`."""
     training = spec.Training(
         *(FLAGS.steps, FLAGS.batch, FLAGS.length),
         lr=1.5e-3,
@@ -190,7 +190,7 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
 def compared(
     trained: tuple[Tensor, list[Tensor]], found: tuple[Tensor, list[Tensor]], target: Tensor
 ) -> dict[str, Any]:
-    """The columns that compare a row with `trained`, for the tokens `target` `[B, T]`."""
+    """Return the columns that compare a row with `trained`, for the tokens `target` `[B, T]`."""
     first, last = (x.gather(2, target[..., None])[..., 0] for x, _ in (trained, found))
     gap = (first - last).abs().flatten()
     kl = (trained[0].exp() * (trained[0] - found[0])).sum(-1).mean()

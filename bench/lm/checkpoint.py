@@ -34,7 +34,7 @@ class DamagedError(ValueError):
 
 
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the one with the most steps first."""
+    """Return the checkpoints in `folder`, the one with the most steps first."""
     steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
@@ -137,7 +137,7 @@ def load_last(
 
 
 def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The contents of `progress.json` of the checkpoint at `path`.
+    """Return the contents of `progress.json` of the checkpoint at `path`.
 
     Raises as `load` does.
     """

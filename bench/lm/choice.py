@@ -56,8 +56,8 @@ class Chosen(NSAAttention):
 def blocks(
     attention: NSAAttention, query: Tensor, compressed: Tensor, selected: Tensor
 ) -> Tensor:
-    """The blocks that queries `[B, T, H, D]` select, int32 `[B, T, lists, n]`, by the layer's rule;
-    `compressed`, `selected`: keys `[B, T, Hkv, D]` of these branches.
+    """Return the blocks that queries `[B, T, H, D]` select, int32 `[B, T, lists, n]`, by the
+    layer's rule; `compressed`, `selected`: keys `[B, T, Hkv, D]` of these branches.
     """
     spec, rule = attention.spec, getattr(attention, "rule", "")
     config, length = spec.config, query.shape[1]
@@ -86,7 +86,9 @@ def blocks(
 
 
 def _mass(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
-    """The probabilities of all keys `[B, S, Hkv, D]`, summed by block: `[B, Hkv, G, t, N]`."""
+    """Return the probabilities of all keys `[B, S, Hkv, D]`, summed by block:
+    `[B, Hkv, G, t, N]`.
+    """
     length = key.shape[1]
     start = length - len(at)  # keys before the first query are seen by all
     logits = torch.einsum("bghtd,bsgd->bghts", query, key)

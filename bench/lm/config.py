@@ -70,7 +70,7 @@ class TrainConfig:
     data: Data = Data()
 
     def model_of(self, spec: ModelSpec) -> ModelSpec:
-        """A copy of `spec` with the given sizes."""
+        """Return a copy of `spec` with the given sizes."""
         sizes = _given(self.model)
         layer = {name: sizes.pop(name) for name in LAYER if name in sizes}
         own = _given(self.nsa)
@@ -82,11 +82,11 @@ class TrainConfig:
         )
 
     def training(self) -> dict[str, Any]:
-        """The arguments of `spec.Training` that have no flag."""
+        """Return the arguments of `spec.Training` that have no flag."""
         return _given(self.train)
 
     def fitted(self, task: Task, vocabulary: int) -> Task:
-        """A copy of `task` with a model for tokens below `vocabulary`.
+        """Return a copy of `task` with a model for tokens below `vocabulary`.
 
         Raises:
           ValueError: the vocabulary of the model is too small, or its rows are shorter than a

@@ -25,8 +25,8 @@ EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 
 
 def path_of(name: str) -> Path:
-    """The file that `--config` names: a path, or a file of `configs/train`. A missing path in
-    `configs/`, where the seed system has its runs, is replaced by that of `configs/train`.
+    """Return the file that `--config` names: a path, or a file of `configs/train`. A missing path
+    in `configs/`, where the seed system has its runs, is replaced by that of `configs/train`.
 
     Raises:
       FileNotFoundError: there is no such file.

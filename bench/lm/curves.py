@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 
 def losses(lines: Sequence[Line]) -> dict[str, np.ndarray]:
-    """The losses `[steps]` of each run in the order of its steps. A later line for a step
+    """Return the losses `[steps]` of each run in the order of its steps. A later line for a step
     replaces an earlier one.
     """
     found: dict[str, dict[int, float]] = {}
@@ -48,7 +48,7 @@ def losses(lines: Sequence[Line]) -> dict[str, np.ndarray]:
 
 
 def last[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, L]:
-    """The last line of a kind of each run."""
+    """Return the last line of a kind of each run."""
     return {line.run: line for line in lines if isinstance(line, kind)}
 
 
@@ -69,7 +69,7 @@ def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def final(losses: np.ndarray) -> float:
-    """The mean of the last tenth of the steps."""
+    """Return the mean of the last tenth of the steps."""
     return float(losses[-max(1, len(losses) // 10) :].mean())
 
 
@@ -129,7 +129,7 @@ def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def devices(header: Header) -> str:
-    """The number of devices, and how they share a run."""
+    """Return the number of devices, and how they share a run."""
     found = header.parallel
     if found is None:
         return "1"

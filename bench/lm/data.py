@@ -105,7 +105,7 @@ class Batches:
         return steps * rows * (width - 1) / len(self.training)
 
     def train(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The `rows` of the batch of `step`."""
+        """Return the `rows` of the batch of `step`."""
         if self.pack == "none":
             return self._windows(self.training, (self.seed, 0, step), rows)
         batch = self.shape[0]
@@ -119,7 +119,7 @@ class Batches:
         return joined(parts)
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
-        """The `rows` of `count` batches of held-out text, always the same."""
+        """Return the `rows` of `count` batches of held-out text, always the same."""
         if self.pack == "none":
             seeds = [(self.seed, 1, i) for i in range(count)]
             return [self._windows(self.held_out, seed, rows) for seed in seeds]
@@ -210,7 +210,7 @@ def load(
     notes: Path | None = None,
     cache: Path | None = None,
 ) -> Batches:
-    """The batches of `dataset`.
+    """Return the batches of `dataset`.
 
     Args:
       dataset: "text": the standard library's source. The folder of a corpus that

@@ -126,9 +126,7 @@ class Job:
 
 
 def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
-    """The task of the run. Raises:
-    ValueError: the model does not support its rows.
-    """
+    """Return the task of the run. Raises: ValueError: the model does not support its rows."""
     at = job.setting
     changes = dict(VARIANTS[job.variant].changes)
     if "gate_bias" in changes:
@@ -156,7 +154,7 @@ def _documents(text: str) -> Documents:
 
 
 def batches(job: Job) -> Batches:
-    """The rows of the runs of a seed, each once per epoch."""
+    """Return the rows of the runs of a seed, each once per epoch."""
     at = job.setting
     given = at.batch, at.length, job.seed
     if job.text == data.TEXT:
@@ -245,7 +243,7 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """The missing runs of experiments, seed by seed.
+    """Return the missing runs of experiments, seed by seed.
 
     Raises:
       ValueError: there is no such experiment, variant or seed.
@@ -284,7 +282,9 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, or "" without a GPU."""
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, or "" without a
+    GPU.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         import torch

@@ -47,8 +47,9 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
 
 
 def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
-    """The measures for the first row of `batch`, as the mean over the processes, all of which
-    must call it. Dense attention has none."""
+    """Return the measures for the first row of `batch`, as the mean over the processes, all of
+    which must call it. Dense attention has none.
+    """
     found = learner.ranks.gather([layer(*each) for each in learner.observe(batch)])
     return [
         {name: float(np.mean([each[name] for each in same])) for name in same[0]}
@@ -57,7 +58,7 @@ def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
 
 
 def overlap(indices: np.ndarray) -> float:
-    """The overlap of neighbours' block indices `[T, heads, n]`, which have -1 in empty
+    """Return the overlap of neighbours' block indices `[T, heads, n]`, which have -1 in empty
     slots.
     """
     now, before = indices[1:], indices[:-1]

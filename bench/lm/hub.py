@@ -33,7 +33,8 @@ class Hub:
         return f"{self.name}:{self.config}" if self.config else self.name
 
     def pinned(self) -> "Hub":
-        """A copy whose revision is the current commit, so that a later run finds the same data.
+        """Return a copy whose revision is the current commit, so that a later run finds the same
+        data.
 
         Raises:
           ConnectionError, FileNotFoundError, ValueError: as `take`.
@@ -47,7 +48,8 @@ class Hub:
         return dataclasses.replace(self, revision=about.sha)
 
     def take(self, state: dict[str, Any] | None, count: int) -> tuple[list[str], dict | None]:
-        """The next `count` documents after `state`, fewer at the end, and the state after them.
+        """Return the next `count` documents after `state`, fewer at the end, and the state after
+        them.
 
         A state is a position in the form of `datasets`; None means the start.
 

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     update: jax.stages.Compiled  # of weights and moments, gradients, numbers and rate
 
     def peak_bytes(self) -> int | None:
-        """The peak memory on one device in bytes, as the compiler plans it."""
+        """Return the peak memory on one device in bytes, as the compiler plans it."""
         first, second = (x.memory_analysis() for x in self)
         if first is None or second is None:
             return None
@@ -93,7 +93,7 @@ class Program(NamedTuple):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """The losses `[B, T]` of some rows, or 0 for a token without a loss. On a mesh these are
+    """Return the losses `[B, T]` of some rows, or 0 for a token without a loss. On a mesh these are
     the rows of a device.
     """
     layout, embedding = program.layout, params["embedding"]
@@ -124,7 +124,7 @@ def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
 
 
 def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
-    """The sum of the losses of some rows, divided by `total`."""
+    """Return the sum of the losses of some rows, divided by `total`."""
     return _losses(program, params, tokens, segment_ids).sum() / total
 
 
@@ -153,7 +153,7 @@ def _added(compute, rows: Rows):
 
 @functools.partial(jax.jit, static_argnames=("program", "count"))
 def _sums(program: Program, params, rows: Rows, categories: jax.Array, count: int):
-    """The losses by category, `[count]`; `categories` as `rows.tokens`, one narrower."""
+    """Return the losses by category, `[count]`; `categories` as `rows.tokens`, one narrower."""
 
     def part(params, total, given, segment_ids):
         tokens, which = given
@@ -214,7 +214,7 @@ def _gradients(program: Program, params, rows: Rows):
 
 
 def _leaves(grads, params) -> list[jax.Array]:
-    """The results of `_gradients` for each of `params`."""
+    """Return the results of `_gradients` for each of `params`."""
     return grads if isinstance(grads, list) else jax_parallel.apart(grads, params)
 
 
@@ -316,7 +316,7 @@ class Learner:
         return Begun(batch, self.compiled, found)
 
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """The losses in nats of a batch, of which this process has its `share`, summed by
+        """Return the losses in nats of a batch, of which this process has its `share`, summed by
         category over all processes.
 
         Args:
@@ -328,12 +328,12 @@ class Learner:
         return np.asarray(found).astype(np.float64)
 
     def parameters(self) -> int:
-        """The number of weights."""
+        """Return the number of weights."""
         weights_only = nnx.filter_state(self.params, nnx.Param)
         return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
-        """The peak memory of a step on one device, in bytes."""
+        """Return the peak memory of a step on one device, in bytes."""
         return None if self.compiled is None else self.compiled.peak_bytes()
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -411,7 +411,7 @@ class Learner:
         return self.layout.placed(tree)
 
     def _rows(self, batch: Batch) -> Rows:
-        """The micro-batches, on the devices."""
+        """Return the micro-batches, on the devices."""
         total = share.count(batch)
         if batch.segment_ids is None:
             total *= self.ranks.size
@@ -438,7 +438,7 @@ class Learner:
         return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
-        """The first value of each kind, in the order of the model, that is not finite or too
+        """Return the first value of each kind, in the order of the model, that is not finite or too
         large to be squared in float32. `squares` are the squared norms of the gradients.
         """
         found = [] if np.isfinite(loss) else ["loss"]
@@ -464,7 +464,7 @@ def _place(steps: tuple[Any, ...]) -> list[int | str]:
 
 
 def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
-    """The leaves with the shardings of arrays, and their tree."""
+    """Return the leaves with the shardings of arrays, and their tree."""
     leaves, at = jax.tree.flatten(tree)
     return tuple(_placed(x, getattr(x, "sharding", None)) for x in leaves), at
 

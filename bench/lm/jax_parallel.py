@@ -33,7 +33,7 @@ KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
 def spec_of(path: tuple[str, ...]) -> PartitionSpec:
-    """The partition spec of the weight at `path`. Every device has all of a small weight."""
+    """Return the partition spec of the weight at `path`. Every device has all of a small weight."""
     *parents, name = path
     if name == "embedding":
         return PartitionSpec(None, FSDP)
@@ -87,7 +87,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(tree, self.replicated)
 
     def part(self, model: ModelSpec) -> ModelSpec:
-        """The model of a device, with its part of the heads."""
+        """Return the model of a device, with its part of the heads."""
         layer, tensor = model.layer, self.mesh.shape[TENSOR]
         heads = dict(n_heads=layer.n_heads // tensor, n_kv_groups=layer.n_kv_groups // tensor)
         layer = dataclasses.replace(layer, **heads)
@@ -116,7 +116,7 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, x)
 
     def gathered(self, stored: Any, dtype: Any) -> Any:
-        """The weights of a device in `dtype`, gathered along `fsdp`."""
+        """Return the weights of a device in `dtype`, gathered along `fsdp`."""
 
         def gather(path, x):
             names = _names(path)
@@ -229,7 +229,7 @@ def whole(tree: Any, ranks: Ranks) -> Any:
 
 
 def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """The value of `x` in process 0."""
+    """Return the value of `x` in process 0."""
     if ranks.size == 1:
         return x
     from jax.experimental import multihost_utils

@@ -153,7 +153,7 @@ def append(path: str | Path, lines: Iterable[Line]) -> None:
 
 
 def read(path: str | Path) -> list[Line]:
-    """The lines of the file at `path`.
+    """Return the lines of the file at `path`.
 
     Raises:
       ValueError: a line is damaged; the message names file and line.

@@ -92,17 +92,17 @@ class Run:
             log.append(self.path, [line])
 
     def checkpoint(self) -> Path | None:
-        """The last checkpoint, or None."""
+        """Return the last checkpoint, or None."""
         return checkpoint.latest(self.folder)
 
     def held_out(self) -> measures.HeldOut:
-        """The text on which the run is evaluated."""
+        """Return the text on which the run is evaluated."""
         model = self.task.model
         batches = self.batches.evaluation(self.evaluated)
         return measures.HeldOut.of(batches, model.layer.w, model.vocabulary)
 
     def settings(self) -> dict:
-        """The settings that a checkpoint must have."""
+        """Return the settings that a checkpoint must have."""
         return self.task.settings() | {"input_sha256": self.batches.sha256}
 
 
@@ -163,8 +163,9 @@ def _run(run: Run, stop: Stop) -> log.Summary:
 def steps(
     run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
 ) -> log.Summary:
-    """The steps from `first` on. Each step appends to `times_ms` the time since the end of the
-    previous one, without checkpoints and observations."""
+    """Return the steps from `first` on. Each step appends to `times_ms` the time since the end of
+    the previous one, without checkpoints and observations.
+    """
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
     following, held_out = None, run.held_out()
@@ -255,7 +256,7 @@ def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Wa
 
 
 def _spread(run: Run, learner: Learner) -> dict | None:
-    """The header's field about several devices or micro-batches."""
+    """Return the header's field about several devices or micro-batches."""
     spread = run.variant.parallel
     if spread == type(spread)():
         return None

@@ -36,14 +36,14 @@ KNOWN = 7  # tokens of a copy that a query has read before its selection is judg
 
 
 def loss(learner: Learner, batch: Batch) -> float:
-    """The mean loss in nats per token of a batch, of which this process has its `share`."""
+    """Return the mean loss in nats per token of a batch, of which this process has its `share`."""
     which = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), np.int32)
     total = sum(learner.ranks.gather(share.count(batch)))
     return float(learner.loss_sums(batch, which, 1)[0] / max(1, total))
 
 
 def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
-    """The index in `KINDS` of each target, int8 `[rows, length]`.
+    """Return the index in `KINDS` of each target, int8 `[rows, length]`.
 
     Args:
       order: The number of tokens, ending with the target, that must occur earlier in the row, or
@@ -67,7 +67,9 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
 
 
 def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
-    """The category of each target, `CATEGORIES` where it has no loss: int32 `[rows, length]`."""
+    """Return the category of each target, `CATEGORIES` where it has no loss: int32
+    `[rows, length]`.
+    """
     order = ORDER if vocabulary > 256 else BYTES_ORDER
     length = batch.tokens.shape[1] - 1
     part = np.searchsorted([length // 4, length // 2], np.arange(length), side="right")
@@ -104,15 +106,15 @@ class HeldOut:
         return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
-        """The means (`of`) of the current model. Every process must call it."""
+        """Return the means (`of`) of the current model. Every process must call it."""
         counts = np.zeros(CATEGORIES)
         for which in self.categories:
             counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
         return of(self.sums(learner, CATEGORIES), counts)
 
     def sums(self, learner: Learner, count: int) -> np.ndarray:
-        """The sums of losses by category, for categories below `count`. Every process must call
-        it.
+        """Return the sums of losses by category, for categories below `count`. Every process must
+        call it.
         """
         found = np.zeros(count)
         for batch, which in zip(self.batches, self.categories, strict=True):
@@ -144,7 +146,7 @@ def copies(
     which[:, -PASSAGE:] = 0
 
     def loss(batch: Batch) -> float:
-        """The loss of the last tokens."""
+        """Return the loss of the last tokens."""
         parts = share.split(batch, len(held_out)), np.split(which, len(held_out))
         return float(HeldOut(*parts).sums(learner, 1)[0]) / (count * PASSAGE)
 
@@ -162,7 +164,7 @@ def copies(
     observed = np.linspace(0, count - 1, looked_at).astype(int).tolist()
 
     def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
-        """The hits `[rows, layers, heads, 2]` of the observed rows that have any."""
+        """Return the hits `[rows, layers, heads, 2]` of the observed rows that have any."""
         found = [
             [hit(x, int(starts[row]), layer.config) for _, x in learner.observe(batch, row)]
             for row in observed
@@ -212,7 +214,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
-    """The hits of the head that finds copies best, and its hits with another text.
+    """Return the hits of the head that finds copies best, and its hits with another text.
 
     Args:
       heads: `[layers, heads, 2, 2]`, of each half of the rows the two. One half selects the

@@ -28,7 +28,7 @@ class Stream:
         self.order = random.permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """The tokens `[rows, width]` at the positions `indices` in the order, each below
+        """Return the tokens `[rows, width]` at the positions `indices` in the order, each below
         `count`.
         """
         first = self.begin + self.order[indices] * (self.width - 1)
@@ -63,7 +63,7 @@ class Packed:
         self.order = np.random.default_rng((*seed, 1)).permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows at the positions `indices` in the order, each below `count`.
+        """Return the rows at the positions `indices` in the order, each below `count`.
 
         Returns:
           tokens: `[rows, width]`.

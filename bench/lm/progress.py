@@ -43,7 +43,7 @@ class Progress:
                   file=sys.stderr)  # fmt: skip
 
     def left(self, done: int) -> str:
-        """The estimated time of the remaining steps."""
+        """Return the estimated time of the remaining steps."""
         a_step = (time.monotonic() - self.start) / max(1, done - self.first)
         return str(datetime.timedelta(seconds=round(a_step * (self.steps - done))))
 

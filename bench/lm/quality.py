@@ -123,7 +123,9 @@ class Difference:
         return self.mean / self.error if self.error else math.nan
 
     def reach(self, share: float) -> float:
-        """The distance above the mean below which the true value is with this probability."""
+        """Return the distance above the mean below which the true value is with this
+        probability.
+        """
         from scipy import special
 
         return float(special.stdtrit(self.pairs - 1, share)) * self.error
@@ -139,7 +141,7 @@ class Difference:
         return self.reach((1 + CONFIDENCE) / 2)
 
     def shown(self, digits: int = 3) -> str:
-        """The mean, and its error where there is one."""
+        """Return the mean, and its error where there is one."""
         error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
         return f"{self.mean:+.{digits}f}{error}"
 
@@ -166,7 +168,7 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
 
 
 def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
-    """The runs of files with one run each, which differ only in the seed.
+    """Return the runs of files with one run each, which differ only in the seed.
 
     Raises:
       ValueError: a file does not hold one run that ended, or has the seed of another.
@@ -212,14 +214,18 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
 
 
 def _area(header: Header, lines: Sequence[Line]) -> float | None:
-    """The mean of the training losses after the warm-up, of the steps that the lines have."""
+    """Return the mean of the training losses after the warm-up, of the steps that the lines
+    have.
+    """
     steps = {line.step: line.loss for line in lines if isinstance(line, Step)}
     found = [loss for step, loss in steps.items() if step >= header.training.get("warmup", 0)]
     return float(np.mean(found)) if found else None
 
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
-    """The step at which near targets cost `COPIED` less than new ones, between evaluations."""
+    """Return the step at which near targets cost `COPIED` less than new ones, between
+    evaluations.
+    """
     gaps = [(0, 0.0)]  # before training
     for x in evaluations:
         if {"new", "near"} <= x.measures.keys():
@@ -231,14 +237,14 @@ def _copying(evaluations: Sequence[Evaluation]) -> float | None:
 
 
 def _alike(header: Header) -> str:
-    """The settings that compared runs must share."""
+    """Return the settings that compared runs must share."""
     training = {k: v for k, v in header.training.items() if k not in OWN}
     model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
     return repr((header.framework, header.dtype, header.input_sha256, training, model))
 
 
 def _settings(header: Header) -> dict[str, Any]:
-    """The settings that determine the kind of a run."""
+    """Return the settings that determine the kind of a run."""
     model = header.model
     if header.attention == "dense":
         model = {name: x for name, x in model.items() if name in OF_DENSE}
@@ -295,7 +301,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
-    """The difference from dense attention, or None if a run lacks the measure."""
+    """Return the difference from dense attention, or None if a run lacks the measure."""
     pairs = [(run.values, dense.runs[seed].values) for seed, run in kind.runs.items()]
     if any(measure not in x for pair in pairs for x in pair):
         return None
@@ -368,7 +374,7 @@ def _over_chance(kind: Kind) -> np.ndarray:
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """The hits of the best head of each run that has them, less those with another text."""
+    """Return the hits of the best head of each run that has them, less those with another text."""
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 
@@ -381,7 +387,7 @@ HEAD = (*HEAD, "copied", "hit / chance", "found / unread", "seen", "seeds")
 
 
 def rows(group: Group) -> list[list[str]]:
-    """The cells below `HEAD`."""
+    """Return the cells below `HEAD`."""
     found = []
     for kind in group.kinds:
         runs = list(kind.runs.values())
@@ -411,7 +417,7 @@ PART_HEAD = ("model, steps x rows", "attention", *PARTS)
 
 
 def part_rows(group: Group) -> list[list[str]]:
-    """The cells below `PART_HEAD`: losses by position in the row."""
+    """Return the cells below `PART_HEAD`: losses by position in the row."""
     return [
         [group.name, kind.label, *(_cell(kind, group.dense, name) for name in PARTS)]
         for kind in group.kinds
@@ -423,8 +429,9 @@ DISTANCE_HEAD = ("model, steps x rows", "attention", *map(str, DISTANCES), "seed
 
 
 def distance_rows(group: Group) -> list[list[str]]:
-    """The cells below `DISTANCE_HEAD`: copied passages by distance, from the pairs for which
-    it was measured."""
+    """Return the cells below `DISTANCE_HEAD`: copied passages by distance, from the pairs for which
+    it was measured.
+    """
     kinds = [
         Kind(
             kind.label, {seed: run for seed, run in kind.runs.items() if DISTANCE in run.values}
@@ -452,8 +459,9 @@ FOUND_HEAD += ("just beyond the window, over another text",)
 
 
 def found_rows(group: Group) -> list[list[str]]:
-    """The cells below `FOUND_HEAD`: copied passages in selections, for kinds with
-    enough runs, where chance is low."""
+    """Return the cells below `FOUND_HEAD`: copied passages in selections, for kinds with enough
+    runs, where chance is low.
+    """
     return [
         [
             *(group.name, _of_nsa(kind)),
@@ -477,8 +485,9 @@ ANSWER_HEAD = (*ANSWER, "copying", "hit / chance", "found / unread", "seeds")
 
 
 def answer_row(kind: Kind, dense: Kind) -> list[str]:
-    """The cells below `ANSWER_HEAD`: differences from `dense`, the absolute steps of copying,
-    and hits in the layer with the highest ones."""
+    """Return the cells below `ANSWER_HEAD`: differences from `dense`, the absolute steps of
+    copying, and hits in the layer with the highest ones.
+    """
     hits = [np.array(x.hits) for x in kind.runs.values() if len(x.hits)]
     highest = max(np.mean(hits, axis=0).tolist()) if hits else None
     return [
@@ -491,8 +500,9 @@ def answer_row(kind: Kind, dense: Kind) -> list[str]:
 
 
 def _copies_from(kind: Kind) -> str:
-    """The mean step at which runs begin to copy, of those that do; none of bytes, which cost too
-    little for `COPIED`."""
+    """Return the mean step at which runs begin to copy, of those that do; none of bytes, which cost
+    too little for `COPIED`.
+    """
     runs = [
         x.values
         for x in kind.runs.values()
@@ -517,7 +527,7 @@ BOUNDS_HEAD += (f"recall, mean at least {-RECALL_LESS:+.2f}", "pairs")
 
 
 def bound_rows(group: Group) -> list[list[str]]:
-    """The cells below `BOUNDS_HEAD`, of kinds with enough pairs."""
+    """Return the cells below `BOUNDS_HEAD`, of kinds with enough pairs."""
     found = []
     for kind in group.kinds:
         if kind.label.startswith("dense") or len(kind.runs) < LEAST_PAIRS:
@@ -542,10 +552,10 @@ SUMMARY_HEAD += ("loss of new tokens", "of all tokens", "recall", "pairs", "as g
 
 
 def summary_rows(group: Group) -> list[list[str]]:
-    """The cells below `SUMMARY_HEAD`, for the kinds with the most pairs, at least two: dense
-    attention, then the difference of NSA with its 95 % interval and the range of the pairs.
-    Kinds without any recall are omitted, since their losses show only when a model learns to
-    copy."""
+    """Return the cells below `SUMMARY_HEAD`, for the kinds with the most pairs, at least two: dense
+    attention, then the difference of NSA with its 95 % interval and the range of the pairs. Kinds
+    without any recall are omitted, since their losses show only when a model learns to copy.
+    """
     kinds = [kind for kind in group.kinds if not kind.label.startswith("dense")]
     pairs = max((len(kind.runs) for kind in kinds), default=0)
     found = []
@@ -569,7 +579,7 @@ def summary_rows(group: Group) -> list[list[str]]:
 
 
 def _decided(group: Group, kind: Kind) -> str:
-    """The verdict from the bounds."""
+    """Return the verdict from the bounds."""
     told, untold = _told(group, kind)
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
     if broken:
@@ -580,7 +590,7 @@ def _decided(group: Group, kind: Kind) -> str:
 
 
 def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
-    """The verdicts that are possible, and the reasons for the missing ones."""
+    """Return the verdicts that are possible, and the reasons for the missing ones."""
     told, untold = [], []
     for judge in (verdicts, selection):
         try:

@@ -36,11 +36,11 @@ class Ranks:
         return any(self.gather(bool(flag)))
 
     def first(self, value: Any) -> Any:
-        """The value from rank 0."""
+        """Return the value from rank 0."""
         return self.gather(value)[0]
 
     def lost(self, error: Exception) -> LostError | None:
-        """The loss of another rank that `error` of a collective means, or None."""
+        """Return the loss of another rank that `error` of a collective means, or None."""
         return None
 
     def close(self) -> None:

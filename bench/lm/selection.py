@@ -23,8 +23,8 @@ SMALL = 1e-9
 
 
 def loss(attention: NSAAttention, x: Tensor) -> Tensor:
-    """The loss (float32, a scalar) for the input `x` [B, T, dim] of a layer, with one sequence
-    per row.
+    """Return the loss (float32, a scalar) for the input `x` [B, T, dim] of a layer, with one
+    sequence per row.
     """
     spec, config = attention.spec, attention.spec.config
     length = x.shape[1]
@@ -41,7 +41,7 @@ def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     blocks = config.num_blocks(length)
 
     def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
-        """The probabilities [B, g, h, t, keys] for the keys up to `last`."""
+        """Return the probabilities [B, g, h, t, keys] for the keys up to `last`."""
         logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
         return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)
 

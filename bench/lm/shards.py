@@ -40,7 +40,7 @@ DESCRIBED = {
 
 
 def key(part: str, name: str) -> str:
-    """The name of a tensor in shards."""
+    """Return the name of a tensor in shards."""
     return f"{part}/{name}"
 
 

@@ -38,13 +38,13 @@ class Share:
         return self.batch // (self.ranks * self.accumulate)
 
     def slices(self) -> list[slice]:
-        """The slice of this process for each micro-batch."""
+        """Return the slice of this process for each micro-batch."""
         whole = self.batch // self.accumulate
         starts = (i * whole + self.rank * self.rows for i in range(self.accumulate))
         return [slice(start, start + self.rows) for start in starts]
 
     def of(self, fetch: Callable[[slice], Batch]) -> Batch:
-        """The rows of all micro-batches, one after the other."""
+        """Return the rows of all micro-batches, one after the other."""
         return joined([fetch(rows) for rows in self.slices()])
 
     def rows_of(self, whole: np.ndarray) -> np.ndarray:
@@ -76,14 +76,14 @@ def counted(batch: Batch) -> np.ndarray | None:
 
 
 def count(batch: Batch) -> int:
-    """The number of tokens of the batch that have a loss."""
+    """Return the number of tokens of the batch that have a loss."""
     which = counted(batch)
     rows, width = batch.tokens.shape
     return rows * (width - 1) if which is None else int(which.sum())
 
 
 def documents(batch: Batch) -> np.ndarray:
-    """The number of documents per row of the inputs, including padding, `[rows]`."""
+    """Return the number of documents per row of the inputs, including padding, `[rows]`."""
     assert batch.segment_ids is not None
     ids = batch.segment_ids[:, :-1]
     return 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)

@@ -12,7 +12,7 @@ ROWS = 1024  # of a parquet file, read at a time
 
 
 def files(pattern: str) -> list[Path]:
-    """The files that a path, a folder or a glob names, in sorted order.
+    """Return the files that a path, a folder or a glob names, in sorted order.
 
     Raises:
       FileNotFoundError: there is none.
@@ -38,7 +38,7 @@ def files(pattern: str) -> list[Path]:
 
 
 def identity(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """The identity of a file: path, size and time of the last change."""
+    """Return the identity of a file: path, size and time of the last change."""
     found = ((path.resolve(), path.stat()) for path in paths)
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
@@ -102,7 +102,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
 
 def text_of(value: object, where: object, column: str) -> str:
-    """The text in a column.
+    """Return the text in a column.
 
     Raises:
       ValueError: the value is not text.

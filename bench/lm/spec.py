@@ -136,7 +136,7 @@ MODELS = {
 def model(
     name: str, attention: Attention, phi: Any = "avg", gate: Any = "sigmoid"
 ) -> ModelSpec:
-    """The model called `name` in `MODELS`; `phi` and `gate` as in `LayerSpec`."""
+    """Return the model called `name` in `MODELS`; `phi` and `gate` as in `LayerSpec`."""
     sizes = MODELS[name]
     layer = dataclasses.replace(sizes["layer"], phi=phi, gate=gate)
     return ModelSpec(layer, attention, sizes["layers"], sizes["hidden"])
@@ -185,7 +185,7 @@ class Training:
             raise ValueError(f"warmup must be in 0..steps={self.steps}, got {self.warmup}")
 
     def rate(self, step: int) -> float:
-        """The learning rate of `step`, counted from 0."""
+        """Return the learning rate of `step`, counted from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -205,12 +205,12 @@ class Task:
     dtype: str
 
     def settings(self) -> dict[str, Any]:
-        """The settings that must not change between a checkpoint and later steps."""
+        """Return the settings that must not change between a checkpoint and later steps."""
         model = self.model.as_dict() | self.model.layer.start()
         return model | dataclasses.asdict(self.training) | {"dtype": self.dtype}
 
     def tokens(self) -> int:
-        """The number of tokens per step."""
+        """Return the number of tokens per step."""
         return self.training.batch * self.training.seq_len
 
     def flops(self) -> int:
@@ -233,7 +233,7 @@ class Task:
         return 3 * (2 * self.tokens() * self.model.products() + attention)
 
     def mfu(self, time_ms: float, device: str) -> float | None:
-        """The share of the device's peak rate that a step of `time_ms` reaches, if known."""
+        """Return the share of the device's peak rate that a step of `time_ms` reaches, if known."""
         limits = cost.limits(device)
         if limits is None:
             return None

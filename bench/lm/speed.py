@@ -15,7 +15,7 @@ from .log import Speed
 def line(
     variant: variants.Variant, task: spec.Task, commit: str | None, found: dict[str, Any]
 ) -> Speed:
-    """The line of a measurement: a status with its reason, or the fields of `ok`."""
+    """Return the line of a measurement: a status with its reason, or the fields of `ok`."""
     found, device = dict(found), variants.device(variant.framework)
     devices = variant.parallel.devices
     if found["status"] == "ok":
@@ -42,13 +42,15 @@ def line(
 
 
 def mfu(task: spec.Task, time_ms: float, device: str, devices: int) -> float | None:
-    """The share of the peak rate of all devices that a step of `time_ms` reaches, if known."""
+    """Return the share of the peak rate of all devices that a step of `time_ms` reaches, if
+    known.
+    """
     share = task.mfu(time_ms, device)
     return None if share is None else share / devices
 
 
 def ok(found: timing.Timing, learner) -> dict[str, Any]:
-    """The fields of a `Speed` from timed steps of `learner`."""
+    """Return the fields of a `Speed` from timed steps of `learner`."""
     times = {k: v for k, v in dataclasses.asdict(found).items() if k != "timer"}
     return {"status": "ok", "peak_bytes": learner.peak_bytes(), **times}
 

@@ -52,7 +52,7 @@ class Flags:
         )
 
     def ranks(self, framework: str) -> Ranks:
-        """The processes of this run, which all call it.
+        """Return the processes of this run, which all call it.
 
         Raises:
           ValueError: A flag needs other processes, or one framework, or has no effect.
@@ -92,8 +92,8 @@ class Flags:
                 raise ValueError("--jax_coordinator needs --jax_processes and --jax_process")
 
     def parallel(self, framework: str, among: Ranks) -> Parallel:
-        """The layout of a run of `framework`. Raises:
-        ValueError: the devices do not allow this layout.
+        """Return the layout of a run of `framework`. Raises: ValueError: the devices do not allow
+        this layout.
         """
         devices = self.given.devices
         if devices is None:

@@ -161,7 +161,7 @@ class Streamed(Batches):
         return Block(at, end, packed, held_out)
 
     def _epoch_row(self, epoch: int) -> int:
-        """The first row of an epoch."""
+        """Return the first row of an epoch."""
         return min(x.row for x in self.known if x.epoch == epoch)
 
     def _note(self, at: Position) -> None:
@@ -177,7 +177,7 @@ class Streamed(Batches):
         os.replace(scratch, self.notes / f"{at.block:06d}.json")
 
     def _noted(self) -> list[Position]:
-        """The positions in the folder, up to the first that is missing or damaged."""
+        """Return the positions in the folder, up to the first that is missing or damaged."""
         found: list[Position] = []
         while self.notes is not None:
             try:

@@ -63,7 +63,7 @@ class Bytes:
 
 
 def tokenizer_file(path: str | Path) -> bytes:
-    """The contents of the file of a tokenizer.
+    """Return the contents of the file of a tokenizer.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -113,7 +113,7 @@ class FromFile:
 
 
 def tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer in the file at `path`, by default bytes."""
+    """Return the tokenizer in the file at `path`, by default bytes."""
     return Bytes() if path is None else FromFile(path)
 
 
@@ -133,7 +133,7 @@ def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
 
 
 def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
-    """The documents of `texts` in memory."""
+    """Return the documents of `texts` in memory."""
     parts = list(encoded(texts, by))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
     starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)

@@ -41,8 +41,8 @@ class Rows(NamedTuple):
 
 
 def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
-    """The losses of the rows' targets in nats, `[B T]` or reduced. A target without a loss has
-    0.
+    """Return the losses of the rows' targets in nats, `[B T]` or reduced. A target without a loss
+    has 0.
     """
     tokens, packing = rows.tokens.long(), rows.packing
     target = tokens[:, 1:]
@@ -54,7 +54,7 @@ def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor
 
 
 def total_loss(network: nn.Module, rows: Rows) -> Tensor:
-    """The sum of the losses of the rows in nats, divided by `rows.total`."""
+    """Return the sum of the losses of the rows in nats, divided by `rows.total`."""
     return losses_of(network, rows, "sum") / rows.total
 
 
@@ -137,7 +137,7 @@ class Learner:
 
     @torch.no_grad()
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """The losses in nats of a batch, of which this process has its `share`, summed by
+        """Return the losses in nats of a batch, of which this process has its `share`, summed by
         category over all processes.
 
         Args:
@@ -151,11 +151,11 @@ class Learner:
         return self._summed(found[:count]).cpu().numpy()
 
     def parameters(self) -> int:
-        """The number of weights."""
+        """Return the number of weights."""
         return sum(parameter.numel() for parameter in self.master.parameters())
 
     def peak_bytes(self) -> int | None:
-        """The peak memory of torch's allocator, or None on the CPU."""
+        """Return the peak memory of torch's allocator, or None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -217,7 +217,7 @@ class Learner:
         return share.Share(batch, self.accumulate, self.ranks.rank, self.ranks.size)
 
     def _network(self) -> nn.Module:
-        """The model that computes, with a copy of the weights in `dtype`."""
+        """Return the model that computes, with a copy of the weights in `dtype`."""
         model = copy.deepcopy(self.master)
         for name, parameter in model.named_parameters():
             if name != "embedding":  # its gradient adds up over many tokens
@@ -225,13 +225,13 @@ class Learner:
         return model
 
     def _trained(self) -> list[Tensor]:
-        """The weights that the optimizer updates, in the order and with the axes of the
+        """Return the weights that the optimizer updates, in the order and with the axes of the
         parameters.
         """
         return list(self.master.parameters())
 
     def _blocks(self) -> list[Block]:
-        """The blocks that run."""
+        """Return the blocks that run."""
         return [each for each in self.model.modules() if isinstance(each, Block)]
 
     @torch.no_grad()
@@ -245,12 +245,13 @@ class Learner:
         return torch.stack(numbers).tolist()
 
     def _summed(self, numbers: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         return numbers
 
     def _rows(self, batch: Batch) -> list[Rows]:
-        """The micro-batches, on the device. A process's sum of losses is divided by the tokens of
-        the global batch that have one, over the processes: their mean is that over tokens.
+        """Return the micro-batches, on the device. A process's sum of losses is divided by the
+        tokens of the global batch that have one, over the processes: their mean is that over
+        tokens.
         """
         parts, count = share.split(batch, self.accumulate), share.count(batch)
         if batch.segment_ids is not None:
@@ -294,11 +295,11 @@ class Learner:
         return loss
 
     def _clip(self) -> Tensor:
-        """The norm of the gradients before they are clipped."""
+        """Return the norm of the gradients before they are clipped."""
         return nn.utils.clip_grad_norm_(self.trained, self.training.clip)
 
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and float32 gradients in the order of the parameters."""
+        """Return the loss, and float32 gradients in the order of the parameters."""
         loss, used = total_loss(self.model, rows), list(self.model.parameters())
         beside = [x / self.accumulate for x in selection_losses(self._blocks())]
         grads = torch.autograd.grad([loss, *beside], used, allow_unused=True)
@@ -337,8 +338,9 @@ class Learner:
         self._backward(rows)
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """The first value of each kind that is not finite, on the first rank that has one
-        before the sum over ranks. Gradients after clipping do not show it."""
+        """Return the first value of each kind that is not finite, on the first rank that has one
+        before the sum over ranks. Gradients after clipping do not show it.
+        """
         found = [] if loss.isfinite().all() else ["loss"]
         self._own_backward(rows)
         named = list(self.master.named_parameters())
@@ -348,7 +350,7 @@ class Learner:
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """The result of the first rank that found something."""
+    """Return the result of the first rank that found something."""
     for rank, each in enumerate(ranks.gather(found)):
         if each:
             return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")
@@ -356,7 +358,9 @@ def of_ranks(ranks: Ranks, found: list[str]) -> str:
 
 
 def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
-    """The selection losses of the last forward pass, which are then removed from the blocks."""
+    """Return the selection losses of the last forward pass, which are then removed from the
+    blocks.
+    """
     found = []
     for block in blocks:
         if block.selection_loss is not None:
@@ -366,7 +370,7 @@ def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
 
 
 def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """The `kind` and name of the first tensor that is not finite, or None."""
+    """Return the `kind` and name of the first tensor that is not finite, or None."""
     for name, tensor in named:
         if tensor is not None and not tensor.isfinite().all():
             return [f"{kind} {name}"]
@@ -389,7 +393,7 @@ def _own(leaf: Any) -> Any:
 def _packing(
     batch: Batch, config: NSAConfig, place: torch.device, max_sequences: int
 ) -> Packing | None:
-    """The packing of the inputs of `batch`. Padding counts as a separate document without a
+    """Return the packing of the inputs of `batch`. Padding counts as a separate document without a
     loss.
     """
     which = share.counted(batch)
@@ -410,7 +414,7 @@ def _packing(
 
 
 def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The observed values for the input `x` [1, T, dim] of a layer."""
+    """Return the observed values for the input `x` [1, T, dim] of a layer."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
     indices = choice.blocks(attention, query, key.compressed, key.selected)

@@ -283,7 +283,7 @@ class FSDPGraphLearner(FSDPLearner):
         return torch_learner.Learner._backward(self, rows)
 
     def _gradients(self, rows: torch_learner.Rows) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and this process's shards of float32 gradients."""
+        """Return the loss, and this process's shards of float32 gradients."""
         loss = super()._backward([rows])
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.trained]
         self.optimizer.zero_grad()
@@ -312,7 +312,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sharded(local: Tensor, like: Tensor) -> Tensor:
-    """The tensor in shards as `like`, of which `local` is this process's, in the same memory."""
+    """Return the tensor in shards as `like`, of which `local` is this process's, in the same
+    memory.
+    """
     assert isinstance(like, DTensor)
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(local, mesh, placements, shape=like.shape, stride=like.stride())

@@ -131,7 +131,7 @@ def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
 
 
 def device(framework: str) -> str:
-    """The device on which the framework computes, in the driver's words, or "cpu"."""
+    """Return the device on which the framework computes, in the driver's words, or "cpu"."""
     return RUNNERS[framework]().device
 
 
@@ -141,7 +141,7 @@ def gpu(framework: str) -> bool:
 
 
 def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks()):
-    """The learner of `task` by `variant`; `scratch` keeps initial weights for the next one.
+    """Return the learner of `task` by `variant`; `scratch` keeps initial weights for the next one.
 
     Raises:
       ValueError: The task cannot be divided as `variant.parallel` demands.

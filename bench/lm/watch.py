@@ -129,7 +129,7 @@ class Watch:
 
 
 def scalars(line: log.Watch) -> dict[str, float | None]:
-    """The numbers of a line by name; those of a layer as `gates/<name>/layer<i>`."""
+    """Return the numbers of a line by name; those of a layer as `gates/<name>/layer<i>`."""
     found: dict[str, float | None] = {
         "loss": line.loss,
         "lr": line.lr,
@@ -143,7 +143,7 @@ def scalars(line: log.Watch) -> dict[str, float | None]:
 
 
 def memory() -> dict[str, float | None]:
-    """The memory of the process: on the GPU from torch's allocator, and on the host."""
+    """Return the memory of the process: on the GPU from torch's allocator, and on the host."""
     alloc = reserved = None
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -159,8 +159,9 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each rank's heartbeat in `folder`, by file; a last line that was cut off
-    where a process ended is left out."""
+    """Return the lines of each rank's heartbeat in `folder`, by file; a last line that was cut off
+    where a process ended is left out.
+    """
     found = {}
     for path in sorted(folder.glob(HEARTBEATS)):
         lines = path.read_text().splitlines(keepends=True)

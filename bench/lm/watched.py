@@ -24,7 +24,7 @@ LOSS_OF_SCALE = 0.08  # of a device's tokens/s, compared with a single device
 
 
 def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
-    """The report in Markdown: runs, verdicts, and tables of runs, speeds and layers."""
+    """Return the report in Markdown: runs, verdicts, and tables of runs, speeds and layers."""
     tables = {
         "runs": curves.run_table(lines),
         "speeds": curves.speed_table(lines),
@@ -144,12 +144,12 @@ def _by_run[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, list[L]]
 
 
 def task_of(header: Header) -> list[Any]:
-    """The settings that are equal for runs with equal losses."""
+    """Return the settings that are equal for runs with equal losses."""
     return [header.model, header.training, header.dtype, header.input_sha256]
 
 
 def _spread(header: Header) -> str:
-    """The layout of a run in a few letters."""
+    """Return the layout of a run in a few letters."""
     found = header.parallel or {}
     tensor = f", {found['tensor']} of them by heads" if found.get("tensor", 1) > 1 else ""
     parts = f", {found['accumulate']} micro-batches" if found["accumulate"] > 1 else ""

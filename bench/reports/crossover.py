@@ -181,13 +181,15 @@ def _gain(point: Point) -> str:
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
-    """The panels of each device of which at least one can be drawn, in the questions' order."""
+    """Return the panels of each device of which at least one can be drawn, in the questions'
+    order.
+    """
     found = asked(records, lines)
     return {x: each for x, each in found.items() if any(panel.drawn for panel in each)}
 
 
 def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, list[Panel]]:
-    """The panels of each device."""
+    """Return the panels of each device."""
     groups: dict[str, dict[str, dict[tuple, list[Run]]]] = {}
     for run in sorted(runs(records, lines), key=lambda run: run.row.time):
         problems = groups.setdefault(run.row.device, {}).setdefault(run.question, {})
@@ -199,7 +201,9 @@ def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, li
 
 
 def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
-    """The panel of the problem that has the most lengths; of equals the longest, the newest."""
+    """Return the panel of the problem that has the most lengths; of equals the longest, the
+    newest.
+    """
     some = [Panel(question, points) for points in map(_points, problems) if points]
 
     def rank(panel: Panel) -> tuple[int, int, str]:

@@ -18,7 +18,7 @@ COLUMNS = ("status", "branch", "implementation", "problem", *NUMERIC, "note")
 
 
 def html(report: Report, plots: Sequence[Plot]) -> str:
-    """The whole page; nothing in it is fetched from elsewhere."""
+    """Return the whole page; nothing in it is fetched from elsewhere."""
     found = report.records
     gains = [render.speed_ups(found, over) for over in ("dense", "portable")]
     number = itertools.count()  # makes the ids of drawings differ

@@ -44,7 +44,7 @@ class Plot:
 
 
 def length(record: Record) -> tuple[int, str]:
-    """The value of the horizontal axis for a row, and its name. `bench.selection` varies the
+    """Return the value of the horizontal axis for a row, and its name. `bench.selection` varies the
     number of selected keys.
     """
     if record.bench == "selection":
@@ -54,7 +54,7 @@ def length(record: Record) -> tuple[int, str]:
 
 
 def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
-    """The rows of each line, by length: those with a value, of two lengths at least."""
+    """Return the rows of each line, by length: those with a value, of two lengths at least."""
     lines: dict[tuple[str, ...], list[Record]] = {}
     for record in rows:
         if record.times_ms and value(record):
@@ -100,7 +100,7 @@ def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
 
 
 def answer(panel: Panel, number: int) -> str:
-    """The SVG of one answer, the `number`th of a page."""
+    """Return the SVG of one answer, the `number`th of a page."""
     figure, grid = _grid(1, (3.0, 2.4))
     _draw(panel, grid[0])
     _legend(figure, columns=2)
@@ -109,7 +109,7 @@ def answer(panel: Panel, number: int) -> str:
 
 
 def answers(each: Sequence[Panel]) -> str:
-    """The SVG of all answers that can be drawn, on white."""
+    """Return the SVG of all answers that can be drawn, on white."""
     drawn = [panel for panel in each if panel.drawn]
     figure, grid = _grid(len(drawn), (3.6, 2.4))
     for axes, panel in zip(grid, drawn, strict=False):
@@ -168,7 +168,7 @@ def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
 
 
 def _by_length(shown, label: str, value: Callable, level: float | None = None):
-    """The panels `shown`, as `panels` gives them."""
+    """Return the panels `shown`, as `panels` gives them."""
     figure, grid = _grid(len(shown), (3.6, 2.5))
     for axes, (branch, axis, lines) in zip(grid, shown, strict=False):
         for line in lines:
@@ -237,7 +237,7 @@ def _saved(figure, title: str, folder: Path) -> Plot:
 
 
 def _svg(figure, name: str, **how: Any) -> str:
-    """The figure as SVG, the same for the same values; the figure is closed."""
+    """Return the figure as SVG, the same for the same values; the figure is closed."""
     from matplotlib import pyplot
 
     buffer = io.StringIO()

@@ -32,7 +32,7 @@ def kernel_name(implementation: str) -> str:
 
 @functools.cache
 def _templates() -> Any:
-    """The templates of this folder. All text in a page is escaped."""
+    """Return the templates of this folder. All text in a page is escaped."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -52,7 +52,7 @@ def filled(name: str, **values: Any) -> str:
 
 
 def problem_of(record: Record) -> tuple[str, ...]:
-    """The common properties of comparable rows as text, without the branch."""
+    """Return the common properties of comparable rows as text, without the branch."""
     names = ("device", "bench", "framework", "mode", "B", "T", "S", "H", "Hkv", "D", "Dv")
     names += ("dtype", "config", "input", "input_sha256", "commit")
     return tuple(repr(getattr(record, name)) for name in names)
@@ -89,7 +89,7 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
 
 
 def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list[Record]]:
-    """The records with a parity verdict, grouped by the fields that form a path."""
+    """Return the records with a parity verdict, grouped by the fields that form a path."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in records:
         if r.branch == "dense" or not r.extra.get("judged", True):
@@ -107,7 +107,7 @@ def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The cells of the table by column. Notes are not shortened."""
+    """Return the cells of the table by column. Notes are not shortened."""
     lines = []
     for record, speed_up in zip(records, speed_ups(records), strict=True):
         extra = record.extra_peak_bytes
@@ -118,7 +118,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def note(record: Record) -> str:
-    """The note of a row."""
+    """Return the note of a row."""
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
         parts.append(f"{record.rows_differ} rows select otherwise than the oracle")
@@ -131,7 +131,7 @@ def note(record: Record) -> str:
 
 
 def heading(records: Sequence[Record]) -> str:
-    """The common properties of all rows: device, problem, versions."""
+    """Return the common properties of all rows: device, problem, versions."""
     first = records[0]
     shape = " ".join(
         f"{name}={getattr(first, name)}" for name in ("B", "T", "H", "Hkv", "D", "Dv")

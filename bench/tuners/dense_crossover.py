@@ -18,7 +18,7 @@ PAPER = NSAConfig().as_dict()
 
 
 def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:
-    """The lengths by `policy.heads_of` and pass, for the section `faster_than_dense` of a
+    """Return the lengths by `policy.heads_of` and pass, for the section `faster_than_dense` of a
     device's file.
     """
     groups: dict[tuple[str, str], list[Record]] = {}

@@ -105,15 +105,16 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """The pairs of the kernel that automatic choice tries first, of those measured; later
-        ones decide nothing here."""
+        """Return the pairs of the kernel that automatic choice tries first, of those measured;
+        later ones decide nothing here.
+        """
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
         first = next((k for k in policy.DECIDES[threshold][1] if k in measured), None)
         return [pair for pair in found if pair.row.implementation == first]
 
     def left_out(self) -> list[str]:
-        """The excluded rows as one line per reason."""
+        """Return the excluded rows as one line per reason."""
         notes = {text: list(places) for text, places in self.notes.items()}
         for threshold in policy.DECIDES:
             used = self.of(threshold)
@@ -176,7 +177,7 @@ class Evidence:
 
 
 def _other(extra: Mapping[str, Any]) -> str | None:
-    """The reason that a row does not concern the automatic choice, or None."""
+    """Return the reason that a row does not concern the automatic choice, or None."""
     if extra.get("path") == "dense":
         return "the dense call of FA-2, which the library does not use"
     if str(extra.get("streams") or 1) != "1":
@@ -185,7 +186,7 @@ def _other(extra: Mapping[str, Any]) -> str | None:
 
 
 def read_records(path: str | Path) -> list[Row]:
-    """The rows of a file of JSON lines, or of those about thresholds below a folder.
+    """Return the rows of a file of JSON lines, or of those about thresholds below a folder.
 
     Raises:
       ValueError: a line is damaged, a file is empty or the folder has none; the message names file
