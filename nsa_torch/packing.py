@@ -69,8 +69,8 @@ def residue_classes(
 def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
     """`cu_seqlens` of queries and keys, every row in some sequence.
 
-    Padding queries are a sequence without keys, and keys that nothing may see one without
-    queries: FA-2 leaves the output and the gradient of a row outside all sequences unwritten.
+    Padding queries form a sequence without keys. Keys that no query may see form a sequence
+    without queries. Otherwise FA-2 would not write the output and the gradient of these rows.
     """
     if cu_seqlens is not None:
         ends = cu_seqlens.to(device, torch.int64).clamp(0, kv_len)
