@@ -151,7 +151,7 @@ def prepare(
 
 @functools.cache
 def _arguments(kernel: Kernel) -> list[list[tuple[tuple[int, ...], int, torch.dtype]]]:
-    """Shape, size and dtype of the inputs, and of the outputs."""
+    """Return the shape, size and dtype of the inputs, and of the outputs."""
 
     def convert(arrays: Sequence[Array]):
         return [(x.shape, x.size, getattr(torch, x.dtype)) for x in arrays]

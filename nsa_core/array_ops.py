@@ -253,7 +253,7 @@ class ArrayOps(Protocol):
         return self.cast(x, self.xp.float32)
 
     def all_float32(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """`to_float32` of several arrays of one shape."""
+        """Return `to_float32` of several arrays of one shape."""
         return [self.to_float32(x) for x in arrays]
 
     def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:

@@ -69,7 +69,7 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
 
 
 def with_tail(xp: Any, indices, position, block_size: int):
-    """`indices` `[B, T, G, n]` with the query's own block added if it is incomplete.
+    """Return `indices` `[B, T, G, n]` with the query's own block added if it is incomplete.
 
     position: `[B, T]`, the position of the query in its sequence; negative for padding.
     """

@@ -107,24 +107,28 @@ class NSAConfig:
 
     @classmethod
     def from_seed(cls, **values: Any) -> Self:
-        """A config from the short names `l, d, l_sel, n_sel, w`."""
+        """Make a config from the short names `l, d, l_sel, n_sel, w`."""
         unknown = sorted(set(values) - set(SEED_NAMES))
         if unknown:
             raise ValueError(f"unknown name {unknown[0]!r}; known: {sorted(SEED_NAMES)}")
         return cls(**{SEED_NAMES[name]: value for name, value in values.items()})
 
     def num_compressed(self, length: int) -> int:
-        """`C`: compressed tokens of a sequence of `length` tokens (Eq. 7)."""
+        """Return `C`, the number of compressed tokens of a sequence of `length` tokens (Eq. 7)."""
         if length < self.compress_block:
             return 0
         return (length - self.compress_block) // self.compress_stride + 1
 
     def num_blocks(self, length: int) -> int:
-        """`N`: selection blocks of a sequence of `length` tokens, the last one partial."""
+        """Return `N`, the number of selection blocks of a sequence of `length` tokens. The last
+        block may be partial.
+        """
         return -(-length // self.select_block)
 
     def reads(self, length: int) -> int:
-        """Key rows that a decode step at `length` cached tokens reads, padding included."""
+        """Return the number of key rows that a decode step at `length` cached tokens reads,
+        including padding.
+        """
         return (
             self.num_compressed(length)
             + self.num_selected * self.select_block
@@ -133,7 +137,7 @@ class NSAConfig:
 
 
 def _proposing(init: Callable[..., None]) -> Callable[..., None]:
-    """`init`, which for a name that is no field proposes one."""
+    """Wrap `init`, so that the error for an unknown name proposes a field."""
 
     @functools.wraps(init)
     def checked(self, *sizes: Any, **named: Any) -> None:

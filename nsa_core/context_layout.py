@@ -117,7 +117,7 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
 
 
 def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:
-    """Key/value heads that are gathered and attended to together, in equal groups.
+    """Return the key/value heads that are gathered and attended to together, in equal groups.
 
     Args:
       head_bytes: bytes of the keys and values of one head for the whole sequence.

@@ -86,7 +86,7 @@ def stepwise(backend: Backend, *arrays) -> bool:
 
 
 def choices(backend: Backend, problem, chosen) -> None:
-    """Tells of the `Choices` of `problem`."""
+    """Report the `Choices` of `problem`."""
     sizes = ("dtype", "B", "T", "S", "H", "Hkv", "D", "Dv")
     fields = {name: getattr(problem, name) for name in sizes}
     fields |= {choice.step: choice.implementation for choice in chosen}
@@ -102,8 +102,9 @@ def watch(
     function: Callable,
     registry: Any = None,
 ) -> Callable:
-    """`function`, which computes `step` with the implementation `name`. It reports the events
-    that are on. `registry` has the reference of the step."""
+    """Wrap `function`, which computes `step` with the implementation `name`. The result reports the
+    events that are on. `registry` has the reference of the step.
+    """
     if not on or backend.silent():
         return function
 

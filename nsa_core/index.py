@@ -110,7 +110,7 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
-    """`kv_len` in tokens, from an argument that may be None.
+    """Return `kv_len` in tokens, from an argument that may be None.
 
     Raises:
       ValueError: There are fewer tokens than queries, or more than keys.

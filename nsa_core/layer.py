@@ -169,7 +169,7 @@ class LayerSpec:
         return self.computed_in(None)
 
     def computed_in(self, compute_dtype: str | None) -> NSAConfig:
-        """`config` with products in this dtype."""
+        """Return `config` with products in this dtype."""
         sizes = {field: getattr(self, name) for name, field in FIELD_OF.items()}
         return NSAConfig(**sizes, compute_dtype=compute_dtype)
 
@@ -232,7 +232,7 @@ class LayerSpec:
         return self.n_heads if self.gate == "head" else self.n_kv_groups
 
     def phi_width(self, width: int) -> int:
-        """Hidden width of the MLP that compresses heads of `width`."""
+        """Return the hidden width of the MLP that compresses heads of `width`."""
         return self.phi_hidden or 2 * width
 
     @property
@@ -260,7 +260,8 @@ class LayerSpec:
         return f"phi_k_{kind}", f"phi_v_{kind}"
 
     def compress_params(self, layer: Any, rates: Any) -> Any:
-        """Parameters of `phi` for keys and for values of a layer of this spec, in either framework.
+        """Return the parameters of `phi` for keys and for values of a layer of this spec, in either
+        framework.
 
         Args:
           rates: a function from the keys' parameters to the rotation of column pairs per token.
@@ -370,7 +371,7 @@ RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 
 
 def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
-    """A `LayerSpec` of the values that are not None.
+    """Make a `LayerSpec` of the values that are not None.
 
     Args:
       config: in place of the sizes of `FIELD_OF`; `gate` and `kv` are then the recommended ones by

@@ -39,7 +39,7 @@ def choose(
     config: NSAConfig,
     log_scores: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the `n` blocks among `0 .. own`, int32 `[..., n]`, ascending, -1 padding.
+    """Select `n` blocks among `0 .. own`, int32 `[..., n]`, ascending. Empty slots are -1.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
     scores go to the lower index. No framework promises the order of ties in a top-k, so only its

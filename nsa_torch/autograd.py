@@ -43,7 +43,9 @@ def _whole(*arrays, mode, kv_len, **static):
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
-    """Gradients for the floating-point `arrays`, given the gradients of the first outputs."""
+    """Compute the gradients for the floating-point `arrays`, given the gradients of the first
+    outputs.
+    """
 
     def outputs(*arrays):
         out = function(*arrays)
@@ -70,13 +72,15 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A tensor that DLPack can share: row-major, no 64-bit integers. The copy costs little."""
+    """Return a tensor that DLPack can share, which is row-major and has no 64-bit integers. The
+    copy costs little.
+    """
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()
 
 
 def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
-    """int32 `[1, S]`: the sequence of each token, -1 for padding."""
+    """Return the sequence of each token, int32 `[1, S]`. Padding has -1."""
     if cu_seqlens is None:
         return None
     bounds = cu_seqlens.to(device, torch.int32)
@@ -140,7 +144,7 @@ for _mode in MODES:
 
 
 def attention(*tensors: Any, **options: Any) -> Tensor:
-    """All steps in one call; arguments as in `all_steps`. The backward pass always computes the
-    forward pass again.
+    """Run all steps in one call. The arguments are the same as in `all_steps`. The backward pass
+    always computes the forward pass again.
     """
     return all_steps(_kind, *tensors, **options)

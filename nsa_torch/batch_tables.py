@@ -106,8 +106,8 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
 
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """The same boundaries for calls whose queries have `gap` tokens between their halves. The
-    result is the same tensor each time if the boundaries carry tables.
+    """Return the same boundaries for calls whose queries have `gap` tokens between their halves.
+    The result is the same tensor each time if the boundaries carry tables.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -116,7 +116,7 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
 
 
 def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """Boundaries that describe a single sequence, for calls whose queries have a gap."""
+    """Make boundaries that describe a single sequence, for calls whose queries have a gap."""
     make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
     (found,) = SHARED.get((of_one, length, gap, device), device, make)
     return attach(tables_of(found) or Tables(length, False, gap), found)
@@ -374,7 +374,7 @@ class PlanTables:
 
 
 def _options(room: int) -> dict[str, Any]:
-    """Options of a launch. `room` is the number of values that a program adds up."""
+    """Return the options of a launch. `room` is the number of values that a program adds up."""
     # Newer versions of Triton warn where it is not said.
     return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
 

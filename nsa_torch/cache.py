@@ -356,8 +356,8 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """The same as `zeroed`, for the `count` entries after the first `used` [B] entries of `x`
-    [B, M, ...]. Entries beyond the last one are clamped to it.
+    """Run `zeroed` on the `count` entries after the first `used` [B] entries of `x` [B, M, ...].
+    Entries beyond the last one are clamped to it.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

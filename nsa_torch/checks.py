@@ -41,7 +41,7 @@ def present(**given):
 
 
 def _each(given):
-    """Names and values, with one entry per field of containers."""
+    """Return names and values, with one entry per field of containers."""
     found = []
     for name, x in given.items():
         if isinstance(x, tuple) and hasattr(x, "_asdict"):
@@ -230,7 +230,7 @@ def room(sequences: int) -> int:
 
 
 def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tensor:
-    """Valid boundaries of a row of `length` tokens, with room for `sequences`."""
+    """Return valid boundaries of a row of `length` tokens, with room for `sequences`."""
     ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
     found = F.pad(ends, (1, 0))
     if sequences is None or sequences == ends.shape[0]:

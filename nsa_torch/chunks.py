@@ -221,7 +221,7 @@ def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def combine(outputs: Branches[Tensor], gates: Branches[Tensor]) -> Tensor:
-    """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
+    """Compute `sum_c gate[c] * out[c]` (Eq. 5) in float32, with gates `[B, T, H]`."""
     if not plain((*outputs, *gates)):
         return _weighted_sum(outputs, gates).to(outputs[0].dtype)
     return _Combine.apply(*outputs, *gates)

@@ -200,7 +200,9 @@ def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
 def attention(
     arguments, varlen, config, scale, recompute, implementation, context_mesh, context_layout
 ) -> Tensor:
-    """`functional.attention` of this rank's queries; `arguments`: of `functional.decided`."""
+    """Compute `functional.attention` of this rank's queries. `arguments` are those of
+    `functional.decided`.
+    """
     query, key, value, gates, compressed, block_indices, cu_seqlens = arguments
     ranks, device = _ranks_of(context_mesh, query)
     if varlen is not None:
@@ -414,7 +416,7 @@ class Call(NamedTuple):
 
 
 def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
-    """`functional.decided` of the tensors of a `Given`."""
+    """Run `functional.decided` on the tensors of a `Given`."""
     (query, *gates), compressed, keys_values, indices = Given.of(tensors, sizes)
     key, value, *sliding = keys_values
     own_key, own_value = sliding or (key, value)
@@ -584,7 +586,7 @@ class Whole:
         self._found: Tensor | None = None
 
     def put(self, part: Tensor | None, unit: Unit, tokens: slice) -> None:
-        """`part` `[1, t, h, ..]` of a unit; None means zeros."""
+        """Put `part` `[1, t, h, ..]` of a unit into the tensor. None means zeros."""
         if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
             self._found = part
         else:
@@ -598,7 +600,9 @@ class Whole:
 
 
 def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
-    """`phi` over the windows of the whole sequence `[B, C, Hkv, D]`, of `x` `[B, T, Hkv, D]`."""
+    """Apply `phi` to the windows of the whole sequence, of which `x` `[B, T, Hkv, D]` are this
+    rank's tokens. The result is `[B, C, Hkv, D]`.
+    """
     windows: Any = WholeWindows(shards, config)
     if cu_seqlens is not None or shards.chunk % config.compress_stride:
         if cu_seqlens is None:
@@ -673,12 +677,14 @@ class WholeWindows(NamedTuple):
         return self.config.compress_block - self.config.compress_stride
 
     def make(self, place: int, tokens, params: CompressParams) -> Tensor:
-        """Those of a chunk and its halo; behind the last of the sequence they have zeros."""
+        """Compress the windows of a chunk and its halo. Windows after the end of the sequence are
+        zeros.
+        """
         first = self.shards.own[place] * self.shards.chunk
         return compress_windows(tokens, params, config=self.config, first=first)
 
     def joined(self, found) -> Tensor:
-        """`[C, ..]` from those of all chunks."""
+        """Join the windows of all chunks to `[C, ..]`."""
         return found[: self.config.num_compressed(self.shards.length)]
 
 

@@ -108,7 +108,7 @@ class Shards(layouts.Shards):
         return (self.own[-1] - self.own[0] + 1 - len(self.own)) * self.chunk
 
     def chunks_of(self, shards: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """Views of the chunks in the shards `[R, T, ...]` of all ranks, in the order of the
+        """Return views of the chunks in the shards `[R, T, ...]` of all ranks, in the order of the
         sequence.
 
         Args:

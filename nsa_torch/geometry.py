@@ -59,8 +59,8 @@ def without_padding(x: Tensor, real: Tensor) -> Tensor:
 
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. By default all
-    tokens count.
+    """Return the tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. By
+    default all tokens count.
     """
     if count is None:
         return tensors
@@ -97,7 +97,9 @@ def geometry(
 
 
 def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
-    """`position`, `key_start`, `compressed_start` of a `Geometry`, and its `cu_seqlens`."""
+    """Return `position`, `key_start` and `compressed_start` of a `Geometry`, and its
+    `cu_seqlens`.
+    """
     bounds = cu_seqlens.to(torch.int64)
     token = torch.arange(num_queries, device=bounds.device) + (kv_len - num_queries)
     # Counting the ends at or before a token skips the sequences without tokens.

@@ -111,7 +111,7 @@ class SelectedGate(nn.Module):
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """`x`, which is equal on all ranks, sharded in the same way as `like`."""
+    """Return `x`, which is equal on all ranks, sharded in the same way as `like`."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x
@@ -330,7 +330,7 @@ def split(
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
-    """`q_norm` and `k_norm` of an attention layer, or None."""
+    """Return `q_norm` and `k_norm` of an attention layer, or None."""
     query, key = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
     return None if query is None or key is None else (query, key)
 
@@ -348,7 +348,7 @@ def _angles(
     scale: float,
     scaling: rotation.Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
+    """Return the cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
     turns = rates(width, base, scaling, position.device)
     angle = (position.to(torch.float32) / scale)[..., None] * turns
     if scaling is None or scaling.attention_scaling == 1:

@@ -94,7 +94,7 @@ def index_blocks(
 
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
-    """The same as `index_blocks`, for queries at any `position` `[B or 1, T]`. A negative
+    """Select blocks as `index_blocks` does, for queries at any `position` `[B or 1, T]`. A negative
     position is padding.
     """
     index = indexing.check(query, key, index, False)

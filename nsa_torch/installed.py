@@ -54,7 +54,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def first_calls(preset: str, length: int) -> dict[str, float]:
-    """Seconds of the first calls of this process."""
+    """Measure the seconds of the first calls of this process."""
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     names = "dim", "n_heads", "n_kv_groups", "d_k", "d_v"
@@ -116,7 +116,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 
 def faults(caches: Path) -> list[str]:
-    """Actions of the process that an installed wheel must not need."""
+    """List the actions of the process that an installed wheel must not need."""
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:

@@ -126,7 +126,7 @@ class KernelLayout:
     # that a query may see are zeroed; of keys only the logits are masked, forward.
 
     def zero_unreachable(self, x: Branches) -> Branches:
-        """Keys or values of the branches, with zeros for tokens that no query may see."""
+        """Return keys or values of the branches, with zeros for tokens that no query may see."""
         if self.assume_finite:
             return x
         selected = self.zero_unreachable_tokens(x.selected)
@@ -135,7 +135,7 @@ class KernelLayout:
         return Branches(self.zero_unreachable_compressed(x.compressed), selected, sliding)
 
     def zero_unreachable_tokens(self, x):
-        """`x` `[B, S, Hkv, .]` with zeros after the existing tokens."""
+        """Return `x` `[B, S, Hkv, .]` with zeros after the existing tokens."""
         if self.packed:
             return self.ops.derive(_cut, x, self.cu_seqlens)[0] if self.may_be_padded else x
         if self.lengths is not None:
@@ -143,7 +143,7 @@ class KernelLayout:
         return x if self.kv_len >= x.shape[1] else self.ops.derive(_cut, x, end=self.kv_len)[0]
 
     def zero_unreachable_compressed(self, x):
-        """`x` `[B, C, Hkv, .]` with zeros after the existing compressed tokens."""
+        """Return `x` `[B, C, Hkv, .]` with zeros after the existing compressed tokens."""
         if self.fixed or (self.varlen is not None and not self.may_be_padded):
             return x
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
@@ -408,7 +408,7 @@ class KernelPath:
         return found
 
     def __call__(self, *tensors: Any, **options: Any) -> Tensor:
-        """All steps, with the arguments of `all_steps`."""
+        """Run all steps, with the arguments of `all_steps`."""
         return all_steps(self.kind, *tensors, **options)
 
 

@@ -248,7 +248,7 @@ class NSAAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Parameters of `phi` for keys and for values."""
+        """Return the parameters of `phi` for keys and for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         rates = lambda key: heads.rates(*turns, key.position.device)
         return self.spec.compress_params(self, rates)
@@ -320,7 +320,9 @@ class NSAAttention(nn.Module):
         return query, Branches(*key), Branches(*value), gates
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
-        """Only the selected branch, `[B, T, H, Dv]`, with scores from the compressed tokens."""
+        """Compute only the selected branch, `[B, T, H, Dv]`, with scores from the compressed
+        tokens.
+        """
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens)
         with torch.no_grad():  # a selection has no gradient
             compressed = functional.compress(
@@ -330,7 +332,7 @@ class NSAAttention(nn.Module):
         return functional.selected_attention(query, key.selected, value, indices, **packed)[0]
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None):
-        """Dense attention of at most `spec.all_selected` tokens, `[B, T, H, Dv]`."""
+        """Compute dense attention of at most `spec.all_selected` tokens, `[B, T, H, Dv]`."""
         name = Branches.each(self.implementation).sliding
         if name is None and cu_seqlens is None and key.shape[-1] == value.shape[-1]:
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -137,7 +137,7 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
 
 
 def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
-    """The same of the gradient."""
+    """Run the operator of the gradient, and return its results as `call` does."""
     if under_transforms() and not torch.compiler.is_compiling():
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
         return Gradient.apply(kind, len(kept), grad, *kept, *arguments)
@@ -313,7 +313,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, program, *tensors):
-        """`program`: a `Program`."""
+        """Run `program`, a `Program`."""
         with torch._C._AutoDispatchBelowAutograd():
             found = program.run(tensors)
         count = program.returned
@@ -432,7 +432,7 @@ class InputMode(NamedTuple):
     joined: bool = False
 
     def with_joined_gates(self) -> "InputMode":
-        """The same of gates in one tensor."""
+        """Return the same mode for gates in one tensor."""
         return self._replace(name=f"{self.name}_joined", joined=True)
 
     @property
@@ -512,7 +512,7 @@ def all_steps(
     recompute: bool = False,
     pages: Pages | None = None,
 ) -> Tensor:
-    """Attention as one operator.
+    """Compute attention as one operator.
 
     Args:
       kind: The mode, and the kind of residuals.
@@ -536,7 +536,9 @@ def all_steps(
 
 
 def _in_memory(tensors):
-    """Tensors that kernels can read. The dispatcher does not resolve lists that contain None."""
+    """Return tensors that kernels can read. The dispatcher does not resolve lists that contain
+    None.
+    """
     return [x if x is None else x.resolve_neg() for x in tensors]
 
 

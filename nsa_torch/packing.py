@@ -67,7 +67,7 @@ def residue_classes(
 
 
 def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
-    """`cu_seqlens` of queries and keys, every row in some sequence.
+    """Return `cu_seqlens` of queries and keys in which every row belongs to a sequence.
 
     Padding queries form a sequence without keys. Keys that no query may see form a sequence
     without queries. Otherwise FA-2 would not write the output and the gradient of these rows.
@@ -137,7 +137,7 @@ class Ranges:
         return total.to(x.dtype)
 
     def rows(self, num_keys: int) -> Rows:
-        """The same in torch indexing: every packed row by name."""
+        """Return every packed row by name, as torch indices."""
         batch, _, heads, _ = self.start.shape
         device = self.start.device
         step = torch.arange(self.longest, device=device)
@@ -230,7 +230,8 @@ def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows `rows` `[M]` of `x` `[B, S, H, D]`, its first two axes taken as one: `[M, H, D]`.
+    """Gather rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The result
+    is `[M, H, D]`.
 
     An index outside `0 .. B*S - 1` is no row and gives 0. `x` may have any strides.
     """
@@ -250,7 +251,7 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
-    """`gather` on CUDA."""
+    """Run `gather` on CUDA."""
     batch, tokens, heads, width = x.shape
     packed = x.new_empty(rows.numel(), heads, width)
     if packed.numel() == 0 or x.numel() == 0:

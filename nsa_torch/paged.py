@@ -240,7 +240,9 @@ class PagedCache(PagedArrays):
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
-        """int32 `[rows]`, `0 ..`: the rings of the rows of a call that does not name them."""
+        """Return the rings of the rows of a call that does not name them, int32 `[rows]`,
+        `0 ..`.
+        """
         found, ring = getattr(self, "_slots", None), self.recent_key
         if found is None or found.shape[0] != ring.shape[0]:
             found = torch.arange(ring.shape[0], dtype=torch.int32, device=ring.device)
@@ -394,7 +396,9 @@ def checked_tokens(
     made_with: Facts,
     slots: Tensor | None = None,
 ) -> NewTokens:
-    """Arguments and errors as in `append`."""
+    """Check the arguments of `append` and return the new tokens. The errors are those of
+    `append`.
+    """
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q, slots=slots)
     checks.tensors(cache.selected_key, "the cache", **given)

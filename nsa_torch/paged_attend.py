@@ -164,8 +164,9 @@ def finish(
 def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
-    """A function that attends from the last tokens `[B, T, H, D]` of all rows on kernels that read
-    pages, or None. Arguments as in `cached_attention` and `paged_attention`, checked.
+    """Return a function that attends from the last tokens `[B, T, H, D]` of all rows on kernels
+    that read pages, or None. The arguments are those of `cached_attention` and `paged_attention`,
+    checked.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -416,8 +417,8 @@ def gathering(
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
 ) -> Callable[[], Tensor]:
-    """A function that gathers the pages of each row and runs `attention`, once the tokens are in
-    their pages.
+    """Return a function that gathers the pages of each row and runs `attention`, once the tokens
+    are in their pages.
 
     `whole`: keys and values of rows without earlier tokens, used instead of their pages. `full`:
     all rows have the same number of queries.
@@ -514,8 +515,8 @@ def side_by_side(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Branches[Pair]:
-    """Keys and values of each branch, `[B, S, Hkv, .]`, or `[B, C, Hkv, .]` of as many compressed
-    tokens as the pages have room for.
+    """Return keys and values of each branch, `[B, S, Hkv, .]`, or `[B, C, Hkv, .]` of as many
+    compressed tokens as the pages have room for.
 
     Args:
       page_table, lengths: as in `paged_attention`.

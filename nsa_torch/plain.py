@@ -57,7 +57,9 @@ def traced(tensors: Iterable[Any]) -> bool:
 
 
 def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off: it would make the scores of float32 tensors bfloat16."""
+    """Return a context in which autocast is off, since autocast would make the scores of float32
+    tensors bfloat16.
+    """
     # Tensors on meta have no autocast; torch 2.11 compiles no call that asks for it by name.
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return contextlib.nullcontext()
@@ -89,7 +91,7 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def is_last_pass() -> bool:
-    """In a backward pass, whether no other pass through the same graph can follow."""
+    """Return whether no other pass through the same graph can follow this backward pass."""
     return not _keeps_graph()
 
 

@@ -63,7 +63,7 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
-        """A bundle for the results of a plan after the first that torch does not read."""
+        """Make a bundle for the results of a plan after the first that torch does not read."""
         by_torch = touched_by_torch(plan.steps)
         offsets, end = list[int | None](), 0
         for n in (x.buffer for x in plan.results[1:]):
@@ -525,7 +525,7 @@ class Planned(NamedTuple):
         bundle: Bundle | None = None,
         bundles: bool = False,
     ) -> BoundPlan:
-        """A plan of a call, on its device.
+        """Bind a plan of a call to its device.
 
         Args:
           arguments: `Array`s in place of those in a bundle.
@@ -589,5 +589,5 @@ class Planned(NamedTuple):
 
 
 def array_of(x: Any) -> Array:
-    """Shape and dtype of a tensor or of an `Array`."""
+    """Return the shape and dtype of a tensor or of an `Array`."""
     return Array(tuple(x.shape), str(x.dtype).removeprefix("torch."))

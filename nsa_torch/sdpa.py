@@ -112,7 +112,9 @@ def selected_attention(
 
 
 def block_rows(where, block_indices, queries, num_keys, config):
-    """Rows of `[B*S*Hkv]` in the chunk's blocks and which are seen, `[B, Q, Hkv, n*l']`."""
+    """Return the rows of `[B*S*Hkv]` in the chunk's blocks, and which of them are seen,
+    `[B, Q, Hkv, n*l']`.
+    """
     blocks = block_indices[:, queries].to(torch.int64)
     batch, _, kv_heads, _ = blocks.shape
     inside = torch.arange(config.select_block, device=blocks.device)

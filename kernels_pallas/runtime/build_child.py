@@ -81,7 +81,7 @@ def recorded(call: str) -> list[dict[str, Any]]:
 
 
 def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
-    """Machine code of `kernel` for Hopper: its launch parameters, and the image.
+    """Build the machine code of `kernel` for Hopper, which is its launch parameters and the image.
 
     Raises:
       ValueError: The same as in `lowering.lower`.

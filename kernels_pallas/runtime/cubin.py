@@ -83,7 +83,7 @@ def _tuples(data: Any) -> Any:
 
 
 def byte_strides(shape: Sequence[int], item_bytes: int) -> list[int]:
-    """Strides of a contiguous array, by axis."""
+    """Return the strides of a contiguous array, by axis."""
     strides = [item_bytes]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

@@ -24,7 +24,7 @@ _lock = threading.RLock()
 def bound(
     kernel: Kernel, device: int, prefetch: Callable[[], Sequence[Kernel]] = lambda: ()
 ) -> BoundKernel:
-    """`kernel` on a GPU, loaded.
+    """Return `kernel` on a GPU, loaded.
 
     Args:
       prefetch: Returns the kernels that are launched next. If a kernel must be built, they are

@@ -42,7 +42,7 @@ class Combine(Spec):
 
 @described
 def gated_sum(spec: Combine) -> Kernel:
-    """O = sum_c g_c O_c.
+    """Describe the kernel that computes O = sum_c g_c O_c.
 
     Inputs: `branches` gates, float32 `[1, rows, 1]`, then `branches` outputs `[rows, width]`.
     Output: their gated sum `[rows, width]`.
@@ -54,7 +54,7 @@ def gated_sum(spec: Combine) -> Kernel:
 
 @described
 def deltas(spec: Combine) -> Kernel:
-    """delta_c = rowsum(dO * O_c).
+    """Describe the kernel that computes delta_c = rowsum(dO * O_c).
 
     Inputs: dO, then `branches` outputs, all `[rows, width]`. Outputs: `branches` times float32
     `[1, rows, 1]`.

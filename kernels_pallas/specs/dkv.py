@@ -208,7 +208,7 @@ class Dkv(AttentionSizes):
 
 @described
 def partials(spec: Dkv) -> Kernel:
-    """Sums of dk and dv over the query tiles of each work item.
+    """Describe the kernel that sums dk and dv over the query tiles of each work item.
 
     Inputs:
       query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
@@ -254,7 +254,7 @@ def partials(spec: Dkv) -> Kernel:
 
 @described
 def merge(spec: Dkv) -> Kernel:
-    """Add up the partials of each tile of keys, which gives dk and dv.
+    """Describe the kernel that adds up the partials of each tile of keys, which gives dk and dv.
 
     Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`,
     which state the partials of each tile of keys. With `stored_rows` there are two more inputs:

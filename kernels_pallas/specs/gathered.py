@@ -142,7 +142,8 @@ class GatheredAttention(AttentionSizes):
 
 @described
 def partials(spec: GatheredAttention) -> Kernel:
-    """O_j = softmax(scale Q K_j^T) V_j of each token and each far block j that it selected.
+    """Describe the kernel that computes O_j = softmax(scale Q K_j^T) V_j of each token and each far
+    block j that it selected.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -171,7 +172,8 @@ def partials(spec: GatheredAttention) -> Kernel:
 
 @described
 def partial_dq(spec: GatheredAttention) -> Kernel:
-    """scale dS_j K_j of each token and each far block j that it selected.
+    """Describe the kernel that computes scale dS_j K_j of each token and each far block j that it
+    selected.
 
     Inputs, after those of `partials`:
       do: `[B, T, H, Dv]`, the gradient of the output.

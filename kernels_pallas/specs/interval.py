@@ -185,7 +185,8 @@ def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
 
 @described
 def forward(spec: IntervalAttention) -> Kernel:
-    """O = added + gate * softmax(scale Q K^T) V over the keys that each query sees.
+    """Describe the kernel that computes O = added + gate * softmax(scale Q K^T) V over the keys
+    that each query sees.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
@@ -207,7 +208,8 @@ def forward(spec: IntervalAttention) -> Kernel:
 
 @described
 def dq(spec: IntervalAttention) -> Kernel:
-    """dQ = added + scale dS K with dS = gP * (dP - delta), the gradient of `forward`'s query.
+    """Describe the kernel that computes dQ = added + scale dS K with dS = gP * (dP - delta), the
+    gradient of `forward`'s query.
 
     With `second_keys` the gradient of a second interval is added, which has its own keys, values,
     bounds and statistics. The sum of each interval is rounded, as with two kernels. With

@@ -186,7 +186,8 @@ def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
 
 @described
 def forward(spec: SelectedAttention) -> Kernel:
-    """O = added + gate * softmax(scale Q K^T) V over the selected blocks of each token.
+    """Describe the kernel that computes O = added + gate * softmax(scale Q K^T) V over the selected
+    blocks of each token.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
@@ -226,7 +227,7 @@ def forward(spec: SelectedAttention) -> Kernel:
 
 @described
 def dq(spec: SelectedAttention) -> Kernel:
-    """dQ = added + scale dS K, the gradient of `forward`'s query.
+    """Describe the kernel that computes dQ = added + scale dS K, the gradient of `forward`'s query.
 
     dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). shift,
     which holds the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).

@@ -70,8 +70,8 @@ class StoredDsQuery(BlockListSizes):
 
 @described
 def dq(spec: StoredDsQuery) -> Kernel:
-    """dQ = added + scale dS K for the rows of a chunk. Nothing is written for other rows, which in
-    place keep the values of `added`.
+    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Nothing is
+    written for other rows, which in place keep the values of `added`.
 
     Inputs:
       key: `[B, S, Hkv, D]`.

@@ -56,7 +56,7 @@ def gathered_tile(group: int, slab: int) -> Tile:
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 
@@ -75,7 +75,9 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
 
 
 def slab_width(*widths: int) -> int:
-    """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
+    """Return the number of columns of a slab. All `widths`, which are multiples of 16, are
+    multiples of it.
+    """
     common = math.gcd(*widths)
     return next(slab for slab in (64, 32, 16) if common % slab == 0)
 

@@ -18,7 +18,7 @@ LOG2E = math.log2(math.e)
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 

@@ -54,7 +54,7 @@ def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int
 
 
 def smem_of(capability: tuple[int, int]) -> int:
-    """Largest shared memory of a program, in bytes."""
+    """Return the largest shared memory of a program, in bytes."""
     return SMEM.get(capability, SMEM_LEAST)
 
 
@@ -64,7 +64,7 @@ def power(size: int, least: int = LEAST) -> int:
 
 
 def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
-    """Upper bound of a kernel's shared memory, in bytes."""
+    """Return an upper bound of a kernel's shared memory, in bytes."""
     width, value_width = power(D), power(Dv)
     rows, keys, _, stages = tiling
     both = width + value_width
@@ -81,7 +81,7 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the number of bytes of an element."""
     return 4 if dtype == "float32" else 2
 
 

@@ -241,7 +241,7 @@ def block_attention(
 
 
 def _dense(module, query, key, value, mask, dropout, scaling, rest):
-    """transformers' `sdpa`, with the mask that it would have been given.
+    """Run transformers' `sdpa` with the mask that transformers would have passed.
 
     It aligns its own causal mask with the first key, so that fewer queries than keys need one.
     """

@@ -175,8 +175,8 @@ class PagedLayer:
         return attend_pages(attention, x, call.position, self.pages, call.order, **call.at)
 
     def tensors(self) -> list[Tensor]:
-        """Views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as integers, since
-        not every version of torch indexes floats of 8 bits.
+        """Return views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as
+        integers, since not every version of torch indexes floats of 8 bits.
         """
         found = self.pages.tensors().values()
         bits = (x.view(torch.uint8) if x.dtype is FP8 else x for x in found)

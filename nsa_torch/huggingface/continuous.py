@@ -308,7 +308,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
     @functools.wraps(add)
     def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """A server's, which has not been through `generate_batch`."""
+        """Add a request of a server, which has not been through `generate_batch`."""
         check_tokens("input_ids", input_ids, config.vocab_size)
         return add(input_ids, *args, **kwargs)
 

@@ -382,7 +382,9 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 if `--check` finds a difference, 2 if nothing was converted."""
+    """Run the command. The exit status is 0, 1 if `--check` finds a difference, or 2 if nothing was
+    converted.
+    """
     parser = argparse.ArgumentParser(
         "python -m nsa_torch.huggingface.convert",
         description=__doc__,

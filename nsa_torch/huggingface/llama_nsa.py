@@ -95,8 +95,8 @@ class LlamaNSAAttention(LlamaAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
     ) -> tuple[Tensor, None]:
-        """out `[B, T, E]`, and None for the weights; `rest`: a cache by its name, and what Llama's
-        layers are given in addition.
+        """Return out `[B, T, E]`, and None for the weights. `rest` has a cache by its name, and
+        other arguments of Llama's layers.
         """
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))

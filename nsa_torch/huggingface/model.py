@@ -330,7 +330,7 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **past)
 
     def _continuous(self, x, mask, position, **paged):
-        """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
+        """Run a step of transformers' continuous batching on `x` [1, N, hidden_size]."""
         if "nsa" in self.config.layer_attention:
             batch = ContinuousBatch(self.config, x, position, **paged)
         else:
@@ -341,7 +341,7 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
-        """With the positions and mask that dense layers read, if there are any."""
+        """Add the positions and mask that dense layers read, if there are any dense layers."""
         if "dense" not in self.config.layer_attention:
             return batch
         length, call = x.shape[1], batch.call
@@ -395,7 +395,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Arguments of `NSAModel.forward`, those of the loss function, and:
+        """Compute logits and a loss. The arguments are those of `NSAModel.forward`, those of the
+        loss function, and:
 
         Args:
           labels: `[B, T]`, tokens that are predicted one column earlier; -100 is ignored.

@@ -263,7 +263,7 @@ def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tenso
 
 
 def _roll(x: Tensor, shift: Tensor) -> Tensor:
-    """Row `b` of `x` [B, T, ...] rolled to the left by `shift[b]`."""
+    """Roll row `b` of `x` [B, T, ...] to the left by `shift[b]`."""
     length = x.shape[1]
     index = (torch.arange(length, device=x.device) + shift[:, None]) % length
     row = torch.arange(x.shape[0], device=x.device)[:, None]

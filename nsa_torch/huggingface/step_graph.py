@@ -46,7 +46,7 @@ class StepGraph:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits `[B, 1, vocab]` of one more token of each row.
+        """Return the logits `[B, 1, vocab]` of one more token of each row.
 
         Args:
           input_ids: int64 `[B, 1]`.

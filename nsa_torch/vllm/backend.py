@@ -88,7 +88,7 @@ class NSABackend(AttentionBackend):
 
 
 def cache_spec(spec: LayerSpec, dtype: torch.dtype) -> FullAttentionSpec:
-    """vLLM's description of a layer's cache."""
+    """Make vLLM's description of a layer's cache."""
     return FullAttentionSpec(
         block_size=spec.config.select_block,
         num_kv_heads=spec.n_kv_groups,
