@@ -81,7 +81,7 @@ def with_tail(xp: Any, indices, position, block_size: int):
 
 
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
-    """`(lists, tokens)`: lists `[N, G, n]`, with the tail if it is included, and the
+    """Return `(lists, tokens)`: lists `[N, G, n]`, with the tail if it is included, and the
     `paged_layout.Tokens` of the queries. `paged` has page_table, lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged

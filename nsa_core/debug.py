@@ -186,7 +186,7 @@ def _value(x: Any) -> str:
 
 
 def _shape(x: Any) -> str:
-    """`bfloat16[1,512,4,32]`, or a list of these in brackets."""
+    """Return `bfloat16[1,512,4,32]`, or a list of these in brackets."""
     if isinstance(x, tuple):
         return f"({','.join('None' if y is None else _shape(y) for y in x)})"
     return f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, x.shape))}]"

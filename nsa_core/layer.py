@@ -425,7 +425,9 @@ def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _from_json(tensor: Any, key: str) -> dict[str, str]:
-    """Bytes of JSON, as checkpoints once stated the kind; those of an average need rounding."""
+    """Return the bytes of JSON, as checkpoints once stated the kind; those of an average need
+    rounding.
+    """
     values = tensor.tolist()
     try:
         return json.loads(bytes(map(round, values)))

@@ -526,7 +526,7 @@ def longest_row(
     cu_seqlens_q,
     capacity: int,
 ) -> int | None:
-    """`max_seqlen_q`, limited to the `capacity` of a row's pages. Checks that no row of
+    """Return `max_seqlen_q`, limited to the `capacity` of a row's pages. Checks that no row of
     `cu_seqlens_q` is longer, if the host reads it (`read`).
     """
     if max_seqlen_q is None:

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     query: Any  # the key that each query is, [B, T]; below 0: none
 
     def at(self, x, index):
-        """`x[b, index[b]]` for each row b."""
+        """Return `x[b, index[b]]` for each row b."""
         return x[self.ops.arange(x, x.shape[0]).reshape(-1, 1), index]
 
     def own(self, x, nothing: int):
@@ -65,8 +65,8 @@ def wide(xp: Any, dtype: Any) -> Any:
 
 
 def _e4m3(xp, x):
-    """`x` rounded to 8 bits and clipped to the range. It computes with numbers, since XLA would
-    remove a pair of conversions.
+    """Return `x` rounded to 8 bits and clipped to the range. It computes with numbers, since XLA
+    would remove a pair of conversions.
     """
     x = x.clip(-448, 448)
     _, exponent = xp.frexp(x)  # of a mantissa from 1/2, which keeps 4 bits
@@ -94,8 +94,8 @@ def _rounded(xp, query, key, value, read):
 
 
 def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=False):
-    """Softmax attention with `mask` [B, Hkv or 1, T, S]. Returns out, lse, probabilities and
-    their logarithms.
+    """Compute softmax attention with `mask` [B, Hkv or 1, T, S]. Returns out, lse, probabilities
+    and their logarithms.
     """
     xp, cast, nn = rows.ops.xp, rows.ops.cast, rows.ops.nn
     out_dtype = dtype or query.dtype
@@ -157,7 +157,7 @@ def compressed_attention(
 
 
 def _scores(rows: Rows, query, key, config, scale):
-    """Scores `[B, Hkv, T, N]` (Eqs. 8-10), and their logarithms."""
+    """Return the scores `[B, Hkv, T, N]` (Eqs. 8-10), and their logarithms."""
     xp, arange = rows.ops.xp, rows.ops.arange
     *_, probs, logs, before = _compressed(rows, query, key, key[..., :0], config, scale)
     probs, logs = probs.sum(axis=2), rows.ops.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
@@ -183,7 +183,7 @@ def _scores(rows: Rows, query, key, config, scale):
 
 
 def block_scores(rows: Rows, query, key, *, config, scale=None):
-    """Importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
+    """Return the importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
     return rows.ops.xp.swapaxes(_scores(rows, query, key, config, scale)[0], 1, 2)
 
 

@@ -31,5 +31,5 @@ class Branches[X](NamedTuple):
 
     @classmethod
     def each(cls, value: Any) -> "Branches[Any]":
-        """`value` itself if it is a `Branches`, otherwise `value` for every branch."""
+        """Return `value` itself if it is a `Branches`, otherwise `value` for every branch."""
         return value if isinstance(value, cls) else cls(value, value, value)

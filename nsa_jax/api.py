@@ -157,7 +157,7 @@ def attend(
     recompute=False,
     assume_finite=False,
 ):
-    """`attention` on given compressed tokens (see `cache.py`).
+    """Return `attention` on given compressed tokens (see `cache.py`).
 
     Args:
       assume_finite: Whether keys and values after `kv_len` are finite and no query is padding.

@@ -135,7 +135,9 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
-    """`(out, lse)` by the kernels that gather single keys; gradients by chunks of queries."""
+    """Return `(out, lse)` by the kernels that gather single keys; gradients by chunks of
+    queries.
+    """
 
     def run(*arrays):
         return tuple(triton_paged_blocks.attention_of_rows(OPS, *arrays, *how))

@@ -131,5 +131,5 @@ windows_at.defvjp(_windows_fwd, _windows_bwd)
 
 
 def _rows(x, index):
-    """`x[b, index[b]]` for each `b`."""
+    """Return `x[b, index[b]]` for each `b`."""
     return jax.vmap(lambda row, at: row[at])(x, index)

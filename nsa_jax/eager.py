@@ -111,7 +111,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _program(
     function: Callable[..., Any], tree: Any, constants: tuple[Hashable, ...], state: Hashable
 ):
-    """A compiled program. `state` has the other values that the function depends on."""
+    """Return a compiled program. `state` has the other values that the function depends on."""
 
     def program(*arrays):
         supply = iter(arrays)
@@ -129,7 +129,7 @@ def forget() -> None:
 
 
 def _varying(x, axes):
-    """`x` typed as varying along mesh axes: `shard_map` sees no such thing in kernels."""
+    """Return `x` typed as varying along mesh axes: `shard_map` sees no such thing in kernels."""
     missing = axes - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

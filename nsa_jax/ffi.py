@@ -105,7 +105,7 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
 
 @functools.cache
 def text_and_key(kernel: Kernel) -> tuple[str, np.int64]:
-    """A kernel's description, and its hash, a number that identifies it in any process."""
+    """Return a kernel's description, and its hash, a number that identifies it in any process."""
     text = description.canonical(description.describe(kernel))
     digest = hashlib.sha256(text.encode()).digest()
     return text, np.frombuffer(digest[:8], np.int64)[0]

@@ -142,9 +142,9 @@ JAX_OPS = JaxOps()
 
 @functools.cache
 def _triton_call():
-    """`jax_triton.triton_call`, whose outputs are `outputs` in every version. jax-triton sets or
-    deletes `TRITON_CACHE_DIR` when it is imported, which would turn off Triton's cache in the whole
-    process. Here it is restored.
+    """Return `jax_triton.triton_call`, whose outputs are `outputs` in every version. jax-triton
+    sets or deletes `TRITON_CACHE_DIR` when it is imported, which would turn off Triton's cache in
+    the whole process. Here it is restored.
 
     Fusing is requested by name, as in torch's calls, since newer versions of Triton warn otherwise.
     """

@@ -158,7 +158,7 @@ class KernelPath:
         segment_ids=None,
         scale=None,
     ):
-        """`branches.<name>_attention` on the kernels of this path."""
+        """Return `branches.<name>_attention` on the kernels of this path."""
         tokens, pair = query if name == "compressed" else key, (key, value)
         lengths = self._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
         if name != "compressed":

@@ -261,7 +261,7 @@ class NSAAttention(nnx.Module):
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Parameters of `phi` for keys and for values."""
+        """Return the parameters of `phi` for keys and for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         return self.spec.compress_params(self, lambda key: rates(*turns))
 
@@ -335,7 +335,7 @@ class NSAAttention(nnx.Module):
         varlen: PackedRows | None = None,
         attention_mask: None = None,
     ):
-        """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
+        """Return `(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 
         Args:
           x: `[B, T, dim]`.

@@ -59,12 +59,12 @@ def _word(address: int, at: int = 0) -> int:
 
 @functools.cache
 def _function(api: int, which: int) -> Callable[[int], int | None]:
-    """A function of XLA, which takes the address of a structure."""
+    """Return a function of XLA, which takes the address of a structure."""
     return _Function(_word(api, which))
 
 
 def _structure(*given: int) -> ctypes.Array[c_size_t]:
-    """A structure that consists of its size, a pointer, and these fields."""
+    """Return a structure that consists of its size, a pointer, and these fields."""
     count = GIVEN + len(given)
     return (c_size_t * count)(count * WORD, 0, *given)
 
@@ -114,9 +114,8 @@ def _call(frame: Sequence[int]) -> Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """A C function that XLA can register. It calls `run` from any thread, and an exception of
-    `run` reaches the caller of the program. The caller must retain it while it is
-    registered.
+    """Return a C function that XLA can register. It calls `run` from any thread, and an exception
+    of `run` reaches the caller of the program. The caller must retain it while it is registered.
     """
 
     def handle(pointer: int) -> int | None:

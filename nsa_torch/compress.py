@@ -85,8 +85,8 @@ def gradient_of_means(
 
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
-    """`apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is `unused`
-    `[C, 1, 1]`. Values of padding therefore do not reach gradients of parameters either.
+    """Return `apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is
+    `unused` `[C, 1, 1]`. Values of padding therefore do not reach gradients of parameters either.
     """
     windows = x[:, taps]
     if params is not None:

@@ -302,7 +302,7 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
 
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
-    """`varlen` with values of any width; a row without keys has lse -inf."""
+    """Return `varlen` with values of any width; a row without keys has lse -inf."""
     width, value_width = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
     common = max(width, value_width)

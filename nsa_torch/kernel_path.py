@@ -160,7 +160,7 @@ class KernelLayout:
 
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
-    """Positions for `given`: `lengths`, `cu_seqlens`, or nothing for `kv_len` keys."""
+    """Return the positions for `given`: `lengths`, `cu_seqlens`, or nothing for `kv_len` keys."""
     number = given[0] if given else None
     layout = geometry(
         *shape,
@@ -175,7 +175,7 @@ def _places(ops, *given, shape, kv_len, packed, config):
 
 @derived(lambda x, *ends, end=0: [like(x)])
 def _cut(ops, x, *ends, end: Any = 0):
-    """`x` `[B, S, ...]` with zeros from `end`, or from the last value of `ends`, which holds
+    """Return `x` `[B, S, ...]` with zeros from `end`, or from the last value of `ends`, which holds
     for all rows or per row.
     """
     there = torch.arange(x.shape[1], device=x.device)

@@ -288,7 +288,7 @@ def _pages_apart(arrays: Sequence[Tensor]) -> int:
 
 
 def _with_gaps(pages: Tensor, apart: int) -> Tensor:
-    """`pages` and the memory between them, contiguous."""
+    """Return `pages` and the memory between them, contiguous."""
     shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
     return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 

@@ -182,7 +182,9 @@ def decide_step(
 def _in_runs(
     inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
 ) -> Callable[[], Tensor]:
-    """A function that attends to the rows of each run; `new`: keys and values of the tokens."""
+    """Return a function that attends to the rows of each run; `new`: keys and values of the
+    tokens.
+    """
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
     parts: list[tuple[slice, Callable[[], Tensor]]] = []
@@ -227,7 +229,7 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """A function that computes the output; `whole`, `full` as in `gathering`."""
+    """Return a function that computes the output; `whole`, `full` as in `gathering`."""
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)

@@ -78,8 +78,8 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def constant[Function: Callable](function: Function) -> Function:
-    """`torch.compiler.assume_constant_result` without an immediate import of the compiler, which
-    takes longer than all other imports.
+    """Return `torch.compiler.assume_constant_result` without an immediate import of the compiler,
+    which takes longer than all other imports.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

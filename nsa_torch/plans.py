@@ -360,7 +360,7 @@ class BoundPlan:
         return run
 
     def _beside(self, start: Step, event: int) -> Step:
-        """A launch on the side stream, which waits for the queued work."""
+        """Return a launch on the side stream, which waits for the queued work."""
 
         def run(tensors, addresses, stream):
             if not self.on_gpu:  # tests
@@ -385,7 +385,7 @@ class BoundPlan:
         return run
 
     def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
-        """A step on tensors: derived, or a launch by Triton's launcher."""
+        """Return a step on tensors: derived, or a launch by Triton's launcher."""
         reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
         # As a rule every one is a whole buffer.
         parts = [

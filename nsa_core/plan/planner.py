@@ -108,7 +108,7 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """A new separate array, which may be written."""
+        """Return a new separate array, which may be written."""
         named = tuple(sorted(static.items()))
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
@@ -349,7 +349,7 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
 
 
 def _view_at(x: View, index: Slices) -> View | None:
-    """`x[index]` if it is stored row by row and kernels can read it, otherwise None."""
+    """Return `x[index]` if it is stored row by row and kernels can read it, otherwise None."""
     bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
     shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
     cut = [i for i, size in enumerate(x.shape) if shape[i] != size]

@@ -126,7 +126,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
     ]
 )
 def _nothing_seen(ops, query, *, width: int):
-    """Output and log-sum-exp of queries that see no key."""
+    """Return the output and log-sum-exp of queries that see no key."""
     shape = (*query.shape[:3], width)
     out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
     return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))

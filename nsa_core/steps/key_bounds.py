@@ -69,8 +69,8 @@ class VisibleCompressed:
         )
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """An upper bound for the number of tiles of `tile` keys that the tokens `first .. end -
-        1` see, in a row that is not packed. The arguments may be arrays.
+        """Return an upper bound for the number of tiles of `tile` keys that the tokens
+        `first .. end - 1` see, in a row that is not packed. The arguments may be arrays.
         """
         stride = self.config.compress_stride
         # No more compressed tokens than of the queries' own: fewer than `compress_block` tokens
@@ -117,7 +117,7 @@ def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tile
 
 
 def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
-    """`causal_end` as kernels read it: int32 `[B, tiles, rows]`."""
+    """Return `causal_end` as kernels read it: int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, causal_end(ops, layout), tile=tile, tiles=tiles)[0]
 
 

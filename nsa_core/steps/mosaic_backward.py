@@ -70,7 +70,7 @@ MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
+    """Return rowsum(dO * O) of each output, float32 `[B, T, H]`."""
     deltas = ops.run_together(combine.deltas(combine_spec(outputs)), do, *outputs)
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
@@ -123,7 +123,7 @@ def intervals(
 
 
 def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
-    """dk and dv of a branch. `seen` has its bounds per token."""
+    """Return dk and dv of a branch. `seen` has its bounds per token."""
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
@@ -149,8 +149,8 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """`_interval_items` of rows that are not packed, as constants of a program. Compiling the code
-    that makes them would take longer than the rest of a backward pass.
+    """Return `_interval_items` of rows that are not packed, as constants of a program. Compiling
+    the code that makes them would take longer than the rest of a backward pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
     position = np.broadcast_to(index, (spec.B, spec.T))
@@ -260,8 +260,8 @@ def selected(
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
-    """dk and dv. `sums` has the first partial sum of each key tile, and their count. `layout`
-    is that of query lists, with the tiles of `mosaic_lists.list_keys`.
+    """Return dk and dv. `sums` has the first partial sum of each key tile, and their count.
+    `layout` is that of query lists, with the tiles of `mosaic_lists.list_keys`.
     """
     gradients = []
     for part in spec.passes:

@@ -11,9 +11,9 @@ from nsa_core.validate import dtype_name
 
 
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
-    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of their
-    windows, and zeros up to a whole selection block. No query sees these zeros, but the scores'
-    kernel needs them. In packed rows they are in the slots of their sequences.
+    """Return `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of
+    their windows, and zeros up to a whole selection block. No query sees these zeros, but the
+    scores' kernel needs them. In packed rows they are in the slots of their sequences.
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
@@ -26,7 +26,7 @@ def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
 def gradients(
     ops: ArrayOps, compressed, others, length: int, params: Params
 ) -> tuple[Any, Any]:
-    """dk and dv, `[B, length, Hkv, .]`, of the tokens from which `means` computed the means.
+    """Return dk and dv, `[B, length, Hkv, .]`, of the tokens from which `means` computed the means.
 
     Args:
       compressed: the gradients of these means.

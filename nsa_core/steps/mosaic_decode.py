@@ -26,7 +26,7 @@ def attention(
     new: tuple[Branches, Branches] | None = None,
     slots: Any = None,
 ):
-    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
+    """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
     Args are those of `nsa_torch.paged_attention`. `new` has keys and values that the step appends
     first, in a framework with mutable arrays; `slots` then has each row's ring in an fp8 cache.

@@ -299,7 +299,7 @@ def _candidates(ops, first, last, base, position, *, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
-    """`_candidates` for tiles of one sequence each, whose `first` is its first slot."""
+    """Return `_candidates` for tiles of one sequence each, whose `first` is its first slot."""
     xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
     token = first_token[..., None] + ops.arange(first, tile.tokens)
     exists = token < end_token[..., None]

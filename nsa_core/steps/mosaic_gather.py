@@ -62,8 +62,8 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
 
 
 def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
-    """`added + gate * O` `[B, T, H, Dv]`, and the log-sum-exp of O `[B, T, H]`, or None if O is
-    added.
+    """Return `added + gate * O` `[B, T, H, Dv]`, and the log-sum-exp of O `[B, T, H]`, or None if O
+    is added.
 
     Args:
       spec: The `SelectedAttention` whose kernel computed the output and `lse` without far
@@ -96,7 +96,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """`dq` `[B, T, H, D]` with the contribution of far blocks, which `spec` left out.
+    """Return `dq` `[B, T, H, D]` with the contribution of far blocks, which `spec` left out.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.

@@ -53,8 +53,8 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 
 
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
-    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: the begin of the list of each key tile,
-    and the concatenated lists that the kernel `fill` of `specs.block_query_lists` makes.
+    """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`: the begin of the list of each key
+    tile, and the concatenated lists that the kernel `fill` of `specs.block_query_lists` makes.
     `counts` are those of the tiles' block lists, if `spec` has a `limit`.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
@@ -70,8 +70,8 @@ def _running_sum(ops, counts):
 
 
 def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
-    """`S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If sequences have
-    slots, tiles of slots are like tiles of the keys of one sequence.
+    """Return `S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If sequences
+    have slots, tiles of slots are like tiles of the keys of one sequence.
     """
     if layout.varlen is None:
         return keys, layout.packed
@@ -79,7 +79,7 @@ def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
 
 
 def queries_of(layout: QueryLayout) -> dict[str, int]:
-    """`first_query` and `gap` of `WorkItems` of lists of `list_keys`."""
+    """Return `first_query` and `gap` of `WorkItems` of lists of `list_keys`."""
     if layout.varlen is None:
         return {}
     capacity = layout.varlen.capacity
@@ -87,7 +87,7 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """`spec` for the keys that `list_keys` counts. The last keys of a tile may belong to the
+    """Return `spec` for the keys that `list_keys` counts. The last keys of a tile may belong to the
     next sequence, so tiles of slots are merged, each of which has one sequence.
     """
     if layout.varlen is None:

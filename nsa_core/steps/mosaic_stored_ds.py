@@ -213,7 +213,7 @@ def _chunk_words(ops, like, *, count, max_rows, items):
 
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
-    """dk and dv by name, from the partials of all rows, which are released."""
+    """Return dk and dv by name, from the partials of all rows, which are released."""
     spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).passes:

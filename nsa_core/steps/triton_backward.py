@@ -31,7 +31,7 @@ PROGRAMS = 1024  # the least number into which dkv of few key tiles is split
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """rowsum(dO * O) of each output, float32 `[B, T, H]`; of one or three."""
+    """Return rowsum(dO * O) of each output, float32 `[B, T, H]`; of one or three."""
     results = [Array(tuple(do.shape[:-1]), "float32")] * len(outputs)
     name = "delta" if len(outputs) == 1 else "deltas"
     return ops.run(rowwise(name, do, results), do, *outputs)
@@ -127,8 +127,8 @@ def _last_items(ops, like, *, tiles: int, row: int, segments: int):
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
-    """int32 `[B, tiles, 4]`: begin and end of the queries that see a key of a tile, and of those
-    that see all its keys. Bounds never decrease along the queries.
+    """Return int32 `[B, tiles, 4]`: begin and end of the queries that see a key of a tile, and of
+    those that see all its keys. Bounds never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))

@@ -23,7 +23,7 @@ def attention(
     lengths,
     scale: float | None,
 ):
-    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
+    """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
     Args as in `nsa_torch.paged_attention`.
     """

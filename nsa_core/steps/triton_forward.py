@@ -179,12 +179,12 @@ def _best_blocks(p: Problem, config) -> TritonKernel:
 
 
 def places(ops: ArrayOps, layout: QueryLayout):
-    """`position, key_start`, int32 `[B, T]` both."""
+    """Return `position, key_start`, int32 `[B, T]` both."""
     return ops.to_int32(layout.position), ops.to_int32(layout.key_start)
 
 
 def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
-    """`first, last` of each query, int32 `[B, T]` both."""
+    """Return `first, last` of each query, int32 `[B, T]` both."""
     return [ops.to_int32(x) for x in bounds.of(ops, layout)]
 
 
@@ -207,7 +207,7 @@ def problem_of(ops: ArrayOps, qkv: Qkv, scale: float | None) -> Problem:
 
 
 def rowwise(function: str, like, outputs) -> TritonKernel:
-    """A launch of a function of `combine.py` over the rows of `like` `[.., width]`."""
+    """Return a launch of a function of `combine.py` over the rows of `like` `[.., width]`."""
     *rows, width = like.shape
     count, tile = math.prod(rows), max(4096 // power(width), 1)
     sizes = {"WIDTH": width, "ROWS": tile}

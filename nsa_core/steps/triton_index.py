@@ -178,7 +178,7 @@ class Kept(NamedTuple):
 
 
 def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
-    """`lists` `[B, T, Hi, n]`, one per index head, with -1 for entries that are no block."""
+    """Return `lists` `[B, T, Hi, n]`, one per index head, with -1 for entries that are no block."""
     xp = ops.xp
     found = xp.where((lists >= 0) & (lists < cdiv(keys, block)), lists, -1)
     shape = *index_query.shape[:3], lists.shape[3]
@@ -188,7 +188,7 @@ def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
 def _kl_tiles(
     narrow: bool, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """Rows of a step, warps, and stages.
+    """Return the rows of a step, warps, and stages.
 
     Args:
       narrow: whether numbers have 16 bits.

@@ -160,7 +160,7 @@ def attention(
     scale: float | None,
     whole: bool = False,
 ):
-    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`. See `paged_block_attention`."""
+    """Return `(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`. See `paged_block_attention`."""
     sizes = _sizes(ops.capability(query), query, value, lists, block, include, whole)
     tokens, pages, tiling = query.shape[0], paged.page_table.shape[1], sizes.tiling()
     assert tiling is not None
@@ -216,7 +216,8 @@ def attention(
 
 
 def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
-    """`(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`, for whole rows in chunks of queries.
+    """Return `(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`, for whole rows in chunks of
+    queries.
 
     Args:
       query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`: pages of one token.
@@ -268,7 +269,7 @@ def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | No
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """int32 `[N, Hi or 1, n]`; arguments as in `paged_index_blocks`."""
+    """Return int32 `[N, Hi or 1, n]`; arguments as in `paged_index_blocks`."""
     (tokens, heads, width), dtype = query.shape, dtype_name(query)
     (pool, per_page), table = pages.shape[:2], paged.page_table
     all_keys = table.shape[1] * per_page

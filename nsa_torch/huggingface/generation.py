@@ -91,8 +91,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
-        """Positions from the mask. Padding has position -1 before a row's tokens, and that of the
-        last token after them, so that the next position is right in a row with only padding.
+        """Return the positions from the mask. Padding has position -1 before a row's tokens, and
+        that of the last token after them, so that the next position is right in a row with only
+        padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None:
