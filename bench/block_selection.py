@@ -105,12 +105,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """`[B, S, H, D]` of `[B, H, S, D]`, and back."""
+    """Return `[B, S, H, D]` of `[B, H, S, D]`, and back."""
     return x.transpose(1, 2)
 
 
 def lists_of(indices: Tensor) -> Tensor:
-    """int32 `[B, Sq, Hkv, n]` of indices `[B, Hkv, Sq, n]`."""
+    """Return int32 `[B, Sq, Hkv, n]` of indices `[B, Hkv, Sq, n]`."""
     return turned(indices).to(torch.int32).contiguous()
 
 
@@ -154,7 +154,7 @@ def similar_blocks(
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> Any:
-    """A function of query, key and value, which gives the output `[B, Sq, H, Dv]`.
+    """Return a function of query, key and value, which gives the output `[B, Sq, H, Dv]`.
 
     Args:
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are

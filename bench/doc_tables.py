@@ -219,8 +219,9 @@ def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
 
 
 def made(name: str, lines: Iterable[Line]) -> str:
-    """A table of `KINDS` from these lines: each is a row, or, where there is a template `column`,
-    a cell of the row that has the same cells `row`."""
+    """Return a table of `KINDS` from these lines: each is a row, or, where there is a template
+    `column`, a cell of the row that has the same cells `row`.
+    """
     kind = KINDS[name]
     if "column" not in kind:
         cells = kind["row"] | kind["cells"]
@@ -296,7 +297,7 @@ def crossovers() -> str:
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
-    """A row per run on several devices, compared with the same run on one."""
+    """Return a row per run on several devices, compared with the same run on one."""
     runs = []
     for path in sorted((DEVICE.parent / device / "train").glob("*.jsonl")):
         lines = train_log.read(path)
@@ -318,8 +319,9 @@ def parallel_training(device: str = DEVICE.name) -> str:
 
 
 def parity(found: Sequence[Record] | None = None) -> str:
-    """A row per path with the problem on which its largest error uses most of its bound, or with
-    one that fails. `found`: by default all records of `bench.compare`."""
+    """Return a row per path with the problem on which its largest error uses most of its bound, or
+    with one that fails. `found`: by default all records of `bench.compare`.
+    """
     if found is None:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
         found = [r for path in paths for r in records.read(path)]
@@ -383,7 +385,7 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
 
 
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A column an environment of `tests/versions.py`."""
+    """Return a column for each environment of `tests/versions.py`."""
     names = dict.fromkeys(x for each in found for x in each["versions"])
     rows = [[x, *(each["versions"].get(x, MISSING) for each in found)] for x in names]
     skips = (
@@ -407,8 +409,9 @@ def versions(names: str) -> str:
 
 
 def picture(old: str) -> str:
-    """`docs/crossover.svg`, drawn again if its data have changed: other versions of matplotlib
-    draw the same data otherwise."""
+    """Return `docs/crossover.svg`, drawn again if its data have changed: other versions of
+    matplotlib draw the same data otherwise.
+    """
     _, each = _crossovers()
     data = repr([(x.name, x.answer, x.curves) for x in each if x.drawn])
     mark = f"<!-- data: {hashlib.sha256(data.encode()).hexdigest()} -->"
@@ -433,7 +436,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
 
 
 def filled(text: str, name: str) -> str:
-    """`text` with every table as the records give it; `name`: of the document, for errors.
+    """Return `text` with every table as the records give it; `name`: of the document, for errors.
 
     Raises:
       ValueError: a marker names no table, or an option that the table does not have.

@@ -142,7 +142,7 @@ def merged(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any
 
 
 def kernel() -> Kernel:
-    """A kernel of one CTA, about 2 us on a GPU."""
+    """Return a kernel of one CTA, about 2 us on a GPU."""
     return gated_sum(Combine(ROWS, WIDTH, 1, "bfloat16"))
 
 

@@ -38,7 +38,7 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 
 
 def markdown(report: Report) -> str:
-    """`report.md`: environment, parity, speed-ups by length, thresholds, rows."""
+    """Return `report.md`: environment, parity, speed-ups by length, thresholds, rows."""
     answers = crossover.panels(report.records, report.training_lines)
     devices = []
     for device in dict.fromkeys(record.device for record in report.records):
@@ -93,8 +93,9 @@ def _parity(some: Sequence[Record]) -> str:
 def _by_length(
     some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
 ) -> list[str]:
-    """`S=1024: w=512 x1.23 (..), ..`, one line per length; `L` counts selected keys, if these
-    vary. A speed-up over masked SDPA is followed by that over the portable path."""
+    """Return `S=1024: w=512 x1.23 (..), ..`, one line per length; `L` counts selected keys, if
+    these vary. A speed-up over masked SDPA is followed by that over the portable path.
+    """
     lines: dict[tuple[str, int], list[str]] = {}
     gains = (render.speed_ups(some, name) for name in (over, "portable"))
     for r, gain, portable in zip(some, *gains, strict=True):

@@ -140,7 +140,7 @@ def measured(size: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def derived(row: dict[str, Any], done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A measured row with values derived from it and from the rows of `done`."""
+    """Return a measured row with values derived from it and from the rows of `done`."""
     if row["status"] not in ("ok", "wrong"):
         return row
     size, ms = row["devices"], row["ms"]

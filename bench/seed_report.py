@@ -86,7 +86,7 @@ def tests(folder: Path, steps: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
-    """`- S=256: w=32 x1.23, ..`: masked SDPA over FA-2, one line per length."""
+    """Return `- S=256: w=32 x1.23, ..`: masked SDPA over FA-2, one line per length."""
     lines: dict[int, list[str]] = {}
     for row, gain in zip(rows, render.speed_ups(rows, "masked"), strict=True):
         if (row.branch, row.implementation) == (branch, "fa2"):

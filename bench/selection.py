@@ -124,7 +124,7 @@ def mode(dist: str) -> str:
 
 
 def selected(size: int, count: int) -> NSAConfig:
-    """A config of `count` blocks, none of them forced."""
+    """Return a config of `count` blocks, none of them forced."""
     forced = {"num_selected": count, "num_initial": 0, "num_local": 0}
     return NSAConfig(compress_block=size, compress_stride=size, select_block=size, **forced)
 

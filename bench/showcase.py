@@ -162,7 +162,7 @@ def fa2(speed: log.Speed) -> str:
 
 
 def cells_of(row: Row) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     speed = row.speed
     about = row._asdict() | {"status": "ok", "fate": row.status}
     if speed is not None:
@@ -173,7 +173,7 @@ def cells_of(row: Row) -> dict[str, str]:
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:
-    """`showcase.md`."""
+    """Return `showcase.md`."""
     speed = next((row.speed for row in rows if row.speed), None)
     versions = speed.versions if speed else records.environment(FLAGS.commit)["versions"]
     return render.filled(

@@ -97,6 +97,6 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, values: Mapping[str, Any]) -> str:
-    """A printed line of `bench.<name>`; a value that is missing is None."""
+    """Return a printed line of `bench.<name>`; a value that is missing is None."""
     known = collections.defaultdict(lambda: None, values)
     return TEMPLATE.vformat(LINES[name]["line"], (), known).rstrip()

@@ -179,7 +179,7 @@ def _frameworks() -> tuple[str, ...]:
 
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
-    """A task for each attention; `known` overrides values of `Training`."""
+    """Return a task for each attention; `known` overrides values of `Training`."""
     batch, length, steps, lr = DEFAULTS[FLAGS.model]
     steps = FLAGS.steps or steps
     values: dict[str, Any] = {

@@ -124,7 +124,7 @@ class Kernel:
         sizes: Mapping[str, int] | None = None,
         **options: Any,
     ) -> Self:
-        """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
+        """Return a kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
 
         Inputs that are False are left out. If the spec is for any length, the kernel begins with an
         input for each of its `sizes`. `described` adds a name and a body by default.

@@ -107,8 +107,9 @@ class Watch(TorchOps):
 
 
 def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
-    """Outputs of a call without gradients and of one with them, then the gradients; of the
-    tokens that are not padding."""
+    """Return the outputs of a call without gradients and of one with them, then the gradients; of
+    the tokens that are not padding.
+    """
     ends, end = None, layer.T
     if layer.cu_seqlens is not None:
         ends = torch.tensor(layer.cu_seqlens, dtype=torch.int32, device="cuda")

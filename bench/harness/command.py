@@ -127,8 +127,9 @@ def settings(
     dtype: Any = None,
     **model,
 ) -> problems.Settings:
-    """A problem of the sizes that the flags give; `model` overrides the flags' names, `dtype`
-    replaces a missing `--dtype`."""
+    """Return a problem of the sizes that the flags give; `model` overrides the flags' names,
+    `dtype` replaces a missing `--dtype`.
+    """
     given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
     if given["heads"] % given["groups"]:
         raise ValueError(
@@ -289,7 +290,7 @@ def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[st
 
 
 def positive(text: str, where: str) -> float:
-    """A number of a CSV file.
+    """Return a number of a CSV file.
 
     Raises:
       ValueError: it is not a positive number.

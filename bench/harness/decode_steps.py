@@ -287,7 +287,7 @@ class Step:
 
 
 def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
-    """A step that does not change its arguments."""
+    """Return a step that does not change its arguments."""
     if runner.framework == "torch":
         return Step(runner, lambda _: function(arguments))
     step, copies = jax.jit(function), rotated(dict(arguments))
@@ -295,7 +295,7 @@ def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
 
 
 def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:
-    """A step of JAX that donates its cache and gets it back."""
+    """Return a step of JAX that donates its cache and gets it back."""
     step, held = jax.jit(function, donate_argnums=0), rotated(jax.tree.map(jnp.copy, cache))
 
     def run(index):

@@ -18,7 +18,7 @@ def length(tokens: int) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:
-    """A Markdown table that ends with a line break. Without `rows` it is only the head."""
+    """Return a Markdown table that ends with a line break. Without `rows` it is only the head."""
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"{line(cells)}\n" for cells in lines)

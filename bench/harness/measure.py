@@ -54,7 +54,7 @@ class Judged:
 def judged_row(
     name: str, take: Callable[[], tuple[dict[str, Any], Any]], *, library: bool = False
 ) -> Judged:
-    """A row from `take`, which returns the fields of parity and a function that times it."""
+    """Return a row from `take`, which returns the fields of parity and a function that times it."""
     time = None
 
     def first():
@@ -90,7 +90,7 @@ def judge(
 
 
 def once(load: Callable) -> Callable:
-    """A version of `load` that loads each array once and caches it."""
+    """Return a version of `load` that loads each array once and caches it."""
     known: dict[int, tuple[Any, Any]] = {}
 
     def one(array):

@@ -91,7 +91,7 @@ def _rows(x):
 
 
 def _bounds(x):
-    """`cu_seqlens` of the sequences in `[B, T, ..]`."""
+    """Return `cu_seqlens` of the sequences in `[B, T, ..]`."""
     import torch
 
     batch, length = x.shape[:2]
@@ -124,7 +124,7 @@ def _attend_compressed(config: NSAConfig, query, key, value, most: int):
 
 
 def _blocks(chosen, batch: int, most: int):
-    """Blocks `[Hkv, B T, min(n, N)]` as ours, `[B, T, Hkv, n]`."""
+    """Return the blocks `[Hkv, B T, min(n, N)]` as ours, `[B, T, Hkv, n]`."""
     import torch
 
     chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[-1]), value=-1)
@@ -144,7 +144,7 @@ def _attend_selected(config: NSAConfig, query, key, value, blocks):
 
 
 def _compress(config: NSAConfig, x):
-    """Means of windows, `[B, C, Hkv, D]`."""
+    """Return the means of windows, `[B, C, Hkv, D]`."""
     from native_sparse_attention.ops import avgpool_compress
 
     sizes = config.compress_block, config.compress_stride
@@ -153,7 +153,7 @@ def _compress(config: NSAConfig, x):
 
 
 def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a branch. `own` returns the compressed keys and the blocks that the whole
+    """Return a call of a branch. `own` returns the compressed keys and the blocks that the whole
     computes.
     """
     query, most = given["query"], config.num_selected

@@ -101,7 +101,7 @@ def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
 
 
 def _flash_call(name: str, window: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Causal attention; None as the window means all keys."""
+    """Compute causal attention; None as the window means all keys."""
     if name == "fa4":
         from flash_attn.cute import flash_attn_func
     else:
@@ -130,7 +130,7 @@ def _fla(problem: Problem, branches) -> Iterator[Job]:
 
 
 def _parallel(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A branch by `parallel_nsa`, or by the function that it calls for the window."""
+    """Return a branch by `parallel_nsa`, or by the function that it calls for the window."""
     if branch == "sliding":
         return _flash_call("flash_attn", config.window, given)
     from fla.ops.nsa import parallel_nsa

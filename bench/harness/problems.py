@@ -136,7 +136,8 @@ def make(
     num_queries: int | None = None,
     block_indices: jax.Array | None = None,
 ) -> Inputs:
-    """Inputs of a kind of `KINDS`: standard normal; text; normal, neighbouring queries alike.
+    """Return the inputs of a kind of `KINDS`: standard normal; text; normal, neighbouring queries
+    alike.
 
     Args:
       num_queries: `T`, the last of the `S` tokens. Defaults to all.
@@ -192,8 +193,9 @@ def make(
 
 @functools.partial(jax.jit, static_argnums=1)
 def correlated(query, rho: float) -> jax.Array:
-    """`q[t] = rho q[t - 1] + sqrt(1 - rho**2) query[t]` along the tokens of `[B, T, H, D]`, in
-    float32; returns the dtype of `query`."""
+    """Compute `q[t] = rho q[t - 1] + sqrt(1 - rho**2) query[t]` along the tokens of `[B, T, H, D]`,
+    in float32. The result has the dtype of `query`.
+    """
 
     def step(before, noise):
         now = rho * before + math.sqrt(1 - rho**2) * noise.astype(jnp.float32)

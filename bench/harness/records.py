@@ -134,7 +134,8 @@ _ALWAYS = frozenset({"schema", "bench", "status"})  # in every line
 
 
 def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
-    """A record of `bench.<bench>` with the present time. Values that are no fields are in `extra`.
+    """Return a record of `bench.<bench>` with the present time. Values that are no fields are in
+    `extra`.
 
     `commit`: as `environment` takes it.
     """
@@ -198,7 +199,7 @@ def _check_end(file: BinaryIO, path: Path) -> int:
 
 
 def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> Record:
-    """A line of `<device>/kernel_log/variants.jsonl`: the time of a variant of a kernel."""
+    """Return a line of `<device>/kernel_log/variants.jsonl`: the time of a variant of a kernel."""
     what = {"kernel": kernel, "shape": shape, "variant": name, "in_use": False}
     return Record(
         bench="variant", time_ms=round(time, 3), commit=commit and commit[:7], extra=what
@@ -272,7 +273,7 @@ def folder_of(device: str) -> Path:
 
 
 def shown(path: str | Path) -> str:
-    """A path without the part that depends on this machine."""
+    """Return a path without the part that depends on this machine."""
     full, root = Path(path).resolve(), FOLDER.parent.parent.resolve()
     return str(full.relative_to(root)) if full.is_relative_to(root) else full.name
 

@@ -28,7 +28,7 @@ NOT_DIFFERENTIABLE = ("block_indices",)
 
 
 def forward(api, branch: str, config, implementation, arguments) -> dict[str, Any]:
-    """A branch through the public functions of `api`; both frameworks have the same ones."""
+    """Return a branch through the public functions of `api`; both frameworks have the same ones."""
     how = {"config": config, "implementation": implementation}
     if branch == "scores":
         return {"indices": api.select_blocks(**arguments, **how)}
@@ -97,7 +97,7 @@ class JaxRunner:
         return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)
 
     def dense(self, name: str, query, key, value) -> dict[str, Any]:
-        """Causal attention by JAX's own function; `name` is its implementation."""
+        """Compute causal attention by JAX's own function; `name` is its implementation."""
         width = value.shape[-1]
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, query.shape[-1] - width),))
         causal = _is_causal(query.shape[1], key.shape[1])
@@ -106,7 +106,7 @@ class JaxRunner:
         return {"out": out[..., :width]}
 
     def note(self, branch: str, implementation: str, problem: Problem) -> str:
-        """A note on the implementation that ran, in addition to its name."""
+        """Return a note on the implementation that ran, in addition to its name."""
         return PADDED if branch == "dense" and problem.Dv < problem.D else ""
 
     def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "JaxStep":
@@ -151,7 +151,7 @@ class JaxStep:
 
 
 def rotated[T](sources: T) -> list[T]:
-    """`sources` and, on a GPU, enough copies that they cannot all stay in the L2 cache."""
+    """Return `sources` and, on a GPU, enough copies that they cannot all stay in the L2 cache."""
     if jax.default_backend() == "cpu":
         return [sources]
     size = sum(x.nbytes for x in jax.tree.leaves(sources))
@@ -199,7 +199,7 @@ class TorchRunner:
         return jax.tree.map(tensor, arguments)
 
     def dense(self, name: str, query, key, value) -> dict[str, Any]:
-        """Causal attention by `scaled_dot_product_attention`; `name` is its backend."""
+        """Compute causal attention by `scaled_dot_product_attention`; `name` is its backend."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = {
@@ -219,7 +219,7 @@ class TorchRunner:
         return {"out": out.transpose(1, 2)[..., :width]}
 
     def note(self, branch: str, implementation: str, problem: Problem) -> str:
-        """A note on the implementation that ran, in addition to its name."""
+        """Return a note on the implementation that ran, in addition to its name."""
         if branch == "dense" and implementation == "flash":
             said = [PADDED] if problem.Dv < problem.D else []
             if self.platform == "cuda":

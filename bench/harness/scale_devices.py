@@ -55,9 +55,10 @@ def _drawn(problem: Problem) -> list[jax.Array]:
 
 
 def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., Any]:
-    """A compiled function of block indices or None, query, key, value and gates. It returns the
-    output, and if requested the gradients with the output as cotangent. Without a mesh it runs
-    on one device."""
+    """Return a compiled function of block indices or None, query, key, value and gates. It returns
+    the output, and if requested the gradients with the output as cotangent. Without a mesh it runs
+    on one device.
+    """
     several = mesh is not None and mesh.size > 1
     if several:
         options |= {"context_axis": "context", "context_layout": problem.layout}

@@ -68,7 +68,7 @@ def judged(
     alone: Mapping[str, float] | None = None,
     stray: bool = False,
 ) -> dict[str, Any]:
-    """Fields of a row: whether several devices are as near to the oracle as one.
+    """Return the fields of a row: whether several devices are as near to the oracle as one.
 
     The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result; of a
     few tokens, at most one rounding each.

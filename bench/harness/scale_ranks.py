@@ -142,7 +142,9 @@ class Measured:
         return judged(problem, self.errors(self.call(own, place), expected), alone)
 
     def rows(self) -> dict[str, Any]:
-        """A few rows of all ranks, and every gradient that follows from them (`scale_rows`)."""
+        """Return a few rows of all ranks, and every gradient that follows from them
+        (`scale_rows`).
+        """
         problem, device = self.problem, self.device
         rows = scale_rows.rows_of(problem)
         _, position = scale_rows.places(problem)

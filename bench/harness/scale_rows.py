@@ -36,7 +36,8 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
-    """int32 `[T, Hkv, n]`: the own block, and others at equal distances, which differ by head.
+    """Return int32 `[T, Hkv, n]`: the own block, and others at equal distances, which differ by
+    head.
 
     Args:
       position: `[T]`, of each query in its document.
@@ -52,8 +53,8 @@ def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
 
 
 def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
-    """Outputs of rows, `[R, H, Dv]`, in the dtype of the inputs: each is the last token of a
-    sequence that ends there.
+    """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs: each is the last token
+    of a sequence that ends there.
 
     Args:
       rows: numbers of tokens.

@@ -164,7 +164,7 @@ def _one(name, text, values, command, present) -> str:
 
 
 def _word(flag: str, value: str) -> str:
-    """A flag in the form of a command line."""
+    """Return a flag in the form of a command line."""
     return {"true": f"--{flag}", "false": f"--no{flag}"}.get(value, f"--{flag} {value}")
 
 

@@ -104,7 +104,7 @@ class Matrix:
 
 
 def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarray:
-    """`[rows, count]` ascending blocks below `blocks`, in `runs` runs that do not touch.
+    """Return `[rows, count]` ascending blocks below `blocks`, in `runs` runs that do not touch.
 
     Raises:
       ValueError: they do not fit.

@@ -87,8 +87,9 @@ def project(
     num_queries: int | None = None,
     dtype: Any = jnp.float32,
 ) -> TextInputs:
-    """Keys and values of `tokens` [B, S], queries and gates of the last `num_queries`, by default
-    all; nothing reads a later token. They are computed in float32, and rounded to `dtype`.
+    """Return the keys and values of `tokens` [B, S], queries and gates of the last `num_queries`,
+    by default all; nothing reads a later token. They are computed in float32, and rounded to
+    `dtype`.
     """
     length = tokens.shape[1]
     count = length if num_queries is None else num_queries

@@ -129,8 +129,8 @@ def jax_calls(problem: Problem):
 
 
 def cuda_graph(call):
-    """`call`, captured on torch's current device: the function that replays its kernels, and the
-    results that they write.
+    """Return `call`, captured on torch's current device: the function that replays its kernels, and
+    the results that they write.
 
     Raises the exception of the capture if `call` waits for the device.
     """

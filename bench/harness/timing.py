@@ -47,7 +47,9 @@ def spread(samples_ms: Sequence[float]) -> dict[str, float]:
 def _collect(
     sample: Callable[[int], tuple[float, float]], seconds: float, iters: int | None
 ) -> list[float]:
-    """Samples of `(ms of one call, ms spent)`: `iters`, or for about `seconds` 5 to 50."""
+    """Return the samples of `(ms of one call, ms spent)`: `iters`, or for about `seconds` 5 to
+    50.
+    """
     samples_ms: list[float] = []
     spent_ms = 0.0
     while len(samples_ms) < (iters or MAX_SAMPLES):
@@ -141,7 +143,7 @@ def in_a_row(
     done: bool = False,
     warmup: int = 0,
 ) -> list[float]:
-    """Milliseconds per call, for `calls` calls in a row on an idle device.
+    """Return the milliseconds per call, for `calls` calls in a row on an idle device.
 
     Args:
       wait: Waits for the device, given a result. Defaults to torch's device.

@@ -54,7 +54,9 @@ class Checker:
         self.known: dict[Any, Any] = {}
 
     def without_gradients(self) -> "Checker":
-        """A checker of steps without gradients. It shares the oracle, which is computed once."""
+        """Return a checker of steps without gradients. It shares the oracle, which is computed
+        once.
+        """
         other = copy.copy(self)
         other.backward = False
         return other

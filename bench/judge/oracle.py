@@ -91,7 +91,7 @@ class Slabs(NamedTuple):
         return np.concatenate([np.arange(at + skip, at + self.size) for at, skip in pairs])
 
     def masked(self, cotangent: jax.Array) -> jax.Array:
-        """`cotangent` [B, T, ...] with zeros in the rows that are not checked."""
+        """Return `cotangent` [B, T, ...] with zeros in the rows that are not checked."""
         keep = np.zeros(self.num_queries, bool)
         keep[self.rows] = True
         return cotangent * keep.reshape(-1, *[1] * (cotangent.ndim - 2)).astype(cotangent.dtype)

@@ -279,8 +279,9 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
-    """Rows `[B, T, Hkv]` with one admissible selection: the first block left out scores too
-    little to replace the last one taken."""
+    """Return the rows `[B, T, Hkv]` with one admissible selection: the first block left out scores
+    too little to replace the last one taken.
+    """
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]
     if scores.shape[-1] <= config.num_selected:

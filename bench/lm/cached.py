@@ -133,8 +133,8 @@ class Pages:
 def read(
     model: LM, tokens: Tensor, step: int | None = None, cache_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Log probabilities `[B, T, vocabulary]` after each of the tokens `[B, T]`, and the blocks
-    `[B, T, Hkv, n]` of each NSA layer.
+    """Return the log probabilities `[B, T, vocabulary]` after each of the tokens `[B, T]`, and the
+    blocks `[B, T, Hkv, n]` of each NSA layer.
 
     Args:
       model: a model whose layers are all NSA or all dense.

@@ -101,7 +101,9 @@ def _mass(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
 
 
 def _bound(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
-    """Softmax over the blocks of the highest score that a key in the block's box can have."""
+    """Compute softmax over the blocks of the highest score that a key in the block's box can
+    have.
+    """
     rest = -key.shape[1] % spec.l_sel
     padded = torch.cat([key, key[:, -1:].expand(-1, rest, -1, -1)], dim=1)
     of_block = padded.unflatten(1, (-1, spec.l_sel))

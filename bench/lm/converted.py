@@ -81,7 +81,8 @@ FLAGS = cli.define(
 def rows(
     preset: Preset, seed: int, folder: str | None = None
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Rows `[N, length + 1]` in the order of `seed`, those that are held out, and the text's hash.
+    """Return the rows `[N, length + 1]` in the order of `seed`, those that are held out, and the
+    text's hash.
 
     Raises:
       ValueError: the text has fewer.

@@ -110,7 +110,7 @@ def verdicts(
 
 
 def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """A table of the end of each run and its device."""
+    """Return a table of the end of each run and its device."""
     curves, ends = losses(lines), last(lines, Summary)
     found = [
         dataclasses.asdict(h)
@@ -138,7 +138,7 @@ def devices(header: Header) -> str:
 
 
 def speed_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """A table of the cost of a step."""
+    """Return a table of the cost of a step."""
     return _rows("speeds", (dataclasses.asdict(x) for x in lines if isinstance(x, Speed)))
 
 

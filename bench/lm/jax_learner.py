@@ -405,7 +405,7 @@ class Learner:
         return nnx.merge(self.graphdef, self.params)
 
     def _committed(self, tree):
-        """`tree` bound to its devices, as results of a step are."""
+        """Return `tree` bound to its devices, as results of a step are."""
         if self.layout is None:
             return jax.device_put(tree, jax.devices()[0])
         return self.layout.placed(tree)
@@ -433,7 +433,7 @@ class Learner:
             self.compiled = None
 
     def _placed(self, x: np.ndarray) -> jax.Array:
-        """Rows as micro-batches, on the devices."""
+        """Return the rows as micro-batches, on the devices."""
         x = x.reshape(self.parallel.accumulate, -1, x.shape[1])
         return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 

@@ -56,7 +56,8 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, model: ModelSpec) -> "Layout":
-        """A layout of the first `parallel.devices` devices; replicas of a process are neighbours.
+        """Return a layout of the first `parallel.devices` devices; replicas of a process are
+        neighbours.
 
         Raises:
           ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
@@ -246,6 +247,6 @@ def _global(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A path into an `nnx.State` as names, without the entries for values of variables."""
+    """Return a path into an `nnx.State` as names, without the entries for values of variables."""
     found = (str(getattr(step, "key", getattr(step, "name", step))) for step in path)
     return tuple(name for name in found if name != "value")

@@ -382,7 +382,7 @@ def _shape(leaf: Tensor | VarlenMetadata) -> torch.Size:
 
 
 def _own(leaf: Any) -> Any:
-    """A separate copy of a tensor."""
+    """Return a separate copy of a tensor."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     names = "max_seqlen", "total", "padded", "max_sequences", "config", "device"

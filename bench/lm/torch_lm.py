@@ -102,7 +102,7 @@ class DenseAttention(nn.Module):
         return query, key, value, None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None):
-        """`[B, T, H, d_v]`."""
+        """Return `[B, T, H, d_v]`."""
         if packing is not None and query.is_cuda and self.backends == [BACKENDS["flash"]]:
             return self._varlen(query, key, value, packing)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))

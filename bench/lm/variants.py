@@ -99,7 +99,7 @@ def nsa(
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
-    """`found` within `ranges(mode)`; v1 cannot be captured in a CUDA graph.
+    """Return `found` within `ranges(mode)`; v1 cannot be captured in a CUDA graph.
 
     Raises:
       NotImplementedError: its selected branch reads no ranges.
@@ -120,7 +120,7 @@ def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
 
 
 def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which `fa2` of torch reads keys by ranges in this mode
+    """Return a context in which `fa2` of torch reads keys by ranges in this mode
     (`nsa_torch.ranges.using`).
     """
     if mode == "none":

@@ -143,7 +143,7 @@ def _draw(panel: Panel, axes) -> None:
 
 
 def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
-    """A figure of panels of this size in inches, at most two in a row, and their axes."""
+    """Return a figure of panels of this size in inches, at most two in a row, and their axes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,7 +47,7 @@ def _templates() -> Any:
 
 
 def filled(name: str, **values: Any) -> str:
-    """A template with its values."""
+    """Return a template with its values."""
     return _templates().get_template(name).render(values)
 
 

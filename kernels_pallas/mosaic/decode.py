@@ -133,8 +133,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, exchange.no_keys(lane), unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """`state` plus `g P V` of strips at turns from `begin` on. `place` has their S2, or without
-        `norms` their g p.
+        """Return `state` plus `g P V` of strips at turns from `begin` on. `place` has their S2, or
+        without `norms` their g p.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)

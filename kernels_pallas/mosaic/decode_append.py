@@ -54,7 +54,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return spec.D if spec.D == spec.Dv else m.where(value > 0, spec.Dv, spec.D)
 
     def row_bytes(value, size):
-        """Bytes of a row of all heads."""
+        """Return the bytes of a row of all heads."""
         return width_of(value) * (size * spec.Hkv)
 
     def head(array, value, size):
@@ -120,7 +120,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return [m.pack(x[i], x[i + 1], spec.dtype) for i in range(0, COLUMNS, 2)]
 
     def stored_token(old, low, high, scale, kept):
-        """A lane's columns of a token of the window."""
+        """Return a lane's columns of a token of the window."""
         x, scale = numbers(kept), m.real(scale)
         halves = [half for word in (low, high) for half in m.widened(word)]
         stored = [y * scale for half in halves for y in m.unpack(half, "float16")]

@@ -194,8 +194,8 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
-        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. A strip of keys in
-        fp8 needs the query and the `units` of `half_query`.
+        """Return `scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. A strip of
+        keys in fp8 needs the query and the `units` of `half_query`.
         """
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
@@ -227,7 +227,7 @@ class Queue:
         return tiles
 
     def _scales(self, stage: Any) -> list[Words]:
-        """Scales of the keys in the lane's columns of two tiles."""
+        """Return the scales of the keys in the lane's columns of two tiles."""
         m, at = self.lane.m, stage + self.lane.pair * 8
         places = [self.lane.spec.scales_at + 32 * tile for tile in range(2)]
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
@@ -258,7 +258,7 @@ class Queue:
     def add(
         self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
     ) -> list[Words]:
-        """`acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as in `clear`."""
+        """Return `acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as in `clear`."""
         m, spec = self.lane.m, self.lane.spec
         stage, acc = self.take(turn), list(acc)
         self.clear(stage, first, low, high)
@@ -274,7 +274,7 @@ class Queue:
     def add_rounded(
         self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """`add` for values in fp8.
+        """Return `add` for values in fp8.
 
         Args:
           state: `acc`, and its factor, a power of two with which p times scales fits float16.

@@ -275,7 +275,7 @@ def _scratch(spec: Dkv) -> dict[str, Any]:
 
 
 def _over_steps(step, ranges, sums):
-    """`sums = step(under_mask, i, sums)` for all steps of `KeyTile.ranges`."""
+    """Compute `sums = step(under_mask, i, sums)` for all steps of `KeyTile.ranges`."""
     first, unmasked_first, unmasked_last, last = ranges
     masked, unmasked = (functools.partial(step, x) for x in (True, False))
     sums = lax.fori_loop(first, unmasked_first, masked, sums)

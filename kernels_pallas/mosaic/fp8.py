@@ -20,7 +20,7 @@ MATRIX = plgpu.Layout.WGMMA
 
 
 def pairs(x, interpret: bool):
-    """float32 `[64, n]`, rounded and in the order of operands: int16 `[64, n / 2]`."""
+    """Return float32 `[64, n]`, rounded and in the order of operands: int16 `[64, n / 2]`."""
     rows, columns = x.shape
     if interpret:
         x = x.reshape(rows, -1, 2, 4, 2).swapaxes(2, 3).reshape(rows, -1, 2)

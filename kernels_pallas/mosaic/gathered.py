@@ -136,8 +136,8 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Columns of the result that are in shared memory at a time: all, or an atom if an SM then has
-    room for three CTAs; `loaded`: columns of query rows.
+    """Return the columns of the result that are in shared memory at a time: all, or an atom if an
+    SM then has room for three CTAs; `loaded`: columns of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -145,7 +145,7 @@ def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
 
 
 def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable) -> Callable:
-    """A kernel of partials.
+    """Return a kernel of partials.
 
     Args:
       rows: Widths of the gathered arrays `[B, T, H, .]`. The first is multiplied with the keys, the

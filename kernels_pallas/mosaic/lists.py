@@ -210,8 +210,9 @@ class BlockBitmap:
         return found & (block >= self.first) if self.first else found
 
     def each(self, token0, visit, state):
-        """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
-        selection, an entry per lane, a few at a time; `exists`: whether the lane has an entry.
+        """Compute `state = visit(entry, token, block, exists, state)` for all entries of the
+        tokens' selection, an entry per lane, a few at a time; `exists`: whether the lane has an
+        entry.
         """
         warp = self.warp
 
@@ -589,7 +590,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     exists = segment < sizes.segments
 
     def of_segment(values):
-        """`values[segment]`."""
+        """Return `values[segment]`."""
         found = warp.word(values[0])
         for i, x in enumerate(values[1:], 1):
             found = warp.where(segment >= i, x, found)
@@ -702,7 +703,7 @@ def _prefix_sum(warp: Any, x):
 
 
 def _of_segments(sizes, name):
-    """A size for each segment (`WorkItems.sizes`)."""
+    """Return a size for each segment (`WorkItems.sizes`)."""
     return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
 
@@ -726,7 +727,7 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return (refs.row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
 
     def order(item):
-        """A sort key, larger for earlier items: entries, then the lower index."""
+        """Return a sort key, larger for earlier items: entries, then the lower index."""
         begin, end = (
             warp.fetch(warp.element(refs.table, *at(item, columns.index(name))))
             for name in ("begin", "end")

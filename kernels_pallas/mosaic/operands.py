@@ -220,7 +220,7 @@ class Buffers:
             ref[copy, i, t] = box.reshape(tile.tokens, tile.group, self.slab)
 
     def _matrix(self, ref, copy):
-        """An operand as one float32 array (interpret mode)."""
+        """Return an operand as one float32 array (interpret mode)."""
         if len(ref.shape) > 4:
             parts = self.read_rows(ref, copy, self._slabs(ref) * self.slab)
         else:
@@ -233,7 +233,9 @@ class Buffers:
         return plgpu.RefType(self._matrix_transforms)
 
     def in_registers(self, ref, copy):
-        """An operand `[64, width]` in registers, for products that read it as the left operand."""
+        """Return an operand `[64, width]` in registers, for products that read it as the left
+        operand.
+        """
         if self.interpret:
             return self._matrix(ref, copy)
         slabs = range(self._slabs(ref))
@@ -315,8 +317,9 @@ class Buffers:
         return wait(*sums)
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
-        """`left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the result of
-        `meanwhile`, which runs during the products. The narrower width is the number of columns.
+        """Return `left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the
+        result of `meanwhile`, which runs during the products. The narrower width is the number of
+        columns.
 
         Mosaic's own products suit operands at constant addresses, whose descriptors the compiler
         keeps. With `start_product` such kernels are up to 11 % slower (docs/kernels/gathered.md).

@@ -81,7 +81,7 @@ def tile_of_cta(spec: Scores, refs) -> tuple:
 
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
-    """lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
+    """Return lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
     probability zero, for padding and for rows that see no key; `length`: T.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, bool(spec.interpret))
@@ -221,7 +221,7 @@ def best_blocks_qk(kernel: Kernel):
             return _fold(p, interpret) if heads == 16 else p
 
         def step(chunk_begin, under_mask, i, nothing):
-            """Scores of 64 blocks: their `r` phases."""
+            """Return the scores of 64 blocks: their `r` phases."""
 
             def unshared_phase(phase, own):
                 own = own + probabilities(under_mask, i, phase)
@@ -252,7 +252,7 @@ def best_blocks_qk(kernel: Kernel):
         own_block = refs.own_block.at[mine]
 
         def take(k, carry):
-            """Scores of chunk `k`, and the best of them and of the chunks before."""
+            """Return the scores of chunk `k`, and the best of them and of the chunks before."""
             step_of_chunk = functools.partial(step, k * chunk)
             run("begin_chunk", [refs.scores_s], [], [wg, k])
             carry = over_chunk(
@@ -346,7 +346,7 @@ def _queries(spec: Scores, query, b, g, token, length):
 
 
 def _product(buffers: operands.Buffers, queries, ring, stage):
-    """`queries @ keys.T`, float32 `[64, 64]`, of the keys of a stage of `ring`.
+    """Return `queries @ keys.T`, float32 `[64, 64]`, of the keys of a stage of `ring`.
 
     `mgpu.wgmma` fences its left operand, for which ptxas copies the whole operand for each product.
     Here it never changes and needs no fence.
@@ -486,7 +486,9 @@ def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g
 
 
 def _pairs(matrix: np.ndarray) -> list:
-    """`_floats` of a NumPy array `[64, 64]` or `[32, 64]`: words of four warps, `[4, 32]`."""
+    """Return `_floats` of a NumPy array `[64, 64]` or `[32, 64]`: words of four warps,
+    `[4, 32]`.
+    """
     lane = np.arange(32)
     of_warp = matrix.reshape(4, -1, KEYS)
     return [
@@ -553,8 +555,8 @@ def best_blocks_kq(kernel: Kernel):
                 load_keys(spec, buffers, refs, (b, g), base, q)
 
         def multiply(q, meanwhile):
-            """Logits K Q^T `[64, rows]` of product `q`, and the result of `meanwhile`, which runs
-            during the product.
+            """Return the logits K Q^T `[64, rows]` of product `q`, and the result of `meanwhile`,
+            which runs during the product.
             """
             stage = rem(q, stages)
 
@@ -606,7 +608,9 @@ def best_blocks_kq(kernel: Kernel):
                 blocks[...] = score
 
         def step(chunk_begin, under_mask, i, logits):
-            """Scores of 64 blocks from the logits of their first phase; returns the next logits."""
+            """Return the scores of 64 blocks from the logits of their first phase; returns the next
+            logits.
+            """
             place = i * ROWS - chunk_begin
 
             def one_phase(phase, carry):

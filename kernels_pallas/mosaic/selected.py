@@ -61,7 +61,7 @@ def dq(kernel: Kernel) -> Callable:
 
 
 def list_counts(block_counts, index) -> BlockCounts:
-    """Row `index` of `block_counts`."""
+    """Return the row `index` of `block_counts`."""
     # Sums, not loads: under `shard_map` only sums have the type of varying values.
     return BlockCounts(*(block_counts[index, i] + 0 for i in range(COUNTS)))
 
@@ -100,7 +100,7 @@ def _build(
     width: int,
     overlap_pv: bool,
 ) -> Callable:
-    """A kernel.
+    """Return a kernel.
 
     Args:
       mainloop_of: Function that returns the operations on a tile.

@@ -45,7 +45,7 @@ class SoftmaxStats(NamedTuple):
 
 
 def zeros(width: int):
-    """An accumulator `[64, width]`."""
+    """Return an accumulator `[64, width]`."""
     return operands.full((ROWS, width), 0.0, MATRIX)
 
 
@@ -93,7 +93,7 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
 
 
 def online_softmax(state: SoftmaxState, scores, c: float):
-    """`block_softmax`'s P, and the state rescaled to its maximum."""
+    """Return `block_softmax`'s P, and the state rescaled to its maximum."""
     p, new_max = block_softmax(state.row_max, scores, c)
     return p, rescaled(state, new_max, p)
 

@@ -30,7 +30,7 @@ type Number = "Word | int | float"
 
 
 def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Callable:
-    """A binary operator of `Word`; without `of_floats` it is only for integers."""
+    """Return a binary operator of `Word`; without `of_floats` it is only for integers."""
 
     def apply(self, other: Number) -> "Word":
         return _apply(of_floats if of_floats and self.real else of_integers, self, other)
@@ -102,7 +102,7 @@ def different(a: Number, b: Number) -> Word:
 
 
 def below(x: Number, count: Number) -> Word:
-    """`0 <= x < count`, for `count` from 0."""
+    """Return `0 <= x < count`, for `count` from 0."""
     return _compare("ult", x, count)
 
 
@@ -134,7 +134,7 @@ def ones(x: Word) -> Word:
 
 
 def bits(x: Word) -> Word:
-    """A float32 as an integer; numbers from 0 keep their order."""
+    """Return a float32 as an integer; numbers from 0 keep their order."""
     return Word(arith.bitcast(i32(), x.value))
 
 
@@ -149,7 +149,7 @@ def size(x: Word) -> Word:
 
 
 def floating(x: Word) -> Word:
-    """An integer as a float32."""
+    """Return an integer as a float32."""
     return Word(arith.sitofp(ir.F32Type.get(), x.value))
 
 
@@ -188,7 +188,7 @@ def warp_of_cta() -> Word:
 
 
 def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads=False) -> Any:
-    """An instruction: a word, or a list of words if `result` is a list of types.
+    """Return an instruction: a word, or a list of words if `result` is a list of types.
 
     Args:
       together: Whether all lanes execute it together.
@@ -201,7 +201,7 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
 
 
 def _to_float32(text: str) -> Callable[..., Word]:
-    """An instruction whose result is a float32."""
+    """Return an instruction whose result is a float32."""
     return lambda *operands: _ptx(text, *operands, result=ir.F32Type.get())
 
 
@@ -309,7 +309,7 @@ def fetch(address: Word, offset: int = 0) -> Word:
 
 
 def fetch_int(instructions: Any, array: Any, index: Any) -> Any:
-    """An element of an int32 array in global memory, by these instructions."""
+    """Return an element of an int32 array in global memory, by these instructions."""
     return instructions.fetch(instructions.element(array, (index, 4)))
 
 
@@ -365,7 +365,7 @@ def when(condition: Word, body) -> None:
 
 
 def repeat(times: Number, body, state, *, unrolled: bool = True):
-    """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
+    """Compute `state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
 
     `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
     execute together deadlock. `unrolled`: the compilers may unroll the loop.
@@ -395,12 +395,12 @@ def widened(codes: Word) -> list[Word]:
 
 
 def even_and_odd(x: Word) -> Word:
-    """Bytes 0 and 2 of a word, then bytes 1 and 3."""
+    """Return the bytes 0 and 2 of a word, then bytes 1 and 3."""
     return _ptx("prmt.b32 $0, $1, $1, 0x3120;", x)
 
 
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
-    """`acc + A B` of A `[16, 16]` and B `[16, 8]`.
+    """Return `acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
     PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has the pairs of columns 2 c and
     2 c + 8 of A in rows r and r + 8, the pairs of rows 2 c and 2 c + 8 of B in column r, and
@@ -449,7 +449,7 @@ def fetch_words(address: Word) -> list[Word]:
 
 
 def fetch_half(address: Word, dtype: str) -> Word:
-    """A number of 16 bits of global memory, which the kernel never writes, as float32."""
+    """Return a number of 16 bits of global memory, which the kernel never writes, as float32."""
     load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
     return _to_float32(f"{{ .reg .b16 h; {load} }}")(address)
 

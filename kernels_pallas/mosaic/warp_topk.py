@@ -313,8 +313,8 @@ class _Columns:
         return [best, at, second, second_at][: 2 * self.known]
 
     def refilled(self, entry, most, known) -> list:
-        """`known` after `entry` was extracted with the score `most`: a lane that knows no more
-        entries reads the best remaining entries of its column.
+        """Return `known` after `entry` was extracted with the score `most`: a lane that knows no
+        more entries reads the best remaining entries of its column.
         """
         warp = self.of.warp
         if self.of.stripes <= self.known:

@@ -138,7 +138,7 @@ def added(
 
 
 def _depth(left: Sequence[ir.Value]) -> int:
-    """Columns of a left operand in registers, each of which holds two numbers."""
+    """Return the columns of a left operand in registers, each of which holds two numbers."""
     return len(left) * 2 * THREADS // ROWS
 
 
@@ -218,7 +218,7 @@ def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
-    """float32 `[64, columns]` from its registers."""
+    """Return float32 `[64, columns]` from its registers."""
     layout = mgpu.WGMMA_LAYOUT
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     vectors = np.empty(len(registers) // 2, object)
@@ -249,12 +249,12 @@ def i32() -> ir.Type:
 
 
 def number(value: int) -> ir.Value:
-    """A constant of 32 bits."""
+    """Return a constant of 32 bits."""
     return arith.constant(i32(), value)
 
 
 def fragments(registers: np.ndarray, layout, signed: bool | None = None):
-    """An array of these registers; `signed` is for integers."""
+    """Return an array of these registers; `signed` is for integers."""
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 

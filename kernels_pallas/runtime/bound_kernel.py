@@ -111,7 +111,7 @@ class BoundKernel:
             self._check(error, "cuLaunchKernelEx")
 
     def node(self, addresses: Sequence[int]) -> tuple[driver.KernelNode, _Bound]:
-        """A run as a node of a graph, and the memory that it refers to."""
+        """Return a run as a node of a graph, and the memory that it refers to."""
         bound = self._bind((0, *addresses))
         launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
         handle, shared_bytes = self._handle.value, launch.shared_bytes
@@ -121,7 +121,7 @@ class BoundKernel:
         )
 
     def _remembered(self, key: tuple[int, ...]) -> _Bound:
-        """`_bind`, cached for the next launches."""
+        """Return `_bind`, cached for the next launches."""
         bound = self._bind(key)
         with self._lock:
             if len(self._bound) >= REMEMBERED:

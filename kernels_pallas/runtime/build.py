@@ -46,8 +46,8 @@ class Built(NamedTuple):
 
 
 def progress(waited_for: bool = False) -> Progress | None:
-    """A function that prints to stderr how many kernels are done and an estimate of the remaining
-    time: on a terminal in one line that is overwritten, otherwise in a line per kernel if
+    """Return a function that prints to stderr how many kernels are done and an estimate of the
+    remaining time: on a terminal in one line that is overwritten, otherwise in a line per kernel if
     `waited_for`, otherwise None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()

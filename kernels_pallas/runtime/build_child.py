@@ -210,7 +210,7 @@ def unpacked(packed: bytes) -> Iterator[Map]:
 
 
 def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
-    """A recorded map, with the axis of `array`, argument `index`, for each dimension."""
+    """Return a recorded map, with the axis of `array`, argument `index`, for each dimension."""
     item_bytes = jnp.dtype(array.dtype).itemsize
     strides = cubin.byte_strides(array.shape, item_bytes)
     axes = []
@@ -262,7 +262,7 @@ def versions() -> dict[str, str]:
 
 
 def _layout(image: bytes, entry: str) -> list[int]:
-    """Bytes of the function's parameters, from the ELF image's `.nv.info.<entry>`."""
+    """Return the bytes of the function's parameters, from the ELF image's `.nv.info.<entry>`."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
     heads = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]

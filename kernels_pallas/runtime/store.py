@@ -242,8 +242,8 @@ class Store:
         return sorted(found, key=lambda entry: -entry.used)
 
     def _lock(self, key: str) -> filelock.BaseFileLock:
-        """A lock, held so that no other process builds this kernel; not held if the folder cannot
-        contain locks.
+        """Return a lock, held so that no other process builds this kernel; not held if the folder
+        cannot contain locks.
         """
         folder = self.folder / "locks"
         lock = filelock.FileLock(folder / key)

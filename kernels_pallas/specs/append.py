@@ -61,7 +61,7 @@ class Append(TokenWords, Spec):
         return BRANCHES if self.separate else BRANCHES[:1]
 
     def pairs(self, name: str, *shape: int) -> dict[str, Array]:
-        """Keys and values of each branch; `name` is a format of their names."""
+        """Return the keys and values of each branch; `name` is a format of their names."""
         return {
             name.format(branch=branch, kind=kind): Array((*shape, self.Hkv, width), self.dtype)
             for branch in self.branches

@@ -37,15 +37,17 @@ class AttentionSizes(Spec):
         return self.H // self.Hkv
 
     def rows(self, width: int, tokens: int | None = None) -> Array:
-        """`[B, tokens, H, width]`: query, output or a gradient of them; by default all T tokens."""
+        """Return `[B, tokens, H, width]`: query, output or a gradient of them; by default all T
+        tokens.
+        """
         return Array((self.B, self.T if tokens is None else tokens, self.H, width), self.dtype)
 
     def by_head(self, tokens: int | None = None) -> Array:
-        """`[B, tokens, H]`, float32: a value of each query head; by default all T tokens."""
+        """Return `[B, tokens, H]`, float32: a value of each query head; by default all T tokens."""
         return float32(self.B, self.T if tokens is None else tokens, self.H)
 
     def keys(self, width: int) -> Array:
-        """`[B, S, Hkv, width]`: key, value or a gradient of them."""
+        """Return `[B, S, Hkv, width]`: key, value or a gradient of them."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
     @property

@@ -389,7 +389,7 @@ def decode(spec: Decode) -> Kernel:
 
 @functools.lru_cache(1024)
 def with_variant(spec: Decode) -> Decode:
-    """`spec` with the variant for its batch and its page table.
+    """Return `spec` with the variant for its batch and its page table.
 
     Of the variants with the least sufficient capacity, the first one with the fewest rounds of
     clusters, since clusters that wait for others add a round. If none fits, the variant with the

@@ -104,7 +104,7 @@ class GatheredAttention(AttentionSizes):
         return float32(self.B, self.Hkv, self.n * self.tiles * ROWS)
 
     def partial_rows(self, width: int) -> Array:
-        """`[B, (token, kv_head, slot), G, width]`."""
+        """Return `[B, (token, kv_head, slot), G, width]`."""
         count = self.segment_tokens * self.Hkv * self.n
         return Array((self.B, count, self.group, width), self.dtype)
 
@@ -126,7 +126,7 @@ class GatheredAttention(AttentionSizes):
         }
 
     def _partials_by_token(self, width: int) -> Array:
-        """`partial_rows` as `[B, segment_tokens, Hkv * n, G, width]`."""
+        """Return `partial_rows` as `[B, segment_tokens, Hkv * n, G, width]`."""
         shape = self.B, self.segment_tokens, self.Hkv * self.n, self.group, width
         return Array(shape, self.dtype)
 

@@ -185,12 +185,12 @@ def best_blocks(spec: Scores) -> Kernel:
 
 
 def winner_slots(free: int) -> int:
-    """Words for the winners of a score row, a multiple of the lanes."""
+    """Return the words for the winners of a score row, a multiple of the lanes."""
     return cdiv(max(free, 1), LANES) * LANES
 
 
 def _entries_in(words: int) -> int:
-    """Entries of a score row of this number of words."""
+    """Return the entries of a score row of this number of words."""
     return min((words - 2) // STRIPE_WORDS, MAX_STRIPES) * LANES
 
 

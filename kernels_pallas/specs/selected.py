@@ -164,8 +164,8 @@ FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # of `forward` in e4m3
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `forward`, with which three CTAs fit on an SM at D = Dv = 128. A loop that
-    overlaps P V frees keys early and values late.
+    """Return the stages for `forward`, with which three CTAs fit on an SM at D = Dv = 128. A loop
+    that overlaps P V frees keys early and values late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
@@ -173,9 +173,9 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `dq`: 2 and 2 if two CTAs then fit on an SM, otherwise 2 or 1 of keys, 1 of
-    values. Only the sizes for one CTA include the longest block list: a long list (small G, large
-    n) may leave room for a single CTA.
+    """Return the stages for `dq`: 2 and 2 if two CTAs then fit on an SM, otherwise 2 or 1 of keys,
+    1 of values. Only the sizes for one CTA include the longest block list: a long list (small G,
+    large n) may leave room for a single CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:

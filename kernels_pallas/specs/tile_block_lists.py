@@ -19,7 +19,7 @@ from kernels_pallas.specs.tile import warp_grid
 
 
 def list_arrays(spec: SelectedAttention) -> dict[str, Array]:
-    """`starts`, `members` and `counts`."""
+    """Return `starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles
     return {
         "starts": int32(*tiles, spec.entries),

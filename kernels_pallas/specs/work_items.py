@@ -84,8 +84,8 @@ def part_column(part: Any) -> Any:
 
 
 def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
-    """Largest number of entries of a work item, given the entries of all lists; few entries are
-    spread over `items` work items.
+    """Return the largest number of entries of a work item, given the entries of all lists; few
+    entries are spread over `items` work items.
     """
     return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
@@ -133,7 +133,9 @@ def split_causal(
     total = heads * query_tiles / samples * int(seen.sum())
 
     def steps(split):
-        """Steps of the last SM to finish, fitted on an H200 (bench/records/log/dkv.md)."""
+        """Return the steps of the last SM to finish, fitted on an H200
+        (bench/records/log/dkv.md).
+        """
         items, longest = split.partials * heads, cdiv(query_tiles, split.segments)
         if items <= SMS:
             return COMPARED * longest + ITEM_STEPS
@@ -172,7 +174,7 @@ def _split_into(
 
 
 def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
-    """`table`, `first` and `count`, computed with the array operations of a framework.
+    """Return `table`, `first` and `count`, computed with the array operations of a framework.
 
     Args:
       ops: A `nsa_core.array_ops.ArrayOps`.
@@ -383,9 +385,9 @@ def dkv_work_items(
     first_query: int | None = None,
     gap: int = 0,
 ) -> WorkItems:
-    """Work items of the selected branch in `dkv`. `most` is the maximum number of entries of a
-    work item. `items` is as in `entries_of_item`, and `first_query` and `gap` are as in
-    `WorkItems`.
+    """Return the work items of the selected branch in `dkv`. `most` is the maximum number of
+    entries of a work item. `items` is as in `entries_of_item`, and `first_query` and `gap` are as
+    in `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)
@@ -417,7 +419,7 @@ def ordered_work_items(spec: WorkItems) -> Kernel:
 
 
 def _kernel(name: str, spec: WorkItems, inputs, outputs, warps: int) -> Kernel:
-    """A kernel with `warps` warps per row."""
+    """Return a kernel with `warps` warps per row."""
     return Kernel.named(
         spec,
         inputs,

@@ -45,28 +45,31 @@ def entry_place(table, entry, mask, P, PER_PAGE):
 
 @triton.jit
 def _row_of(lengths, batch, M, c):
-    """Tokens of a row, and the position of its first query, which is negative without a row."""
+    """Return the tokens of a row, and the position of its first query, which is negative without a
+    row.
+    """
     length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
     return length, tl.where(length > 0, length - c.QUERIES, -c.QUERIES)
 
 
 @triton.jit
 def _complete(position, c):
-    """Compressed tokens that a query sees."""
+    """Return the compressed tokens that a query sees."""
     complete = tl.maximum(position - c.COMPRESS_BLOCK + 1, -c.COMPRESS_STRIDE)
     return (complete + c.COMPRESS_STRIDE) // c.COMPRESS_STRIDE
 
 
 @triton.jit
 def _scales(scale, place, head, mask, c, PER_PAGE):
-    """Scales of tokens of one head, from `[P, HEADS, PER_PAGE]`."""
+    """Return the scales of tokens of one head, from `[P, HEADS, PER_PAGE]`."""
     at = (place // PER_PAGE * c.HEADS + head) * PER_PAGE + place % PER_PAGE
     return tl.load(scale + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
-    """Logits of the entries at `place`, base 2, and their values. Keys and values may have scales.
+    """Return the logits of the entries at `place`, base 2, and their values. Keys and values may
+    have scales.
 
     Args:
       arrays: Keys and values, and the scales of both.
@@ -185,7 +188,7 @@ def partials(
 
 @triton.jit
 def _lse_log2(maxima, sums, at, begin, end, real, c):
-    """lse of the splits `begin .. end - 1`, base 2, of rows whose statistics are at `at`."""
+    """Return lse of the splits `begin .. end - 1`, base 2, of rows whose statistics are at `at`."""
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
     for first in range(begin, end, MERGED):

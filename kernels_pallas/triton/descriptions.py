@@ -62,8 +62,8 @@ class Problem(NamedTuple):
     def kernel(
         self, launch: tuple[str, Tiling, int], scalars, outputs, **constants: Any
     ) -> TritonKernel:
-        """A kernel of attention with the scalars T, S and `scalars`; `launch`: function, tiles, and
-        programs per pair.
+        """Return a kernel of attention with the scalars T, S and `scalars`; `launch`: function,
+        tiles, and programs per pair.
         """
         function, tiling, programs = launch
         return TritonKernel.of(
@@ -120,11 +120,13 @@ class Heads:
         return max(SPLIT_NUMBERS // max(power(self.D), power(self.Dv)), 1)
 
     def partials(self, tokens: int) -> tuple[int, int, int]:
-        """Shape of the gradients of the norms' weights, to be summed."""
+        """Return the shape of the gradients of the norms' weights, to be summed."""
         return cdiv(tokens, self.rows), self.H + self.branches * self.Hkv, self.D
 
     def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of query, three keys, three values, mean, gates; absent arrays are empty."""
+        """Return the shapes of query, three keys, three values, mean, gates; absent arrays are
+        empty.
+        """
         absent = [(0,)] * (3 - self.branches)
         keys, values = (
             [(*tokens, self.Hkv, width)] * self.branches + absent for width in (self.D, self.Dv)

@@ -23,7 +23,7 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(score):
-    """int32 in the order of float32; zeros are equal."""
+    """Return int32 in the order of float32; zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
 

@@ -32,7 +32,9 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _part_of(item, starts, ends, tile_of, tiles, items, c):
-    """Row of the lists, batch row, index head and tile of a work item, and its entries' bounds."""
+    """Return the row of the lists, batch row, index head and tile of a work item, and its entries'
+    bounds.
+    """
     row = (item // items).to(tl.int64)
     tile = tl.load(tile_of + item)
     near = tl.minimum(tile, tiles - 1)

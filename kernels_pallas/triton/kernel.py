@@ -50,8 +50,8 @@ class TritonKernel:
     def of(
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
-        """A kernel with `launch`, its warps and stages, and compiled constants by name. Each launch
-        of a function has the same names.
+        """Return a kernel with `launch`, its warps and stages, and compiled constants by name. Each
+        launch of a function has the same names.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)
@@ -70,7 +70,7 @@ class TritonKernel:
 
 @functools.cache
 def _for_any_number(function: Any, scalars: int, outputs: int) -> Any:
-    """A kernel that is not compiled again for other numbers in place of its scalars."""
+    """Return a kernel that is not compiled again for other numbers in place of its scalars."""
     import triton
 
     end = len(function.arg_names) - 1 - outputs

@@ -36,7 +36,7 @@ def _row_of(starts, token, B):
 
 @triton.jit
 def _rounded(rows):
-    """Codes and scales of rows in float32."""
+    """Return the codes and scales of rows in float32."""
     largest = tl.maximum(tl.max(tl.abs(rows), axis=1), LEAST)
     largest += tl.sum(rows * 0.0, axis=1)  # NaN where an element is not finite
     inverse = tl.math.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)

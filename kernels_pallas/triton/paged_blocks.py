@@ -38,8 +38,8 @@ LOWEST = tl.constexpr(-(2**31))  # the order of a block that is no candidate
 
 @triton.jit
 def _place_of(token, places, c):
-    """Row and position of a token; a negative position is padding. `places`: the arguments of the
-    kernels from which they follow.
+    """Return the row and position of a token; a negative position is padding. `places`: the
+    arguments of the kernels from which they follow.
     """
     lengths, rows, positions, queries, most = places
     if c.RAGGED:
@@ -52,8 +52,8 @@ def _place_of(token, places, c):
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE):
-    """Page of the entries `index` of a row, index in it, and which of the `seen` entries are in an
-    existing page.
+    """Return the page of the entries `index` of a row, index in it, and which of the `seen` entries
+    are in an existing page.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
@@ -120,7 +120,7 @@ def _count(mask):
 
 @triton.jit
 def _order(scores, block, blocks, at, c):
-    """int32 in the order of the blocks' scores for a query at `at`."""
+    """Return int32 in the order of the blocks' scores for a query at `at`."""
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
     written = (block < blocks) & (block * c.POOL < (at + 1) // c.ENTRY)
     score = tl.load(scores + block, mask=written, other=NEGATIVE_INFINITY)

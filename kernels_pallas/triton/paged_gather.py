@@ -58,7 +58,7 @@ def gather(
 
 @triton.jit
 def _scales(scale, place, seen, WIDTH, c):
-    """float32 `[entries, columns]`."""
+    """Return float32 `[entries, columns]`."""
     head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
     at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
     mask = seen[:, None] & (head < c.HEADS)[None, :]

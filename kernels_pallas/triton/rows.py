@@ -19,7 +19,9 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def columns(width):
-    """Columns of a tile of rows of this width: the least power of two for a product (`tiling`)."""
+    """Return the columns of a tile of rows of this width: the least power of two for a product
+    (`tiling`).
+    """
     return max(triton.next_power_of_2(width), 16)
 
 
@@ -31,8 +33,8 @@ def pair_of(pair, HEADS):
 
 @triton.jit
 def load_rows(array, row, mask, WIDTH):
-    """`[rows, columns]` of the `[.., WIDTH]` array; zeros if the mask is not set. None means that
-    all rows exist.
+    """Return `[rows, columns]` of the `[.., WIDTH]` array; zeros if the mask is not set. None means
+    that all rows exist.
     """
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
@@ -71,7 +73,7 @@ def store_rows(array, row, values, mask, WIDTH):
 
 @triton.jit
 def dot(a, b, c, acc=None):
-    """A B, plus `acc`."""
+    """Return A B, plus `acc`."""
     return tl.dot(a, b, acc, input_precision=c.PRECISION)
 
 
@@ -140,7 +142,9 @@ def start(c, BACK):
 
 @triton.jit
 def load_tile(key, value, skip, at, inner, c, BACK):
-    """Keys and values of a tile, at `skip + at`, the values in the layout of their product."""
+    """Return the keys and values of a tile, at `skip + at`, the values in the layout of their
+    product.
+    """
     keys = load_columns(key + skip * c.WIDTH, at, inner, c.WIDTH)
     if BACK:
         values = load_columns(value + skip * c.VALUE_WIDTH, at, inner, c.VALUE_WIDTH)
@@ -189,7 +193,9 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 @triton.jit
 def in_base_2(lse):
-    """lse in base 2; +inf if no key is seen, so that every probability exp2(S - lse) is 0."""
+    """Return lse in base 2; +inf if no key is seen, so that every probability exp2(S - lse) is
+    0.
+    """
     return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
 
 
@@ -212,7 +218,7 @@ def row_statistics(lse, delta, gate, dlse, row, mask, c):
 
 @triton.jit
 def rows_back(query, do, lse, delta, gate, dlse, row, mask, c):
-    """Rows of the query and of dO, and their `row_statistics`."""
+    """Return the rows of the query and of dO, and their `row_statistics`."""
     rows = load_rows(query, row, mask, c.WIDTH)
     do_rows = load_rows(do, row, mask, c.VALUE_WIDTH)
     lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, mask, c)

@@ -30,7 +30,7 @@ FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 @triton.jit
 def pack_index(order, index):
-    """A candidate: the greater order wins, or the lower index among equal orders."""
+    """Return a candidate: the greater order wins, or the lower index among equal orders."""
     return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
 
 

@@ -48,8 +48,8 @@ def _last_before(starts, at, inside, count, steps):
 
 @triton.jit
 def _of_token(rows, query, inside):
-    """Position of a query, and the first key and the first slot of its sequence. `rows`: the output
-    of `sequences`, and the arguments of `tables` with which it is read.
+    """Return the position of a query, and the first key and the first slot of its sequence. `rows`:
+    the output of `sequences`, and the arguments of `tables` with which it is read.
     """
     sequences, pitch, count, offset, half, gap, steps = rows
     key = query + offset + tl.where(query >= half, gap, 0)
@@ -62,7 +62,7 @@ def _of_token(rows, query, inside):
 
 @triton.jit
 def _column(column, token, c):
-    """A column of `Tokens`, from the result of `_of_token`."""
+    """Return a column of `Tokens`, from the result of `_of_token`."""
     position, start, place = token
     slot = place // c.STRIDE
     seen = tl.maximum(position + 1 + c.STRIDE - c.WIDTH, 0) // c.STRIDE

@@ -43,8 +43,8 @@ WIDE = (9, 10)
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Rows and keys of the largest useful tiles of intervals, for forward, dq or dkv: their sums
-    and operands fit in registers.
+    """Return the rows and keys of the largest useful tiles of intervals, for forward, dq or dkv:
+    their sums and operands fit in registers.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
