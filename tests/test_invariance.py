@@ -261,12 +261,12 @@ def test_repeated_calls_without_kernels(call):
 
 if __name__ == "__main__":
     out, commit = sys.argv[1:]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for call in CALLS:
         for name in ("mosaic", "triton", "sdpa", "xla", "reference", "gathered"):
             try:
                 found = {"extra": {"call": call} | differences(call, name)}
             except (NotImplementedError, ValueError) as error:  # it has no such implementation
                 found = {"status": "unsupported", "reason": str(error), "extra": {"call": call}}
-            records.append(
-                out, [records.record("invariance", commit, implementation=name, **found)]
-            )
+            found |= {"implementation": name, "device": device}
+            records.append(out, [records.record("invariance", commit, **found)])
