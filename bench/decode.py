@@ -1,4 +1,5 @@
-"""One or a few new tokens per sequence with the cache: the whole step, and each single branch.
+"""Measures one or a few new tokens per sequence with the cache, for the whole step and for each
+branch.
 
     python -m bench.decode
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16

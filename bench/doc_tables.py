@@ -1,4 +1,4 @@
-"""Tables of the documentation, made from records: no figure in it is typed.
+"""Makes the tables of the documentation from records, so that no figure in them is typed.
 
 python -m bench.doc_tables            # reports tables that differ from the records
 python -m bench.doc_tables --write    # and writes them

@@ -1,4 +1,5 @@
-"""The cost of a first call: kernels built, kernels read from disk, a new length.
+"""Measures the cost of a first call, with kernels built, with kernels read from disk, and for a new
+length.
 
     python -m bench.first_call
     python -m bench.first_call --H 32 --Hkv 8 --lengths 50

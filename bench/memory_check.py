@@ -1,4 +1,4 @@
-"""Mosaic kernels under `compute-sanitizer`: layers forward and backward, on this GPU.
+"""Runs Mosaic kernels under `compute-sanitizer`, in layers forward and backward, on this GPU.
 
     python -m bench.memory_check
     python -m bench.memory_check --only gathered --tool racecheck --kernels gathered

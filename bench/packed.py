@@ -1,4 +1,5 @@
-"""Packed rows and the same documents as rows of a batch: `nsa_torch.attention`, eager.
+"""Compares packed rows with the same documents as rows of a batch, with `nsa_torch.attention` in
+eager mode.
 
     python -m bench.packed
     python -m bench.packed --only "16 x" --implementation triton --save_records

@@ -1,4 +1,5 @@
-"""Whole attention over prompts of several lengths: milliseconds, tokens/s, how it scales.
+"""Measures whole attention over prompts of several lengths in milliseconds, tokens/s and growth
+with length.
 
     python -m bench.prefill
     python -m bench.prefill --framework=jax --S_list=4096,8192,16384 --kernels=mosaic

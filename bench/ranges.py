@@ -1,4 +1,5 @@
-"""A selection as half-open ranges of keys: a loop over its rows and the array program.
+"""Compares two ways to express a selection as half-open ranges of keys, which are a loop over its
+rows and the array program.
 
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096

@@ -1,4 +1,4 @@
-"""One sequence over several GPUs of a host: time, transport, memory, and a prediction.
+"""Measures one sequence over several GPUs of a host, with time, transport, memory and a prediction.
 
     python -m bench.scale --devices 1,2 --lengths 32768,131072
     python -m bench.scale --devices 2 --framework jax --mode forward

@@ -1,4 +1,5 @@
-"""Attention to selected blocks: the fastest implementation that runs, and the portable one.
+"""Measures attention to selected blocks with the fastest implementation that runs, and with the
+portable one.
 
     python -m bench.selection
     python -m bench.selection --framework=jax --L_list=512,1024 --dist=many

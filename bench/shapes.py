@@ -1,4 +1,5 @@
-"""Whole attention of every shape of the targets: parity, times and memory, at one commit.
+"""Measures whole attention of every shape of the targets, with parity, times and memory, at one
+commit.
 
     python -m bench.shapes
     python -m bench.shapes --only 64k --only 8k --input random

@@ -1,4 +1,4 @@
-"""The description of a kernel: static sizes, input and output arrays.
+"""The description of a kernel, which is its static sizes, and its input and output arrays.
 
 The body is imported when the kernel runs. A description imports no JAX, so a framework can plan,
 allocate and look up compiled code without it.

@@ -1,4 +1,4 @@
-"""`NSAConfig`: the numbers of Native Sparse Attention, checked once."""
+"""`NSAConfig`, which has the sizes of Native Sparse Attention and checks them once."""
 
 import dataclasses
 import functools

@@ -1,4 +1,5 @@
-"""The choice of an implementation: an ordered registry that reports why it refused each one.
+"""Chooses an implementation from an ordered registry, which reports why it refused each earlier
+one.
 
 An implementation named by the caller never falls back, unless the caller sets
 `on_unsupported="fallback"` (the flag of that name), which causes a warning. The automatic choice is

@@ -1,4 +1,4 @@
-"""An indexer's blocks and its loss for both frameworks: sizes, checks, and array operations."""
+"""An indexer's blocks and its loss for both frameworks, with sizes, checks and array operations."""
 
 import math
 from collections.abc import Callable, Sequence

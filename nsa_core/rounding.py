@@ -1,4 +1,4 @@
-"""Rounds tokens to fp8 for both frameworks: float8_e4m3fn with a float32 scale per token and
+"""Rounds tokens to fp8 for both frameworks, as float8_e4m3fn with a float32 scale per token and
 head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale

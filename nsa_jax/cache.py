@@ -1,4 +1,4 @@
-"""Decoding. A call returns a new cache with its tokens; the given cache is unchanged.
+"""Decodes in JAX. A call returns a new cache with its tokens, and the given cache is unchanged.
 
 A donated cache is invalid after the call, which reuses its memory. One function serves prefill,
 chunks and tokens.

@@ -1,5 +1,5 @@
-"""Checks of the numbers in public arguments if the host can read them; the counterpart of
-`nsa_torch.checks`. `nsa_core.validate` checks shapes and dtypes.
+"""Checks the numbers in public arguments if the host can read them, as `nsa_torch.checks` does.
+`nsa_core.validate` checks shapes and dtypes.
 """
 
 from typing import Any

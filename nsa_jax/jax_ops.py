@@ -1,4 +1,4 @@
-"""`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls.
+"""`ArrayOps` for JAX arrays. Everything is traced, and nothing is shared between calls.
 
 Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. Elsewhere (lowered
 for one, interpreted) they are Pallas calls. Triton's kernels are called by jax-triton.

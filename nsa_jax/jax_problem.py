@@ -1,4 +1,4 @@
-"""The input of dispatch for JAX: the device, and the problem of the given arrays."""
+"""Makes the input of dispatch for JAX, which is the device and the problem of the given arrays."""
 
 import jax
 

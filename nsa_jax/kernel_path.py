@@ -1,4 +1,4 @@
-"""The steps on kernels in JAX: `jit`, `vmap` and gradients, for any kernels.
+"""The steps on kernels in JAX, with `jit`, `vmap` and gradients, for any kernels.
 
 The steps themselves are a `fused.Steps`; here are the transforms around them. Arguments are
 those of `branches.py`. For the backward pass each branch's own output and

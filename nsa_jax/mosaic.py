@@ -1,4 +1,6 @@
-"""The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients."""
+"""The steps on Mosaic kernels in JAX (implementation `mosaic`), with `jit`, `vmap` and
+gradients.
+"""
 
 from nsa_core.steps import mosaic_attention
 from nsa_jax.kernel_path import KernelPath

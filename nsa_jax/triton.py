@@ -1,4 +1,6 @@
-"""The steps on Triton kernels in JAX (implementation `triton`): `jit`, `vmap` and gradients."""
+"""The steps on Triton kernels in JAX (implementation `triton`), with `jit`, `vmap` and
+gradients.
+"""
 
 from nsa_core.steps import triton_attention
 from nsa_jax.kernel_path import KernelPath

@@ -1,4 +1,4 @@
-"""Decoding in torch: a call appends its tokens to the given cache, and returns that cache.
+"""Decodes in torch. A call appends its tokens to the given cache, and returns that cache.
 
 This holds with and without gradients. The tensors of the cache are written in place, and copies
 replace tensors that a graph of autograd holds. The counterpart in JAX is `nsa_jax.cache`. The

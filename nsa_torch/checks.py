@@ -1,4 +1,4 @@
-"""Checks of public arguments: `nsa_core.validate`, and in addition devices and packed rows of
+"""Checks public arguments with `nsa_core.validate`, and in addition devices and packed rows of
 torch.
 """
 

@@ -1,5 +1,5 @@
-"""The ranks that share one sequence: collectives of `torch.distributed` along a mesh dimension, and
-the positions of each rank's tokens.
+"""The ranks that share one sequence. The module has collectives of `torch.distributed` along a mesh
+dimension, and the positions of each rank's tokens.
 
 The process group of the mesh moves all data. Its errors are raised again with the name of the step,
 on every rank that waits. A lost rank therefore ends the others within the timeout of the process

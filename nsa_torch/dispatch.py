@@ -1,4 +1,4 @@
-"""The choice of an implementation for torch tensors; `nsa_core.dispatch` defines the registry.
+"""Chooses an implementation for torch tensors. `nsa_core.dispatch` defines the registry.
 
 A target has the arguments of its public function, except that `kv_len` is never None. A branch also
 has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step

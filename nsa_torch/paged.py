@@ -1,4 +1,4 @@
-"""Decode and serving in torch: a paged cache, and appending to it.
+"""A paged cache for decode and serving in torch, and the function that appends to it.
 
 The caller manages the pool of pages and the table of each row (every serving engine has a page
 allocator). Shapes are static and the host reads nothing, so that one CUDA graph serves rows that

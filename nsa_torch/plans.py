@@ -1,4 +1,4 @@
-"""Runs the functions of operators from plans: finds the plan of a call, or makes it.
+"""Runs the functions of operators from plans. It finds the plan of a call, or makes one.
 
 A plan depends only on the key of a call: shapes and dtypes by role, all other arguments, and the
 device. It does not depend on strides, addresses, or equal arguments.

@@ -1,4 +1,5 @@
-"""The selection of the blocks that a query reads: scores from compressed probabilities, then top-n.
+"""Selects the blocks that a query reads. It computes scores from compressed probabilities, and then
+the top-n.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
 too small for float32 are compared by their logarithms, which are made only if they decide.

@@ -1,4 +1,4 @@
-"""`ArrayOps` for torch tensors: kernels run on the current stream, the host never waits."""
+"""`ArrayOps` for torch tensors. Kernels run on the current stream, and the host never waits."""
 
 import functools
 from collections.abc import Sequence

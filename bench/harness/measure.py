@@ -1,4 +1,6 @@
-"""One row: parity first, then time. Wrong rows are not timed; failed rows have a reason."""
+"""Measures one row, with parity first and then time. Wrong rows are not timed, and failed rows have
+a reason.
+"""
 
 import dataclasses
 import functools

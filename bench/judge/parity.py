@@ -1,5 +1,5 @@
-"""The tolerance rule: how far a path may be from the oracle. Arrays are NumPy arrays from any
-framework.
+"""The tolerance rule, which limits how far a path may be from the oracle. Arrays are NumPy arrays
+from any framework.
 
 `oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
 reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`

@@ -1,4 +1,5 @@
-"""NSA against dense attention over several seeds: is it as good, and by how much not?
+"""Compares NSA with dense attention over several seeds, and reports whether it is as good, with
+bounds.
 
     python -m bench.lm.experiments table_8k --corpus corpus --out runs
     python -m bench.lm.quality runs/52m_8k/*.jsonl

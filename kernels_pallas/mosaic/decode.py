@@ -1,4 +1,5 @@
-"""One decode step of NSA in one launch: a cluster of CTAs per query token and key/value head.
+"""One decode step of NSA in one launch, with a cluster of CTAs for each query token and key/value
+head.
 
 Algorithm, in the order of events of each warp:
 

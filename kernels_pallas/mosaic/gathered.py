@@ -1,4 +1,5 @@
-"""Selected attention block by block: queries that selected a block are gathered, then merged.
+"""Selected attention block by block. The queries that selected a block are gathered, and their
+partials are then merged.
 
 Algorithm: for each token and far block j a softmax of one block with its lse_log2, or dQ from the
 statistics of the whole row (formulas: `softmax.py`):

@@ -1,4 +1,4 @@
-"""Interval attention: the compressed and the sliding branch, forward and dq.
+"""Interval attention for the compressed and the sliding branch, forward and dq.
 
 Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`); |g| P
 is computed again from `shift`. One kernel of dq handles both branches if a tile of the result fits:

@@ -1,4 +1,4 @@
-"""The loop of forward and dq: a tile of queries iterates over blocks of keys.
+"""The loop of forward and dq, in which a tile of queries iterates over blocks of keys.
 
     interval.py   blocks of an interval of keys, which neighbouring tiles share
     selected.py   blocks of a tile's list

@@ -1,4 +1,4 @@
-"""The backward steps on Triton kernels, for either framework; as `mosaic_backward`.
+"""The backward steps on Triton kernels, for either framework, as in `mosaic_backward`.
 
 Query-stationary kernels compute dq, key-stationary ones dk and dv. If few tiles of keys have much
 work, or a block has a long query list, float32 partials are added in their order. A stable sort

@@ -1,4 +1,4 @@
-"""The caches of `generate`: `NSAModelCache` grows, `NSAPagedModelCache` has static shapes.
+"""The caches of `generate`. `NSAModelCache` grows, and `NSAPagedModelCache` has static shapes.
 
 transformers counts columns of the batch, padding included (`get_seq_length`). A row's own tokens
 are stored from slot 0 on, without the padding, and its length is its own:

@@ -1,4 +1,4 @@
-"""The methods of a model that `generate` calls: the choice of a cache, and the run of a step."""
+"""The methods of a model that `generate` calls. They choose a cache and run a step."""
 
 import functools
 import inspect

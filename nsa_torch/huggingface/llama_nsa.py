@@ -1,4 +1,5 @@
-"""Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`): zen-E/NSA-1B.
+"""Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`), for example
+zen-E/NSA-1B.
 
 A layer is Llama's with a projection of gates: `sigmoid(x g_proj^T)`, rows (head, branch),
 branches compressed, selected, sliding. All branches read the same rotated keys and the values;
