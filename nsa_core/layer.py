@@ -133,8 +133,8 @@ class LayerSpec:
             validate.one_of(name, getattr(self, name), known)
         if self.kv == "shared" and self.phi == "mlp_rope":
             raise ValueError(
-                "kv must be 'separate' if phi='mlp_rope', got 'shared': it needs keys before "
-                "rotation, and shared keys are rotated"
+                "kv must be 'separate' if phi='mlp_rope', got 'shared', because mlp_rope "
+                "needs keys before rotation, and shared keys are rotated"
             )
         for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
             if self.gate not in gates and getattr(self, name) is not None:
@@ -187,13 +187,14 @@ class LayerSpec:
         validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
             raise ValueError(
-                f"dense_below must be 0 if gate={str(self.gate)!r}, got {dense_below}: dense "
-                "attention computes another function than the sum of the branches (gate='selected')"
+                f"dense_below must be 0 if gate={str(self.gate)!r}, got {dense_below}, "
+                "because dense attention computes another function than the sum of the branches; "
+                "use gate='selected'"
             )
         if dense_below > self.all_selected + 1:
             raise ValueError(
                 f"dense_below must be at most n_sel * l_sel + 1 = {self.all_selected + 1}, got "
-                f"{dense_below}: a longer sequence has blocks that are not selected"
+                f"{dense_below}, because a longer sequence has blocks that are not selected"
             )
 
     @property

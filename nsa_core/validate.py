@@ -47,8 +47,8 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
         jax = sys.modules.get("jax")
         if not (jax and jax.config.jax_enable_x64):
             raise ValueError(
-                f"{name} must not be a NumPy array of float64: JAX converts it to float32 unless "
-                "jax_enable_x64 is set"
+                f"{name} must not be a NumPy array of float64, because JAX converts it to "
+                "float32 unless jax_enable_x64 is set"
             )
     for other, y in like.items():
         if x.dtype != y.dtype:

@@ -75,7 +75,7 @@ class Ranks:
                 return step(*tensors, **options)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"context parallel: {what} failed on rank {self.rank} of {self.size}: a rank "
+                    f"context parallel: {what} failed on rank {self.rank} of {self.size}; a rank "
                     "is gone, or did not come within the process group's timeout"
                 ) from error
 

@@ -400,7 +400,10 @@ def test_kinds_are_named_by_what_differs():
         ({"b": pair(0, (1, 1), (1, 1))}, "seed 0 occurs twice among the runs with nsa"),
         ({"b": lines("nsa", 1, 1.0, 1.0, steps=11)}, "must include dense attention"),
         ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a run that ended of torch-nsa"),
-        ({"b": lines("nsa", 1, 1.0, 1.0)}, r"dense must have the seeds of nsa .*none of \[1\]"),
+        (
+            {"b": lines("nsa", 1, 1.0, 1.0)},
+            r"dense must have the seeds of nsa .*but lacks \[1\]",
+        ),
         ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
         ({"b": []}, "must hold a run, got none"),
     ],

@@ -281,7 +281,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
         alone = of.keys() - kinds[dense[0]].keys()
         if alone:
             raise ValueError(
-                f"{dense[0]} must have the seeds of {label} in runs of {rows}, got none of "
+                f"{dense[0]} must have the seeds of {label} in runs of {rows}, but lacks "
                 f"{sorted(alone)}"
             )
     order = dense + [label for label in kinds if label not in dense]

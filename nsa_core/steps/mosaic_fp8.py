@@ -38,7 +38,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
         if layout.varlen is None:
             raise NotImplementedError(
                 "mosaic: compute_dtype='float8_e4m3' needs the number of sequences of packed "
-                "rows: pass varlen_metadata(max_segments=), got segment_ids"
+                "rows; pass varlen_metadata(max_segments=), got segment_ids"
             )
         places, tiles = layout.varlen.capacity.places, layout.varlen.key_tiles
     spec = fp8.Rounding(

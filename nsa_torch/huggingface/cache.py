@@ -280,8 +280,8 @@ class NSAModelCache(Cache):
         if {*seen} - {self.columns}:
             raise ValueError(
                 "cache must have the same tokens in all layers, got "
-                f"{seen} columns in place of {self.columns}: a call ended with an error; call "
-                "reset() and start again"
+                f"{seen} columns in place of {self.columns}, "
+                "because a call ended with an error; call reset() and start again"
             )
         if needed > self.room:  # the next multiple of ROOM, at least twice as much as there is
             self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM

@@ -107,7 +107,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             )
         if num_key_value_heads != spec.n_kv_groups:
             raise NotImplementedError(
-                "generate_batch on NSA runs on one device: each must have all "
+                "generate_batch on NSA runs on one device, which must have all "
                 f"{spec.n_kv_groups} key/value heads, got {num_key_value_heads}"
             )
         self.config, self.cache_dtype = config, cache_dtype
@@ -218,14 +218,14 @@ def _check(given: Any, config: NSAModelConfig) -> None:
         )
     if given.cpu_offload_space:
         raise ValueError(
-            "cpu_offload_space must be 0: transformers can move only pages of one layout, got "
-            f"{given.cpu_offload_space}"
+            f"cpu_offload_space must be 0, got {given.cpu_offload_space}, because transformers can "
+            "move only pages of one layout"
         )
     graphs = given.use_cuda_graph
     if isinstance(graphs, tuple) and graphs[0]:
         raise ValueError(
-            "use_cuda_graph must be None, a bool or (False, bool): steps with prompts read "
-            f"boundaries on the host, got {graphs}"
+            f"use_cuda_graph must be None, a bool or (False, bool), got {graphs}, because "
+            "steps with prompts read boundaries on the host"
         )
 
 

@@ -113,8 +113,8 @@ class NSAGenerationMixin(GenerationMixin):
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
         if (left := getattr(given, "assistant_early_exit", None)) is not None:
             raise NotImplementedError(
-                "assistant_early_exit must be None: an NSA model cannot skip layers; pass an "
-                f"assistant_model, got {left}"
+                f"assistant_early_exit must be None, got {left}, because an NSA model cannot skip "
+                "layers; pass an assistant_model"
             )
         name, cache = given.cache_implementation, model_kwargs.get(CACHE)
         positions = model_kwargs.get("position_ids")  # a mask of ones is dropped from 5.19 on

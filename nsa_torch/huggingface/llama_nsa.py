@@ -196,7 +196,8 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
         """Run the model as Llama's `forward` does."""
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
-                "attention_mask must be None or all ones: LlamaNSAForCausalLM supports no padding"
+                "attention_mask must be None or all ones, because LlamaNSAForCausalLM "
+                "supports no padding"
             )
         check_keywords(rest, *THEIRS)
         given = rest.get("inputs_embeds") if input_ids is None else input_ids

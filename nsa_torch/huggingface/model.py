@@ -181,8 +181,8 @@ class NSAPreTrainedModel(PreTrainedModel):
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError(
-                "use_safetensors must be True or not given, got False: weights in pickles are not "
-                "read"
+                "use_safetensors must be True or not given, got False, because weights in "
+                "pickles are not read"
             )
         if path is not None:
             stated, _ = NSAModelConfig.get_config_dict(path, **kwargs)
