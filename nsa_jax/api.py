@@ -86,8 +86,8 @@ def attention(
       `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: an argument that no implementation supports.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: No implementation supports an argument.
+      NotImplementedError: The named implementation cannot run this call.
     """
     validate.flag("recompute", recompute)
     key, value = Branches.each(key), Branches.each(value)
@@ -231,7 +231,7 @@ def compress(
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: Shapes or dtypes do not fit.
     """
     validate.array("x", x, 4)
     validate.phi(params, x, config)
@@ -272,8 +272,8 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
 
     Raises:
-      ValueError: an argument that no implementation supports.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: No implementation supports an argument.
+      NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, compressed_key
     return _step("scores", arrays, config, kv_len, segment_ids, varlen, scale, implementation)

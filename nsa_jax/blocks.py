@@ -72,9 +72,9 @@ def block_attention(
       `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, or a block that is named twice, if the host
+      ValueError: Shapes or dtypes do not fit, or a block is named twice, if the host
         reads the lists (not traced, and on a CPU or under `nsa_core.debug`).
-      NotImplementedError: the named implementation cannot run this.
+      NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, key, value, block_indices
     block_lists.check(*arrays, block_size, include, scale)
@@ -201,9 +201,9 @@ def paged_block_attention(
         first that can run.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, or a block that is named twice or a page that
-        does not exist, if the host reads them.
-      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit, a block is named twice, or a page does not
+        exist. The last two are found only if the host reads the numbers.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, block_indices
     if cu_seqlens_q is not None:

@@ -157,7 +157,7 @@ def cached_attention(
     Raises:
       ValueError: bad shapes, a cache of another config or filled with parameters of another
         kind, or more tokens than the capacity.
-      NotImplementedError: the named implementation cannot run this.
+      NotImplementedError: The named implementation cannot run this call.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)

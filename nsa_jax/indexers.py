@@ -71,8 +71,8 @@ def index_blocks(
       `block_attention` with `block_size = pool * entry`.
 
     Raises:
-      ValueError: shapes, dtypes or sizes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes, dtypes or sizes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     forced = num_initial, num_local
     index = Index(pool, num_selected, *forced, activation, reduce, entry)
@@ -130,8 +130,8 @@ def paged_index_blocks(
       int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
 
     Raises:
-      ValueError: shapes, dtypes or sizes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes, dtypes or sizes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     paged = Paged(page_table, lengths, cu_seqlens_q)
     chosen = num_selected, num_initial, num_local
@@ -240,8 +240,8 @@ def indexer_kl(
       the mean over tokens that count.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     given = query, key, lse, index_query, index_key, block_indices
     teacher = indexing.check_loss(*given, block_size, scale, index_scale)

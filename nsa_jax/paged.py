@@ -50,7 +50,7 @@ class PagedCache(PagedArrays):
         raw tokens.
 
     Raises:
-      ValueError: a size that is not a positive int, or an unsupported dtype.
+      ValueError: A size is not a positive int, or the dtype is not supported.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PagedCache(PagedArrays):
         """Return the cache with other arrays in place of those named.
 
         Raises:
-          ValueError: shapes or dtypes that do not fit.
+          ValueError: Shapes or dtypes do not fit.
         """
         fields = self.tensors() | arrays
         cache = self.of(self.config, **fields, contents=self.contents)
@@ -155,7 +155,7 @@ def append(
       slots: as in `nsa_torch.append`, of a cache in fp8.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
+      ValueError: Shapes or dtypes do not fit the cache, or it was filled with parameters of
         another kind. If tracing hides that a row had tokens before, wrong outputs are NaN.
     """
     paged_layout.check_cache(cache)
@@ -216,8 +216,8 @@ def paged_attention(
         queries), or one of `attention`, which then runs on gathered pages. By default automatic.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     paged_layout.check_cache(cache, config)
     given = query, gates, cache, page_table, lengths, cu_seqlens_q, scale

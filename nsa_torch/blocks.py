@@ -66,9 +66,9 @@ def block_attention(
       `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, or a block that is named twice, if the host
+      ValueError: Shapes or dtypes do not fit, or a block is named twice, if the host
         reads the lists (on a CPU, or under `nsa_core.debug`).
-      NotImplementedError: the named implementation cannot run this.
+      NotImplementedError: The named implementation cannot run this call.
     """
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
     checks.tensors(**given)
@@ -163,9 +163,9 @@ def paged_block_attention(
         the first that can run.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, or a block that is named twice or a page that
-        does not exist, if the host reads them.
-      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit, a block is named twice, or a page does not
+        exist. The last two are found only if the host reads the numbers.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     given |= {"block_indices": block_indices, "page_table": page_table, "lengths": lengths}

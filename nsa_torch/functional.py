@@ -100,8 +100,8 @@ def attention(
       `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: an argument that no implementation supports.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: No implementation supports an argument.
+      NotImplementedError: The named implementation cannot run this call.
     """
     if context_mesh is not None:
         from nsa_torch import context
@@ -235,7 +235,7 @@ def compress(
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: Shapes or dtypes do not fit.
     """
     checks.tensors(x=x)
     validate.array("x", x, 4)
@@ -279,8 +279,8 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
 
     Raises:
-      ValueError: an argument that no implementation supports.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: No implementation supports an argument.
+      NotImplementedError: The named implementation cannot run this call.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)

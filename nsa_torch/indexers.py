@@ -71,8 +71,8 @@ def index_blocks(
       `block_attention` with `block_size = pool * entry`.
 
     Raises:
-      ValueError: shapes, dtypes or sizes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes, dtypes or sizes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     given = {"index_query": index_query, "index_key": index_key}
     checks.tensors(**given)
@@ -142,8 +142,8 @@ def paged_index_blocks(
       int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
 
     Raises:
-      ValueError: shapes, dtypes or sizes that do not fit.
-      NotImplementedError: the named implementation cannot run this.
+      ValueError: Shapes, dtypes or sizes do not fit.
+      NotImplementedError: The named implementation cannot run this call.
     """
     given = {"index_query": index_query, "index_key_pages": index_key_pages}
     given |= {"page_table": page_table, "lengths": lengths}
@@ -248,8 +248,9 @@ def indexer_kl(
       the mean over tokens that count.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
-      NotImplementedError: a second derivative; the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit.
+      NotImplementedError: A second derivative is required, or the named implementation cannot
+        run this call.
     """
     given = dict(query=query, key=key, lse=lse, index_query=index_query, index_key=index_key)
     if block_indices is not None:

@@ -63,7 +63,7 @@ class PagedCache(PagedArrays):
       apart: The distance of its pages in its tensors, in pages (`view`).
 
     Raises:
-      ValueError: a size that is not a positive int, or an unsupported dtype.
+      ValueError: A size is not a positive int, or the dtype is not supported.
     """
 
     apart = 1
@@ -117,7 +117,7 @@ class PagedCache(PagedArrays):
             such a cache are allocated here.
 
         Raises:
-          ValueError: shapes or dtypes that do not fit, such as pages of another size than
+          ValueError: Shapes or dtypes do not fit, such as pages of another size than
             `config.select_block`, or of fp8 without scales.
         """
         validate.configuration(config)

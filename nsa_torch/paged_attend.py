@@ -90,9 +90,10 @@ def paged_attention(
         queries), or one of `attention`, which then runs on gathered pages. None means automatic.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, `runs` without `cu_seqlens_q` or of more rows
-        or tokens than the call, or of another call, if the host can check it.
-      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or it is
+        for more rows or tokens than the call has. If the host can check it, also: `runs` is from
+        another call.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this.
         Either is raised before a token is written.
     """
     paged_layout.check_cache(cache, config)

@@ -28,7 +28,7 @@ def using(mode: str) -> Iterator[None]:
     The result is the same; the cost differs.
 
     Raises:
-      ValueError: there is no such mode.
+      ValueError: `mode` is unknown.
     """
     if mode not in MODES:
         raise ValueError(f"ranges must be one of {MODES}, got {mode!r}")

@@ -203,7 +203,7 @@ class VarlenMetadata:
           length: T of the whole row.
 
         Raises:
-          ValueError: made for another config, device or length, or out of date.
+          ValueError: The metadata is for another config, device or length, or out of date.
         """
         if config.numbers[:-1] != self.config.numbers[:-1]:  # all but the compute dtype
             raise ValueError(
@@ -300,7 +300,7 @@ def borders_of(
       length: tokens of the whole row, where `x` has others.
 
     Raises:
-      ValueError: both are given, or `varlen` is none of this call.
+      ValueError: Both are given, or `varlen` is from another call.
     """
     if varlen is None is cu_seqlens:
         return None

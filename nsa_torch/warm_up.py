@@ -35,7 +35,7 @@ def prepare(
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
       dtype, config, scale: Those of the calls, see `attention`.
-      gradients: those of the backward pass too.
+      gradients: Whether to include the kernels of the backward pass.
       packed: For batches with `cu_seqlens`. Otherwise also for compression by means, for tokens
         that the branches share and for separate tokens.
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
@@ -47,7 +47,7 @@ def prepare(
 
     Raises:
       ValueError: `device` is no GPU.
-      NotImplementedError: there is no GPU, or it is not a Hopper one.
+      NotImplementedError: There is no Hopper GPU.
       RuntimeError: A kernel could not be built. The message is its compiler's.
     """
     device = torch.device(device)

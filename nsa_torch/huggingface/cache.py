@@ -50,7 +50,7 @@ def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     this cache.
 
     Raises:
-      ValueError: caches are given by both names.
+      ValueError: Caches are passed under both names.
     """
     found = {key: arguments.pop(key) for key in NAMES if key in arguments}
     given = [cache for cache in found.values() if cache is not None]

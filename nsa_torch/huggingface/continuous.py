@@ -86,7 +86,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     are lists of blocks here.
 
     Raises:
-      ValueError: pages of another size than `select_block`.
+      ValueError: Pages do not have `select_block` tokens.
       NotImplementedError: heads are split over devices.
     """
 
@@ -198,7 +198,7 @@ def continuous_batching_config(
     Raises:
       ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
         are to be moved to the host.
-      NotImplementedError: transformers has another manager than those that were tried.
+      NotImplementedError: This manager of transformers was not tried.
     """
     check_manager()
     options.setdefault("page_size", config.select_block)

@@ -276,8 +276,8 @@ def _files(folder: Path) -> dict[str, Any]:
     """Return the files of weights, opened: those that transformers reads, one before several.
 
     Raises:
-      FileNotFoundError: there is none of safetensors, or one of several is missing.
-      ValueError: the index of several does not name them.
+      FileNotFoundError: No file of safetensors exists, or one of several is missing.
+      ValueError: The index of several files does not name them.
     """
     index, names = folder / INDEX, [SINGLE]
     if not (folder / SINGLE).is_file():

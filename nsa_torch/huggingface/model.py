@@ -281,7 +281,7 @@ class NSAModel(NSAPreTrainedModel):
           max_length_q: tokens of its longest sequence; the last sequence then ends with the row.
 
         Raises:
-          TypeError: an unknown keyword.
+          TypeError: A keyword is unknown.
           ValueError: errors of `rows.rows`, a cache during training with gradient checkpointing,
             or a cache in which a call did not end.
         """

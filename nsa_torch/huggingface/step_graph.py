@@ -54,7 +54,7 @@ class StepGraph:
             to all. Neither argument is checked, so that nothing waits for the device.
 
         Raises:
-          ValueError: another number of rows or tokens, or the cache is full.
+          ValueError: The number of rows or tokens differs, or the cache is full.
         """
         if input_ids.shape != self.input_ids.shape:
             raise ValueError(
