@@ -297,9 +297,9 @@ def partials(
     queries, M, P, key_stride, value_stride, most, scale,
     maxima, sums, outputs, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tokens * PAIRS * PARTS; with `BY_PAIR` the programs of a pair are neighbours. A
-    pair is a list with a key/value head that uses it, `PAIRS = max(SCOPES, HEADS)`, of `GROUP`
-    query heads.
+    """Programs: tokens * PAIRS * PARTS; with `BY_PAIR` the programs of a pair are neighbours.
+    A pair is a list and one key/value head that uses it, and it has `GROUP` query heads. A token
+    has `PAIRS = max(SCOPES, HEADS)` pairs.
 
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have

@@ -211,7 +211,7 @@ def convert(
       start: "values", "gates" or "shared", as above.
       dtype: dtype of the weights; None leaves it unchanged.
       dense_layers, nsa: as in `configuration`.
-      check: tokens on which the logits are compared with the dense model's, in float32.
+      check: Number of tokens on which the logits are compared with the dense model's, in float32.
 
     Raises:
       ValueError: the source does not convert exactly, or an argument is invalid.
