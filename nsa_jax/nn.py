@@ -16,10 +16,12 @@ from nsa_core import extras, rotation, validate
 from nsa_core.cache_contents import UNSAID, facts_of
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.context_layout import check as check_layout
 from nsa_core.dispatch import Choices
 from nsa_core.layer import KIND, LayerSpec, computed, spec_of
 from nsa_core.types import Branches
-from nsa_jax import api, cache, geometry
+from nsa_jax import api, cache, context, geometry
 from nsa_jax.eager import any_rank
 from nsa_jax.geometry import PackedRows, rows_of
 from nsa_jax.numerics import rotated
@@ -183,6 +185,8 @@ class NSAAttention(nnx.Module):
         `gate="selected"`, and is at most `n_sel * l_sel + 1`. Tokens of a cache are not affected.
       compute_dtype: as in `NSAConfig`, for inference on whole sequences; it may be set later.
         Attention to a cache computes in `dtype`.
+      context_axis, context_layout: as in `nsa_jax.attention`; `x` and `segment_ids` then have the
+        tokens of this device.
       rngs: for the initial parameters.
       fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
     """
@@ -197,6 +201,8 @@ class NSAAttention(nnx.Module):
         implementation: api.Names = None,
         dense_below: int = 0,
         compute_dtype: str | None = None,
+        context_axis: str | None = None,
+        context_layout: Layout = "zigzag",
         rngs: nnx.Rngs,
         **fields: Any,
     ):
@@ -210,6 +216,12 @@ class NSAAttention(nnx.Module):
         self.dtype = dtype
         self.implementation = implementation
         spec.check_dense_below(dense_below)
+        check_layout(context_layout)
+        if dense_below and context_axis is not None:
+            raise ValueError(
+                f"dense_below must be 0 if context_axis is given, got {dense_below}"
+            )
+        self.context_axis, self.context_layout = context_axis, context_layout
         self.dense_below, self.compute_dtype = dense_below, computed(config, compute_dtype)
         _ = self.config  # checks its compute dtype
 
@@ -353,16 +365,31 @@ class NSAAttention(nnx.Module):
         packed = {"segment_ids": segment_ids, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
         batch, length, _ = x.shape
-        rows = rows_of(segment_ids, varlen, spec.config, batch, length)
-        longer = None if kv is None else kv.length + length
-        where = geometry.layout_of(x, length, spec.config, longer, rows)
+        shards: dict[str, Any] = {}
+        if self.context_axis is None:
+            rows, compress = (
+                rows_of(segment_ids, varlen, spec.config, batch, length),
+                api.compress,
+            )
+            longer = None if kv is None else kv.length + length
+            position = geometry.layout_of(x, length, spec.config, longer, rows).position
+        else:
+            for name, given in (("kv", kv), ("varlen", varlen)):
+                if given is not None:
+                    raise ValueError(f"{name} must be None if context_axis is given, got both")
+            shards = dict(context_axis=self.context_axis, context_layout=self.context_layout)
+            rows, compress = segment_ids, functools.partial(context.compress, **shards)
+            position = context.shard_positions(length, segment_ids=segment_ids, **shards)
         if rows is not None:
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
-        query, key, value, gates = self.project(x.astype(self.dtype), where.position)
+        query, key, value, gates = self.project(x.astype(self.dtype), position)
         longest = length if varlen is None else varlen.max_seqlen or length
         params = self.compress_params()
-        sizes, names = dict(config=self.config, **packed), Branches.each(self.implementation)
+        sizes: dict[str, Any] = dict(config=self.config, segment_ids=segment_ids)
+        if varlen is not None:
+            sizes["varlen"] = varlen
+        names = Branches.each(self.implementation)
         if kv is not None:
             out, kv = cache.cached_attention(
                 *(query, key, value, gates, kv),
@@ -378,7 +405,7 @@ class NSAAttention(nnx.Module):
                 segment_ids=geometry.ids_of(rows),
                 implementation=names.sliding,
             )
-        elif spec.gate == "selected" and not any(names):
+        elif spec.gate == "selected" and not (any(names) or shards):
             compressed = api.compress(key.compressed, params[0], **sizes)
             indices = api.select_blocks(query, compressed, **sizes)
             out, _ = api.selected_attention(
@@ -386,13 +413,14 @@ class NSAAttention(nnx.Module):
             )
         else:
             compressed = (
-                api.compress(key.compressed, params[0], **sizes),
-                api.compress(value.compressed, params[1], **sizes),
+                compress(key.compressed, params[0], **sizes),
+                compress(value.compressed, params[1], **sizes),
             )
             out = api.attention(
                 *(query, key, value, gates),
                 compressed=compressed,
                 implementation=self.implementation,
                 **sizes,
+                **shards,
             )
         return self.out(out.reshape(batch, length, -1)), kv

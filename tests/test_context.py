@@ -1,5 +1,6 @@
 """Context parallelism: several ranks equal one device; bad input and faults."""
 
+import functools
 import json
 import os
 import signal
@@ -7,9 +8,15 @@ import subprocess
 import sys
 import weakref
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import nsa_jax
 import nsa_torch
 from bench.harness.process import ROOT
 from nsa_core import context_layout as layouts
@@ -216,3 +223,64 @@ def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatc
             given = query[:, part], *pair, *(t[:, part] for t in rest)
             found = getattr(module, step)(*given, kv_len=end, **place)[0]
         torch.testing.assert_close(found, whole[:, part], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "packed, kind, layout",
+    [
+        (False, {}, "zigzag"),
+        (True, {"gate": "selected"}, "zigzag"),
+        (True, {"phi": "mlp_rope", "kv": "separate"}, "contiguous"),
+    ],
+)
+def test_a_layer_of_jax_on_four_devices(packed, kind, layout):
+    """Output and gradients of the weights are those of one device."""
+    sizes = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)
+    x = jax.random.normal(jax.random.key(0), (2, 61, 16))
+    ids = jnp.arange(61)[None] // jnp.array([[23], [61]]) if packed else None
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh, shard = jax.make_mesh((4,), ("context",), axis_types=auto), {"context_layout": layout}
+    own = lambda t: t if t is None else nsa_jax.context.shard_sequence(t, 4, **shard)
+
+    def loss(run, state):
+        out = run(state)
+        return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+    found = {}
+    for several in (False, True):
+        options = {"context_axis": "context", **shard} if several else {}
+        layer = nsa_jax.nn.NSAAttention(**sizes, **kind, **options, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+        local = lambda state, x, ids, graph=graph: nnx.merge(graph, state)(x, segment_ids=ids)[
+            0
+        ]
+        run = lambda state, local=local: local(state, x, ids)
+        if several:
+            tokens = P(None, "context")
+            place = dict(mesh=mesh, in_specs=(P(), tokens, tokens), out_specs=tokens)
+            shards = jax.shard_map(local, **place, check_vma=False)
+            run = lambda state, shards=shards: nsa_jax.context.unshard_sequence(
+                shards(state, own(x), own(ids)), 4, length=61, **shard
+            )
+        both = jax.jit(jax.value_and_grad(functools.partial(loss, run), has_aux=True))
+        found[several] = jax.tree.leaves(both(state))
+    for one, four in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(
+            torch.tensor(np.array(four)), torch.tensor(np.array(one)), rtol=2e-4, atol=2e-5
+        )
+
+
+def test_what_a_layer_of_jax_refuses_on_several_devices():
+    sizes = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)
+    layer = nsa_jax.nn.NSAAttention(**sizes, context_axis="context", rngs=nnx.Rngs(0))
+    x = jnp.zeros((1, 8, 16))
+    with pytest.raises(ValueError, match="kv must be None if context_axis is given"):
+        layer(x, layer.init_cache(1, 8))
+    with pytest.raises(ValueError, match="varlen must be None if context_axis is given"):
+        layer(x, varlen=layer.varlen(jnp.zeros((1, 8), jnp.int32)))
+    with pytest.raises(ValueError, match="context_axis must be an axis of jax"):
+        layer(x)
+    with pytest.raises(ValueError, match="dense_below must be 0 if context_axis is given"):
+        nsa_jax.nn.NSAAttention(
+            **sizes, gate="selected", dense_below=9, context_axis="context", rngs=nnx.Rngs(0)
+        )
