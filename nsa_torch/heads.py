@@ -169,9 +169,7 @@ def project(
     layers = query, *keys, *values
     # What is exported takes any number of tokens.
     few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
-    # Each is its product and nothing else, with a bias all or none.
-    fused = not few and all(_is_plain(each, x) for each in layers)
-    fused = fused and len({each.bias is None for each in layers}) == 1
+    fused = not few and _are_plain(layers, x)
     beside = None  # the gate, where its product is one with the others
     if fused and isinstance(gate, HeadGate) and _is_plain(gate, x, HeadGate):
         beside = gate
@@ -302,9 +300,7 @@ def split(
         cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
         weights = [cast(Tensor, x.weight) for x in norms or ()]
         eps = cast(float, norms[0].eps) if norms else 0.0
-        found = _split(
-            [projection], cos, sin, weights, eps, [*dataclasses.astuple(sizes)], False
-        )
+        found = _split(projection, cos, sin, weights, eps, [*dataclasses.astuple(sizes)])
         query, *each, mean, gates = found
         keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
         mean, gates = mean if sizes.means else None, gates if sizes.gates else None
@@ -384,6 +380,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.flatten(-2)
 
 
+def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
+    """Whether each layer is its product and nothing else, with a bias all or none."""
+    plain = all(_is_plain(each, x) for each in layers)
+    return plain and len({each.bias is None for each in layers}) == 1
+
+
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether a layer computes only its product or norm, without adapter, hook, shard or another
     `forward`.
@@ -416,60 +418,103 @@ def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
 
 @torch.library.custom_op("nsa::split_heads", mutates_args=())
 def _split(
-    given: list[Tensor],
+    projection: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: list[Tensor],
+    eps: float,
+    sizes: list[int],
+) -> list[Tensor]:
+    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`; `norms`: weights
+    for query and keys, or none.
+    """
+    made = _apart(projection, cos, sin, norms, eps, sizes)
+    launch(Heads(*sizes), False, projection, made, cos, sin, norms, eps)
+    return made
+
+
+@_split.register_fake
+def _apart(projection, cos, sin, norms, eps, sizes):
+    return [projection.new_empty(x) for x in Heads(*sizes).split_shapes(*projection.shape[:-1])]
+
+
+def launch(
+    heads: Heads,
+    back: bool,
+    projection: Tensor,
+    apart: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    norms: Sequence[Tensor] = (),
+    eps: float = 0.0,
+    given: Tensor | None = None,
+    partials: Tensor | None = None,
+) -> None:
+    """Writes heads `apart` out of a projection; if `back` the gradient of the projection `given`,
+    out of theirs, and `partials` of those of the norms' weights.
+    """
+    kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
+    if back:
+        apart = [readable(x) for x in apart]
+    else:
+        projection = readable(projection)
+    read = given, *(norms or (None, None)), cos, sin
+    read = [readable(cos if x is None else x) for x in read]
+    written = projection, tuple(apart), read[0] if partials is None else partials
+    TORCH_OPS.run_in_place(kernel, *written, *read)
+
+
+@torch.library.custom_op("nsa::join_heads", mutates_args=())
+def _join(
+    grads: list[Tensor],
     cos: Tensor,
     sin: Tensor,
     normed: list[Tensor],
     eps: float,
     sizes: list[int],
-    back: bool,
 ) -> list[Tensor]:
-    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`; if `back` the
-    projection's gradient out of theirs, then those of the norms' weights.
-
-    Args:
-      given: the projection, or the gradients of its heads.
-      normed: of normed heads, the weights for query and keys; if `back` after the projection.
+    """The projection's gradient `[B, T, row]`, given those of what `_split` returned; for heads
+    that were `normed` (the projection, weights for query and keys) those of the weights too.
     """
-    heads, made = Heads(*sizes), _made(given, cos, sin, normed, eps, sizes, back)
-    tokens, read = cos.shape[:-1].numel(), [*normed, cos, -sin if back else sin]
-    # Pass any array for one that is not read.
-    read = [readable(x) for x in (*[cos] * (5 - len(read)), *read)]
-    partials = cos.new_empty(heads.partials(tokens)) if back and normed else read[0]
-    given = [readable(x) for x in given]
-    (projection,), apart = (made[:1], given) if back else (given, made)
-    kernel = split_heads(heads, tokens, back, eps if normed else None)
-    TORCH_OPS.run_in_place(kernel, projection, tuple(apart), partials, *read)
-    if partials is read[0]:
-        return made
+    heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
+    if not normed:
+        launch(heads, True, made, grads, cos, -sin)
+        return [made]
+    partials = cos.new_empty(heads.partials(cos.shape[:-1].numel()))
+    launch(heads, True, made, grads, cos, -sin, normed[1:], eps, normed[0], partials)
     pair = partials.sum(dim=0).split([heads.H, heads.branches * heads.Hkv])
-    return [made[0], *(x.sum(dim=0).to(w.dtype) for x, w in zip(pair, made[1:], strict=True))]
+    return [made, *(x.sum(dim=0).to(w.dtype) for x, w in zip(pair, of_norms, strict=True))]
 
 
-@_split.register_fake
-def _made(given, cos, sin, normed, eps, sizes, back):
-    heads, tokens = Heads(*sizes), cos.shape[:-1]
-    if back:
-        grad = given[0].new_empty((*tokens, heads.row))
-        return [grad, *(torch.empty_like(x) for x in normed[1:])]
-    return [given[0].new_empty(x) for x in heads.split_shapes(*tokens)]
+@_join.register_fake
+def _joined(grads, cos, sin, normed, eps, sizes):
+    made = grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
+    return [made, *(torch.empty_like(x) for x in normed[1:])]
 
 
 def _keep(ctx, inputs, output):
-    given, cos, sin, normed, *ctx.rest, ctx.back = inputs
-    ctx.normed = bool(normed)
-    # Only the gradient of normed heads depends on the projection. It has no gradient itself.
-    ctx.save_for_backward(cos, sin, *([] if ctx.back or not normed else [*given, *normed]))
+    projection, cos, sin, norms, ctx.eps, ctx.sizes = inputs
+    ctx.save_for_backward(cos, sin, *([projection, *norms] if norms else ()))
 
 
 def _gradients(ctx, grads):
-    if ctx.back and ctx.normed:
-        refuse(ctx)
     cos, sin, *normed = ctx.saved_tensors
-    found = _split(grads, cos, sin, normed, *ctx.rest, not ctx.back)
-    of_given, of_norms = (found, []) if ctx.back else (found[:1], found[1:])
-    return of_given, None, None, of_norms, None, None, None
+    grad, *of_norms = _join(list(grads), cos, sin, normed, ctx.eps, ctx.sizes)
+    return grad, None, None, of_norms, None, None
 
 
-# Without norms each direction is linear, and the other's gradient.
+def _keep_join(ctx, inputs, output):
+    _, cos, sin, normed, _, ctx.sizes = inputs
+    ctx.normed = bool(normed)
+    ctx.save_for_backward(cos, sin)
+
+
+def _second_gradients(ctx, grads):
+    if ctx.normed:
+        refuse(ctx)
+    return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), None, None, [], None, None
+
+
+# Without norms each is linear, and the other's gradient.
 _split.register_autograd(_gradients, setup_context=_keep)
+_join.register_autograd(_second_gradients, setup_context=_keep_join)

@@ -321,4 +321,4 @@ def test_heads_by_the_kernel(sizes, dtype, normed, rows, monkeypatch):
     if not INTERPRETED:
         tables = (x.expand(2, -1, -1) for x in angles(position, sizes))
         rest = [x.weight for x in norms or ()], EPS, list(dataclasses.astuple(sizes))
-        torch.library.opcheck(heads._split, ([product.requires_grad_()], *tables, *rest, False))
+        torch.library.opcheck(heads._split, (product.requires_grad_(), *tables, *rest))

@@ -571,14 +571,14 @@ def test_second_derivatives_of_split_heads(normed):
     made = lambda *shape: torch.empty(shape, device="meta", requires_grad=True)
     angles = [made(1, 9, 4).detach() for _ in range(2)]
     weight = made(1, 9, 4, 8)
-    given = [made(1, 9, row)], *angles, [made(8), made(8)] if normed else [], 1e-6, sizes, False
+    given = made(1, 9, row), *angles, [made(8), made(8)] if normed else [], 1e-6, sizes
     query = torch.ops.nsa.split_heads(*given)[0]
-    (grad,) = torch.autograd.grad(query, given[0][0], weight, create_graph=True)
+    (grad,) = torch.autograd.grad(query, given[0], weight, create_graph=True)
     if not normed:
         assert torch.autograd.grad(grad.sum(), weight)[0].shape == weight.shape
         return
     with pytest.raises(NotImplementedError, match=REFUSAL):
-        torch.autograd.grad(grad.sum(), given[0][0])
+        torch.autograd.grad(grad.sum(), given[0])
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
