@@ -5,13 +5,12 @@ values too, then follows only from these rows, and a float32 oracle of one row a
 computes it. The selection is given: a block more or less is no error of arithmetic.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import nsa_torch
 from nsa_core.config import NSAConfig
 
 from .scale_problem import Problem
@@ -53,23 +52,60 @@ def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
 
 
 def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
-    """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs: each is the last token
-    of a sequence that ends there.
+    """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs (Eqs. 5-12).
+
+    It shares no code with the library that it judges.
 
     Args:
       rows: numbers of tokens.
       arrays: query `[R, H, D]`, gates `[R, H, 3]` and block indices `[R, Hkv, n]` of the rows, key
         and value `[S, Hkv, D]`, `[S, Hkv, Dv]` of all tokens.
     """
-    query, gates, indices, *pair = arrays
-    start, found = places(problem)[0].tolist(), []
-    for row, token in enumerate(rows):
-        own = [x[None, row : row + 1] for x in (query, gates, indices)]
-        key, value = (x[None, start[token] : token + 1] for x in pair)
-        how: dict[str, Any] = {
-            "config": problem.config,
-            "block_indices": own[2],
-            "implementation": "sdpa",
-        }
-        found.append(nsa_torch.attention(own[0], key, value, own[1], **how)[0])
-    return torch.cat(found)
+    *of_rows, key, value = arrays
+    config, found = problem.config, []
+    start, position = (x.tolist() for x in places(problem))
+    ends = dict(
+        itertools.pairwise([0, *itertools.accumulate(problem.documents or [problem.S])])
+    )
+    means: dict[int, list[Tensor]] = {}
+    for row, query, gates, blocks in zip(rows, *of_rows, strict=True):
+        first, at = start[row], position[row]
+        if first not in means:
+            means[first] = [_means(x[first : ends[first]], config) for x in (key, value)]
+        # Compressed token i is seen from position i d + l - 1 on.
+        count = max(0, (at + 1 - config.compress_block) // config.compress_stride + 1)
+        compressed = _attended(query, *(x[:count] for x in means[first]))
+        chosen = blocks.long()[..., None] * config.select_block
+        chosen = chosen + torch.arange(config.select_block, device=key.device)
+        seen = ((blocks >= 0)[..., None] & (chosen <= at)).flatten(1)  # [Hkv, n l']
+        token = (first + chosen.clamp(0, at)).flatten(1)
+        head = torch.arange(key.shape[1], device=key.device)[:, None]
+        keys, values = (x[token, head].transpose(0, 1) for x in (key, value))
+        selected = _attended(query, keys, values, seen)
+        last = slice(max(first, row + 1 - config.window), row + 1)
+        sliding = _attended(query, key[last], value[last])
+        branches = torch.stack([compressed, selected, sliding], -1)
+        found.append((branches * gates[:, None]).sum(-1))
+    return torch.stack(found)
+
+
+def _means(x: Tensor, config: NSAConfig) -> Tensor:
+    """Return the means of windows, `[C, Hkv, .]`."""
+    if x.shape[0] < config.compress_block:
+        return x[:0]
+    return x.unfold(0, config.compress_block, config.compress_stride).mean(-1)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Return softmax attention of one query `[H, D]` to keys `[n, Hkv, D]`: `[H, Dv]`.
+
+    Args:
+      seen: bool `[Hkv, n]`. None means all keys.
+    """
+    if not key.shape[0]:
+        return query.new_zeros(query.shape[0], value.shape[-1])
+    grouped = query.unflatten(0, (key.shape[1], -1))
+    logits = torch.einsum("hgd,nhd->hgn", grouped, key) * query.shape[-1] ** -0.5
+    if seen is not None:
+        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    return torch.einsum("hgn,nhd->hgd", logits.softmax(-1), value).flatten(0, 1)
