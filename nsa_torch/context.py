@@ -523,8 +523,9 @@ class _Attention(torch.autograd.Function):
         query, shards, dtype = given.own[0], call.shards, wide(do.dtype)
         own = [Whole(x, x.shape) for x in given.own]
         compressed = [torch.zeros_like(x, dtype=dtype) for x in given.compressed]
-        first = len(own) + len(compressed)
         widths = [x.shape[-1] for x in given.keys_values]
+        first = len(own) + len(compressed)
+        last = first + len(widths)
         graphs, sums, retain = iter(ctx.graphs), [], not is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
             for unit in call.units(given):
@@ -543,16 +544,16 @@ class _Attention(torch.autograd.Function):
                         _, gradients = local_graph(function, leaves, again)
                     part = do[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
                     grads = gradients(leaves, again, part, twice)
-                    for target, grad in zip(own, grads, strict=False):
+                    for target, grad in zip(own, grads[: len(own)], strict=True):
                         target.put(grad, unit, tokens)
-                    for target, grad in zip(compressed, grads[len(own) :], strict=False):
+                    for target, grad in zip(compressed, grads[len(own) : first], strict=True):
                         if grad is not None:
                             target[unit.row, : grad.shape[1], unit.kv_heads] += grad[0]
                     for number, chunk in enumerate(chunks):
                         begin = number * shards.chunk
                         keys = slice(begin, begin + shards.chunk)
                         targets = chunk.split(widths, dim=-1)
-                        for target, grad in zip(targets, grads[first:], strict=False):
+                        for target, grad in zip(targets, grads[first:last], strict=True):
                             seen = grad is not None and begin < end
                             if not adds:
                                 target.copy_(grad[0, keys]) if seen else target.zero_()
