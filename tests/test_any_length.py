@@ -4,12 +4,17 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
+import nsa_torch
+from bench.harness.checked_layer import Watch, symbol
 from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
+from kernels_pallas.runtime import lowering, sequence
 from nsa_core.plan import kernels
-from nsa_torch import NSAConfig, mosaic, operators
+from nsa_torch import NSAConfig, mosaic, operators, plans
 from tests import planned
+from tests.planned import Eager
 
 LAYERS = {
     "G16": {"heads": 32, "kv_heads": 2, "key_width": 128, "value_width": 128},
@@ -90,3 +95,70 @@ def test_bodies_ask_refs_for_the_place_of_a_cta():
                 asked.append((path.name, ast.unparse(node.args[0])))
     grid = [(name, axis) for name, axis in asked if axis not in ("'wg'", "'rank'")]
     assert grid == [("refs.py", "axis")] and len(asked) > 2
+
+
+@pytest.mark.parametrize("name", ["tile_block_lists", "gathered_dq"])
+def test_machine_code_has_the_name_of_its_kernel(name):
+    """Of each of the two ways to build one; a profile shows it."""
+    kernel = next(x for x in kernels_of("gathered", 9000, True) if x.name == name)
+    module = symbol(name).removesuffix("_kernel").encode()
+    assert module in lowering.lower(kernel.for_any_length())
+
+
+def on_a_gpu(length, heads, kv_heads, key_width, value_width, packed=False):
+    """Query, key, value, gates and the output's gradient; borders."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    shapes = (heads, key_width), (kv_heads, key_width), (kv_heads, value_width), (heads, 3)
+    how = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
+    found = [torch.randn(1, length, *x, **how) for x in (*shapes, (heads, value_width))]
+    return found, torch.tensor([0, 7, length - 100], device="cuda") if packed else None
+
+
+def with_gradients(tensors, do, bounds=None):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = nsa_torch.attention(*leaves, cu_seqlens=bounds, implementation="mosaic")
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
+@pytest.mark.gpu
+@by_layer
+def test_calls_alike_run_from_a_list(name, monkeypatch):
+    """The same bits as what was decided anew: where launches have become graphs, on another stream
+    and in a capture too."""
+    # Up to 4096 tokens no list of blocks is too long where a token selects 16.
+    length = 9000 if name == "gathered" else 3000
+    (*tensors, do), bounds = on_a_gpu(length, **LAYERS[name])
+
+    def both(tensors):
+        with torch.no_grad():
+            plain = nsa_torch.attention(*tensors, cu_seqlens=bounds, implementation="mosaic")
+        return [plain, *with_gradients(tensors, do, bounds)]
+
+    watch, graphs, start = Watch(), [], sequence._Graph.launch
+    count = lambda self, stream: graphs.append(1) or start(self, stream)
+    monkeypatch.setattr(sequence._Graph, "launch", count)
+    with plans.unplanned(watch):
+        both(tensors)
+    assert bool(watch.gathered_tiles) == (name == "gathered")
+    for _ in range(24):
+        repeated = None  # so that addresses come again
+        repeated = both(tensors)
+    # Of packed rows torch works between launches.
+    assert graphs or name == "packed"
+    for x in tensors:  # in the same memory
+        x.copy_(torch.randn_like(x))
+    listed = both(tensors)
+    assert not torch.equal(listed[0], repeated[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        apart = both(tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = both(tensors)
+    graph.replay()
+    with plans.unplanned(Eager()):
+        decided = both(tensors)
+    for found in (listed, apart, captured):
+        assert all(torch.equal(a, b) for a, b in zip(found, decided, strict=True))

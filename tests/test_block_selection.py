@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLTextConfig,
 )
@@ -18,7 +19,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
-from nsa_torch.huggingface.block_selection import NAME, block_attention
+from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from nsa_torch.huggingface.cache import CACHE
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
@@ -294,3 +295,18 @@ def test_masks_and_packed_rows_that_are_refused(named, message):
     width = named["attention_mask"].shape[-1] if "attention_mask" in named else 8
     with pytest.raises((NotImplementedError, ValueError), match=message):
         model(NAME)(tokens(1, width), **named)
+
+
+def test_a_window_is_refused():
+    with pytest.raises(NotImplementedError, match="keep every key"):
+        key_states(1, 1, 8, 20, 12, causal_mask_function)
+
+
+def test_no_padding_needs_no_mask():
+    ones = torch.ones(2, 8, dtype=torch.bool)
+    assert key_states(2, 3, 8, 5, attention_mask=ones) is None
+    assert key_states(2, 8, 8) is None
+    ones[1, 0] = False
+    assert key_states(2, 3, 8, 5, attention_mask=ones).shape == (2, 1, 2, 8)
+    static = key_states(2, 3, 8, torch.tensor(2), attention_mask=ones[:, 1:6])
+    assert static.tolist() == [[[[1] * 5 + [0] * 3]]] * 2

@@ -528,3 +528,30 @@ def test_tokens_that_were_taken_back_leave_no_nan(graph, separate):
         torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
     else:
         assert cache.selected_key.data_ptr() == before
+
+
+@by_framework
+@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
+def test_a_cache_is_shown_in_one_line(framework, rows, lengths):
+    api, _ = FRAMEWORKS[framework]
+    prefix = "torch." * (framework == "torch")
+    assert repr(api.init_cache(rows, 80, 1, 8, 4, config=SMALL)) == (
+        f"NSACache(selected_key=({rows}, 80, 1, 8), selected_value=({rows}, 80, 1, 4), "
+        f"separate=False, dtype={prefix}float32, lengths={lengths})"
+    )
+    assert repr(api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)) == (
+        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
+        f"dtype={prefix}bfloat16)"
+    )
+
+
+@torch.no_grad()
+def test_caches_that_hold_no_numbers_are_shown():
+    caches = model_cache(False, attention=["nsa", "dense"]), model_cache(True)
+    NSAForCausalLM(caches[0].config).eval()(torch.ones(1, 3).long(), past_key_values=caches[0])
+    seen, cache = [], Used("jax").cache
+    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
+    axes = jax.tree.map(lambda _: 0, cache)
+    meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
+    shown = [*seen, *map(repr, (*caches, caches[0].layers[0].state, axes, meta))]
+    assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)

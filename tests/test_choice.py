@@ -577,3 +577,15 @@ def test_mosaic_refuses_before_the_forward_pass(framework, monkeypatch):
         assert {choice.implementation for choice in plan} == {portable}
         assert all(choice.refused["mosaic"].startswith(reason) for choice in plan)
         assert gradient(None).shape == shapes[0]
+
+
+def test_settings_override_too(tmp_path):
+    assert problems.settings("tiny").runtime.thresholds == policy.Thresholds()
+    path = tmp_path / "mine.yaml"
+    path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
+    run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
+    assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
+    for bad in ("-1", "soon", "1.5", "true"):
+        path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
+        with pytest.raises(ValueError, match="fa2_min_len_win"):
+            problems.settings(path)

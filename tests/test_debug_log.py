@@ -1,6 +1,8 @@
 """The lines that a call writes about itself: what they say is so, and off means off."""
 
 import logging
+import os
+import subprocess
 import sys
 
 import jax
@@ -11,6 +13,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
+from bench.harness.process import ROOT
 from nsa_core import debug
 from tests.limits import set_limits
 from tests.problems import SMALL
@@ -158,3 +161,22 @@ def test_each_event_has_its_limit(arrays, lines):
         debug.enable("shapes", limit=0)
     with pytest.raises(ValueError, match=r"event must be one of .* got 'time'"):
         debug.enable("time")
+
+
+def test_the_flag_of_the_commands(tmp_path):
+    command = [sys.executable, "-m", "bench.compare", "--preset=tiny", "--framework=torch"]
+    command += ["--seq_len=64", "--branch=sliding", "--sliding_kernel=sdpa", "--row_seconds=0"]
+
+    def run(*flags):
+        given = {"cwd": ROOT, "capture_output": True, "text": True}
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run([*command, *flags], env=environ, **given)
+
+    done = run("--log=routing,timing", "--log_limit=2", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("NSA-LOG timing")]
+    assert len([line for line in told if "framework=torch" in line]) == 2
+    assert "warning: --log=timing: times are no measurements" in done.stderr
+    done = run("--log=timing", "--save_records")
+    assert done.returncode == 2
+    assert "error: --log=timing perturbs times: not with --save_records" in done.stderr

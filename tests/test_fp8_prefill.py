@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nsa_jax
 import nsa_torch
-from bench.judge.parity import assert_parity
+from bench.judge.parity import assert_parity, check_parity
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import fp8
 from nsa_core.config import FLOAT8
@@ -383,3 +383,15 @@ def test_gpu_jax_is_torch(documents):
     loss = lambda q: attend(q, *mine[1:]).astype("float32").sum()
     with pytest.raises(NotImplementedError, match="has no gradient"):
         jax.grad(loss)(mine[0])
+
+
+def test_the_slope_of_errors_follows_the_yardsticks():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=2 * 10**5)
+    noise = lambda: rng.normal(size=exact.size) * 0.03
+    rough = 0.99 * exact + noise()
+    judge = functools.partial(check_parity, "x", dtype="bfloat16", in_float8=True)
+    assert judge(0.985 * exact + noise(), exact, rough).ok
+    found = judge(0.975 * exact + noise(), exact, rough)
+    assert not found.ok and "slope 0.97" in found.reason
+    assert not check_parity("x", 0.99 * exact, exact, rough, dtype="bfloat16").ok

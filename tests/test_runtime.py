@@ -410,3 +410,16 @@ def test_one_cubin_is_right_for_every_length(results):
         x.neg_()
         graph.replay()
         assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_building_says_how_long_it_still_takes(terminal, monkeypatch, capsys):
+    """On a terminal; elsewhere to one who waits for it."""
+    times = iter([0.0, 5.0, 10.0])
+    monkeypatch.setattr(building.sys.stderr, "isatty", lambda: terminal)
+    assert (building.progress() is None) == (not terminal)
+    monkeypatch.setattr(building.time, "monotonic", lambda: next(times))
+    tell = building.progress(waited_for=True)
+    tell(1, 2), tell(2, 2)
+    told = [x.rstrip() for x in capsys.readouterr().err.replace("\r", "\n").split("\n")]
+    assert [x for x in told if x] == ["kernel 1 of 2, 5 s left", "kernel 2 of 2, 0 s left"]
