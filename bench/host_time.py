@@ -215,7 +215,8 @@ def main(argv: Sequence[str]) -> int:
             run.variants(FLAGS, "launch", name, {"us": time})
         return exit_status.OK
     if FLAGS.form:
-        print(json.dumps([*one_form(FLAGS.form)]), flush=True)
+        with form(FLAGS.form):
+            print(json.dumps([*one_form(FLAGS.form)]), flush=True)
         return exit_status.OK
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in FORMS}
     words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]

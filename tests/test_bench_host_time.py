@@ -1,5 +1,6 @@
 """`bench.host_time`: its rows from posed samples, and its two forms."""
 
+import json
 import sys
 
 import pytest
@@ -33,6 +34,16 @@ def test_a_form_ends_with_its_block(monkeypatch):
 
 def main(*words):
     return commands.called(host_time, *words)
+
+
+def test_a_process_measures_its_form(monkeypatch, capsys):
+    """Launches were once graphs in both forms."""
+    pretend.gpu(monkeypatch)
+    set_limits(monkeypatch, graph_after=3)
+    monkeypatch.setattr(host_time, "one_form", lambda _: iter([sequence.GRAPH_AFTER]))
+    assert main("--form=each") == main("--form=graphs") == 0
+    each, graphs = capsys.readouterr().out.split()
+    assert json.loads(each) == [sys.maxsize] and json.loads(graphs) == [3]
 
 
 def test_a_lost_process_fails_the_run(monkeypatch, capsys):
