@@ -18,8 +18,11 @@ from bench.harness import checked_layer, exit_status, records
 from bench.harness.checked_layer import LAYERS, Watch
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.gathered import GatheredAttention
+from nsa_torch import mosaic
+from nsa_torch.kernel_path import SAVING
+from nsa_torch.operators import SHARED_KV
 from nsa_torch.torch_ops import TorchOps
-from tests import commands, pretend
+from tests import commands, planned, pretend
 
 LAYER, OTHER = "gathered, G=1", "gathered, G=8, 16 selected"
 
@@ -286,6 +289,25 @@ def test_what_is_said_of_a_layer(kernels, tiles, found, fault, monkeypatch, caps
     assert said["fault"] == fault and (status == exit_status.WRONG) == (fault is not None)
     assert said["kernels"] == dict.fromkeys(kernels, 1) and said["gathered_tiles"] == tiles
     assert len(watched) == 1 and next(calls, None) is None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_plans_have_the_kernels_that_must_run(name):
+    """A row once named kernels that its layer no longer ran."""
+    layer = LAYERS[name]
+    call = planned.described(
+        SHARED_KV,
+        layer.B,
+        layer.T,
+        heads=layer.H,
+        kv_heads=layer.Hkv,
+        key_width=layer.D,
+        value_width=layer.Dv,
+        config=layer.config,
+        packed=layer.cu_seqlens is not None,
+    )
+    plans = mosaic.PATH.planned(SHARED_KV, SAVING).plans(call, None)
+    assert {*layer.kernels} <= {step.name for plan in plans for step in plan.steps}
 
 
 @pytest.mark.gpu
