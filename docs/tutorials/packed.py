@@ -17,6 +17,7 @@ from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 
 torch.manual_seed(0)
 gpu = torch.cuda.is_available()
+device = "cuda" if gpu else "cpu"
 longest, documents, steps = (4096, 4, 500) if gpu else (96, 2, 10)
 files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 texts = [{"input_ids": list(x.read_bytes()[:longest])} for x in files if x.stat().st_size > 1]
@@ -33,7 +34,8 @@ print(row["input_ids"].shape, (row["position_ids"] == 0).nonzero()[:, 1].tolist(
 # %% [markdown]
 # ## Model
 # The model derives the tables of a packed row once per batch, and all layers share them.
-# The logits of a document are the same in the row as on its own.
+# The logits of a document are the same in the row as on its own, up to rounding. On a GPU they are
+# computed in bfloat16, as in training (`bf16=True` below).
 
 # %%
 if gpu:
@@ -43,12 +45,14 @@ else:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_selected": 4}
     sizes |= {"compress_block": 8, "compress_stride": 4, "select_block": 16, "window": 32}
-model = NSAForCausalLM(NSAModelConfig(vocab_size=256, **sizes))
+model = NSAForCausalLM(NSAModelConfig(vocab_size=256, **sizes)).to(device).eval()
 
-with torch.no_grad():
-    packed = model.eval()(row["input_ids"], position_ids=row["position_ids"]).logits
-    first = torch.tensor([texts[0]["input_ids"]])
-    print(f"difference {(packed[:, : first.shape[1]] - model(first).logits).abs().max():.1e}")
+with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=gpu):
+    ids, position = row["input_ids"].to(device), row["position_ids"].to(device)
+    packed = model(ids, position_ids=position).logits
+    length = len(texts[0]["input_ids"])
+    single = model(ids[:, :length], use_cache=False).logits
+    print(f"difference {(packed[:, :length] - single).abs().max():.1e}")
 
 # %% [markdown]
 # ## Train

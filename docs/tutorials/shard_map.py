@@ -40,7 +40,8 @@ print(mesh)
 # %% [markdown]
 # ## Model
 # The model is one block of attention and an MLP over bytes. Only `attention` communicates with
-# other devices, along `context_axis`. Positions must be those of the whole sequence.
+# other devices, along `context_axis`. Positions must be those of the whole sequence. On a GPU it
+# computes in bfloat16 with weights in float32.
 
 
 # %%
@@ -62,24 +63,25 @@ def initial(key):
 
 
 def norm(x):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype)
 
 
 def loss(params, tokens, labels, position, **context):
     """The mean loss of these tokens. Labels of padding are -1."""
     dtype = jnp.float32 if small else jnp.bfloat16
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
     x = params["embed"][tokens] + params["position"][position]
     q, k, v, gates = (
-        jnp.einsum("btd,dhw->bthw", norm(x), params[name]).astype(dtype)
+        jnp.einsum("btd,dhw->bthw", norm(x), params[name])
         for name in ("query", "key", "value", "gates")
     )
     gates = jax.nn.sigmoid(gates)
     mixed = nsa_jax.attention(q, k, v, gates, config=config, **context)
-    x = x + jnp.einsum("bthw,hwd->btd", mixed.astype(x.dtype), params["out"])
+    x = x + jnp.einsum("bthw,hwd->btd", mixed, params["out"])
     x = x + jax.nn.silu(norm(x) @ params["up"]) @ params["down"]
-    each = optax.softmax_cross_entropy_with_integer_labels(
-        norm(x) @ params["embed"].T, jnp.maximum(labels, 0)
-    )
+    logits = (norm(x) @ params["embed"].T).astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
     return each.mean(where=labels >= 0)
 
 
