@@ -26,7 +26,10 @@ EXTRA_STATE = "_extra_state"  # torch's name for state of a module that is no te
 # Not recorded if they have their defaults, as in checkpoints older than these names.
 UNSTATED = ("num_initial", "num_local", "bias", "kv")
 # The tokens in a cache depend on these, and on sizes.
-CACHED = ("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim")
+CACHED = (
+    *("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim"),
+    "key_taps",
+)
 # Only the first weights depend on these: no part of a checkpoint.
 START = ("gate_bias",)
 
@@ -89,6 +92,9 @@ class LayerSpec:
       qk_norm_eps: epsilon of an RMSNorm of each query and each key head before the rotation, with
         one weight per column for queries and one for the keys of all branches; None means no norm.
       bias: whether the projections of queries, keys, values and output have one.
+      key_taps: number of taps of a causal depthwise convolution of the keys of a sequence, at least
+        2. A projected key `k[t]` becomes `k[t] + silu(sum_j w[j] * k[t - j])`, `0 <= j < key_taps`,
+        before norm and rotation (arXiv 2511.11571). None means no convolution.
 
     Raises:
       ValueError: a rule is broken; the message names the argument and the value.
@@ -118,8 +124,11 @@ class LayerSpec:
     bias: bool = False
     rope_scaling: rotation.Scaling | None = None
     qk_norm_eps: float | None = None
+    key_taps: int | None = None
 
     def __post_init__(self) -> None:
+        if self.key_taps is not None:
+            validate.sizes(2, key_taps=self.key_taps)
         sizes = ["dim", "n_heads", "n_kv_groups", "d_k", "d_v"]
         sizes += [x for x in ("gate_hidden", "phi_hidden") if getattr(self, x) is not None]
         validate.sizes(**{name: getattr(self, name) for name in sizes})
@@ -300,6 +309,12 @@ class LayerSpec:
         rows = kv.length.shape[0]
         if rows != x.shape[0]:
             raise ValueError(f"kv must have batch {x.shape[0]}, as x has, got {rows}")
+        taps = None if kv.newest_keys is None else kv.newest_keys.shape[1] + 1
+        if taps != self.key_taps:
+            raise ValueError(
+                f"kv must be from init_cache of a layer with key_taps={self.key_taps}, got a cache "
+                f"for key_taps={taps}"
+            )
         for name, given in packed.items():
             if given is not None:
                 raise ValueError(

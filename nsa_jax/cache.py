@@ -51,6 +51,8 @@ class NSACache(NamedTuple):
     length: Int[Array, " B"]  # tokens seen by each sequence
     config: NSAConfig  # what compressed tokens are made with
     contents: Contents = UNSAID  # what its tokens were made with
+    # Projected keys of the newest tokens, of a layer that convolves keys (`key_taps`).
+    newest_keys: Float[Array, "B taps-1 columns"] | None = None
 
     def __repr__(self) -> str:
         separate = self.sliding_key is not None

@@ -16,6 +16,7 @@ Shapes: `T` is what one device has, `S` the whole sequence.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,28 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
 
 def _where(inside, x):
     return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+
+
+@any_rank
+def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = "zigzag"):
+    """Return the `count` tokens before each chunk of this device's tokens `x` [B, T, columns],
+    `[B C, count, columns]` for `C` chunks. Zeros precede the sequence.
+
+    Raises:
+      ValueError: a chunk has fewer tokens than `count`.
+    """
+    shard = _shards(context_axis, context_layout, "x", x.shape[1])
+    if shard.chunk < count:
+        raise ValueError(
+            f"x must have at least {count} tokens per chunk of context_layout, got {shard.chunk}"
+        )
+    own = jnp.split(x, len(shard.own), axis=1)
+    last: Any = shard.gather(jnp.concatenate([chunk[:, -count:] for chunk in own], axis=1))
+    padded = jnp.pad(last, [(0, 0), (count, 0), (0, 0)])
+    before = [
+        lax.dynamic_slice_in_dim(padded, number * count, count, 1) for number in shard.own
+    ]
+    return jnp.stack(before, axis=1).reshape(-1, count, x.shape[2])
 
 
 def _with_halo(shard, x, halo):

@@ -142,6 +142,39 @@ class MLP(nnx.Module):
         )
 
 
+class KeyConvolution(nnx.Module):
+    """`k + silu(c)` of projected keys `k`, where `c` is their causal depthwise convolution
+    (`key_taps` of `LayerSpec`). Its weight is `[taps, columns]`. The last row belongs to the key
+    itself.
+    """
+
+    def __init__(self, taps: int, columns: int, param_dtype, rngs: nnx.Rngs):
+        bound = taps**-0.5
+        start = jax.random.uniform(rngs.params(), (taps, columns), minval=-bound, maxval=bound)
+        self.weight = nnx.Param(start.astype(param_dtype))
+
+    def __call__(self, key, position, before=None):
+        """Convolve `key` [B, T, columns].
+
+        Args:
+          position: `[B, T]` of the tokens in their sequences, or `[1, T]`. A sequence begins at 0.
+          before: `[B C, taps - 1, columns]`, the keys before each of the `C` equal chunks of a row.
+            None means that rows begin with a sequence.
+        """
+        weight, (rows, length, columns) = self.weight[...].astype(jnp.float32), key.shape
+        taps = len(weight)
+        if before is None:
+            before = jnp.zeros((rows, taps - 1, columns), key.dtype)
+        chunks = key.reshape(before.shape[0], -1, columns)
+        position = jnp.broadcast_to(position, (rows, length)).reshape(*chunks.shape[:2], 1)
+        joined = jnp.concatenate([before.astype(key.dtype), chunks], axis=1).astype(jnp.float32)
+        total = weight[-1] * chunks
+        for back in range(1, taps):
+            earlier = joined[:, taps - 1 - back : joined.shape[1] - back]
+            total = total + weight[-1 - back] * jnp.where(position >= back, earlier, 0)
+        return (chunks + jax.nn.silu(total)).astype(key.dtype).reshape(key.shape)
+
+
 class Mark(nnx.Variable):
     """A scalar in the state whose name carries the information, not its value."""
 
@@ -237,6 +270,9 @@ class NSAAttention(nnx.Module):
             self.q_norm, self.k_norm = (
                 HeadNorm(spec.d_k, spec.qk_norm_eps, param_dtype=param_dtype) for _ in range(2)
             )
+        if spec.key_taps is not None:
+            columns = len(spec.key_values) * keys
+            self.key_conv = KeyConvolution(spec.key_taps, columns, param_dtype, rngs)
         if spec.gate != "selected":
             kind = HeadGate if spec.gate == "head" else Gate
             self.gate = kind(spec, **factory)
@@ -292,13 +328,22 @@ class NSAAttention(nnx.Module):
             separate=self.spec.separate,
         )
         facts = facts_of(self.compress_params(), self.spec.cached)
-        return made._replace(contents=UNSAID.with_facts(facts))
+        newest = None
+        if self.spec.key_taps is not None:
+            taps, columns = self.key_conv.weight.shape
+            newest = jnp.zeros((batch, taps - 1, columns), self.dtype)
+        return made._replace(contents=UNSAID.with_facts(facts), newest_keys=newest)
 
-    def project(self, x, position):
+    def project(self, x, position, before=None):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_jax.attention`.
 
         With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
+
+        Args:
+          position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
+          before: With `key_taps`, a function from the projected keys to the keys before them
+            (`KeyConvolution`). None means that rows begin with a sequence.
         """
         spec = self.spec
         batch, length, _ = x.shape
@@ -309,17 +354,20 @@ class NSAAttention(nnx.Module):
         turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
 
         def turned(x, norm, raw=False):
+            x = x.reshape(batch, length, -1, spec.d_k)
             wide = x if spec.qk_norm_eps is None else getattr(self, norm)(x)
             return (wide if raw else apply_rope(wide, position, **turns)).astype(x.dtype)
 
-        query = turned(heads(self.W_Q, spec.n_heads, spec.d_k), "q_norm")
+        query = turned(self.W_Q(x), "q_norm")
         names = zip(*spec.key_values, strict=True)
         of_keys, of_values = ([getattr(self, name) for name in each] for each in names)
         raw = int(spec.phi == "mlp_rope")
-        keys = [
-            turned(heads(linear, spec.n_kv_groups, spec.d_k), "k_norm", number < raw)
-            for number, linear in enumerate(of_keys)
-        ]
+        projected = [linear(x) for linear in of_keys]
+        if spec.key_taps is not None:
+            joined = jnp.concatenate(projected, axis=-1)
+            joined = self.key_conv(joined, position, before and before(joined))
+            projected = jnp.split(joined, len(of_keys), axis=-1)
+        keys = [turned(each, "k_norm", number < raw) for number, each in enumerate(projected)]
         values = [heads(linear, spec.n_kv_groups, spec.d_v) for linear in of_values]
         # One array for all branches stays one: caches and kernels read it once.
         key, value = (
@@ -383,7 +431,20 @@ class NSAAttention(nnx.Module):
         if rows is not None:
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
-        query, key, value, gates = self.project(x.astype(self.dtype), position)
+        earlier, newest = None, None
+        if kv is not None:
+
+            def earlier(key):
+                nonlocal newest
+                assert kv.newest_keys is not None
+                joined = jnp.concatenate([kv.newest_keys, key], axis=1)
+                newest = joined[:, length:]
+                return kv.newest_keys
+        elif shards and spec.key_taps is not None:
+            earlier = functools.partial(
+                context.tokens_before, count=spec.key_taps - 1, **shards
+            )
+        query, key, value, gates = self.project(x.astype(self.dtype), position, earlier)
         longest = length if varlen is None else varlen.max_seqlen or length
         params = self.compress_params()
         sizes: dict[str, Any] = dict(config=self.config, segment_ids=segment_ids)
@@ -398,6 +459,7 @@ class NSAAttention(nnx.Module):
                 config=spec.config,
                 implementation=self.implementation,
             )
+            kv = kv._replace(newest_keys=newest)
         elif longest < self.dense_below:
             out, _ = api.sliding_attention(
                 *(query, key.selected, value.selected),

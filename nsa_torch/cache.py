@@ -33,6 +33,10 @@ from nsa_torch.shared import is_capturing
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
+CONVOLVED = (
+    "tokens cannot be taken back from a cache of a layer with key_taps, which keeps the projected "
+    "keys of its newest tokens only"
+)
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
@@ -50,6 +54,8 @@ class NSACache:
     capacity: int  # in tokens
     longest: int = 0  # no sequence is longer; known on the host
     page_table: Any = None  # int32 [B, n], of the pages above
+    # Projected keys of the newest tokens, [B, key_taps - 1, columns], of a layer with `key_taps`.
+    newest_keys: Tensor | None = None
 
     def __post_init__(self) -> None:
         compiling = torch.compiler.is_compiling()
@@ -88,8 +94,9 @@ class NSACache:
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
         )
-        length = function(self.length)
-        return dataclasses.replace(self, pages=pages, length=length, page_table=None)
+        newest = None if self.newest_keys is None else function(self.newest_keys)
+        rows = {"length": function(self.length), "newest_keys": newest}
+        return dataclasses.replace(self, pages=pages, page_table=None, **rows)
 
     def clone(self) -> Self:
         """Return a copy that shares no memory with this cache."""
@@ -333,8 +340,10 @@ def crop(cache: NSACache, count: int) -> None:
     """Removes the last `count` tokens of every sequence.
 
     Raises:
-      ValueError: a sequence has fewer tokens.
+      ValueError: a sequence has fewer tokens, or keys are convolved.
     """
+    if count and cache.newest_keys is not None:
+        raise ValueError(CONVOLVED)
     if not 0 <= count <= cache.longest:
         raise ValueError(f"count must be in 0..{cache.longest}, tokens, got {count}")
     cache.length, cache.longest = cache.length - count, cache.longest - count

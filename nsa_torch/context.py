@@ -151,6 +151,28 @@ def compress(
     return compressed_tokens(shards, x, params, config, cu_seqlens)
 
 
+def tokens_before(
+    x: Tensor, count: int, *, context_mesh: DeviceMesh, context_layout: Layout = "zigzag"
+) -> Tensor:
+    """Return the `count` tokens before each chunk of this rank's tokens `x` [B, T, columns],
+    `[B C, count, columns]` for `C` chunks. Zeros precede the sequence.
+
+    Raises:
+      ValueError: a chunk has fewer tokens than `count`.
+    """
+    ranks, _ = _ranks_of(context_mesh, x)
+    shards = Shards.of(ranks, "x", x.shape[1], context_layout)
+    if shards.chunk < count:
+        raise ValueError(
+            f"x must have at least {count} tokens per chunk of context_layout, got {shards.chunk}"
+        )
+    last = [tokens[:, -count:] for tokens in x.split(shards.chunk, dim=1)]
+    last = _Gather.apply(shards, "the last tokens", torch.cat(last, dim=1).transpose(0, 1))
+    padded = F.pad(last, (0, 0, 0, 0, count, 0)).transpose(0, 1)
+    own = [padded[:, number * count : (number + 1) * count] for number in shards.own]
+    return torch.stack(own, dim=1).flatten(0, 1)
+
+
 def select_blocks(
     query: Tensor,
     compressed_key: Tensor,

@@ -9,7 +9,7 @@ On an NVIDIA GPU heads are split, normed and rotated in one Triton launch, as is
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -151,6 +151,7 @@ def project(
     means: bool = False,
     gate: nn.Module | None = None,
     raw_keys: int = 0,
+    convolve: Callable[[Tensor], Tensor] | None = None,
 ) -> QKV:
     """Query, keys and values of `x` [B, T, dim]; query and keys are normed and rotated.
 
@@ -162,6 +163,7 @@ def project(
       means: whether the mean of each key/value head's query heads is wanted too.
       gate: makes the logits of gates, which is one more projection; None means there are none.
       raw_keys: The number of branches, from the first, whose keys are not rotated.
+      convolve: is applied to the projected keys of all branches, `[B, T, columns]`.
 
     Raises:
       ValueError: The projections have too few columns for all heads.
@@ -196,6 +198,10 @@ def project(
             f"{spec.n_kv_groups} of keys and values, in {sizes.row - sizes.gate_columns} columns, "
             f"got {columns}, because heads cannot be sharded over devices (tensor parallel)"
         )
+    if convolve is not None:
+        first, count = sizes.H * sizes.D, sizes.branches * sizes.Hkv * sizes.D
+        parts = projection.split([first, count, projection.shape[-1] - first - count], dim=-1)
+        projection = torch.cat([parts[0], convolve(parts[1]), parts[2]], dim=-1)
     turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
     found = split(projection, position, sizes, norms=norms, **turns)
     if gate is None:

@@ -5,8 +5,9 @@ change (docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`.
 `nsa_interop.weights` converts checkpoints.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,48 @@ class Pool(nn.Conv1d):
         return PoolParams(self.weight[:, 0].T)  # [D, 1, l] of the convolution as [l, D]
 
 
+class KeyConvolution(nn.Conv1d):
+    """`k + silu(c)` of projected keys `k`, where `c` is their causal depthwise convolution
+    (`key_taps` of `LayerSpec`).
+    """
+
+    def __init__(self, taps: int, columns: int, **factory: Any):
+        super().__init__(columns, columns, taps, groups=columns, bias=False, **factory)
+
+    def forward(self, key: Tensor, position: Tensor, before: Tensor | None = None) -> Tensor:
+        """Convolve `key` [B, T, columns].
+
+        Args:
+          position: `[B, T]` of the tokens in their sequences, or `[1, T]`. A sequence begins at 0.
+          before: `[B C, taps - 1, columns]`, the keys before each of the `C` equal chunks of a row.
+            None means that rows begin with a sequence.
+        """
+        weight, wide = self.weight[:, 0].T, torch.promote_types(key.dtype, torch.float32)
+        taps, (rows, length, columns) = len(weight), key.shape
+        if before is None:
+            before = key.new_zeros(rows, taps - 1, columns)
+        chunks = key.reshape(before.shape[0], -1, columns)
+        position = position.expand(rows, length).reshape(*chunks.shape[:2], 1)
+        joined = torch.cat([before.to(key.dtype), chunks], dim=1)
+        total = weight[-1].to(wide) * chunks
+        for back in range(1, taps):
+            earlier = joined[:, taps - 1 - back : joined.shape[1] - back]
+            earlier = torch.where(position >= back, earlier, 0)
+            total = total + weight[-1 - back].to(wide) * earlier
+        return (chunks + F.silu(total)).to(key.dtype).view(key.shape)
+
+
+def newest_keys(before: Tensor, key: Tensor, count: Tensor | None) -> Tensor:
+    """Return the newest keys of rows, like `before`, after `count` [B] of the tokens of `key`
+    [B, T, columns]. None means all tokens.
+    """
+    kept, key = before.shape[1], key.to(before.dtype)
+    if count is None:
+        return torch.cat([before, key[:, -kept:]], dim=1)[:, -kept:].clone()
+    at = count[:, None].long() + torch.arange(kept, device=key.device)
+    return torch.cat([before, key], dim=1).gather(1, at[..., None].expand(-1, -1, key.shape[2]))
+
+
 class Mark(nn.Module):
     """An entry of the state_dict whose name carries the information, not its value."""
 
@@ -88,7 +131,7 @@ class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
-      dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
+      dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps, key_taps:
         `nsa_core.layer.LayerSpec`, which also documents errors and the defaults of None.
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
@@ -117,6 +160,7 @@ class NSAAttention(nn.Module):
     zeroes_padding = True
     phi_k_mlp: MLP
     phi_v_mlp: MLP
+    key_conv: KeyConvolution
 
     def __init__(
         self,
@@ -149,6 +193,7 @@ class NSAAttention(nn.Module):
         bias: bool = False,
         rope_scaling: rotation.Scaling | Mapping[str, Any] | None = None,
         qk_norm_eps: float | None = None,
+        key_taps: int | None = None,
         implementation: Names = None,
         dense_below: int = 0,
         compute_dtype: str | None = None,
@@ -190,6 +235,8 @@ class NSAAttention(nn.Module):
             self.q_norm, self.k_norm = (
                 nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
             )
+        if key_taps is not None:
+            self.key_conv = KeyConvolution(key_taps, len(self._key_values()) * keys, **factory)
         kinds = {"head": HeadGate, "selected": SelectedGate}
         self.gate: nn.Module = kinds.get(spec.gate, Gate)(spec, **factory)
         for name, width in zip(spec.phi_names, (d_k, d_v), strict=False):
@@ -290,15 +337,37 @@ class NSAAttention(nn.Module):
             separate=spec.separate,
         )
         made.pages.contents = Contents(spec.cached)
+        made.newest_keys = self.no_keys(made.length, made.pages.selected_key.dtype)
         return made
 
-    def project(self, x: Tensor, position: Tensor):
+    def no_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the `newest_keys` of an empty cache with rows of `lengths` [B]."""
+        spec = self.spec
+        if spec.key_taps is None:
+            return None
+        shape = len(lengths), spec.key_taps - 1, self.key_conv.out_channels
+        return lengths.new_zeros(shape, dtype=dtype)
+
+    def project(
+        self,
+        x: Tensor,
+        position: Tensor,
+        before: Callable[[Tensor], Tensor] | None = None,
+    ):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_torch.attention`.
 
         With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
+
+        Args:
+          position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
+          before: With `key_taps`, a function from the projected keys to the keys before them
+            (`KeyConvolution.forward`). None means that rows begin with a sequence.
         """
         spec = self.spec
+        convolve = None
+        if spec.key_taps is not None:
+            convolve = lambda key: self.key_conv(key, position, before and before(key))
         names = zip(*self._key_values(), strict=True)
         keys, values = ([getattr(self, name) for name in each] for each in names)
         gate = self.gate if spec.gate == "head" else None
@@ -308,6 +377,7 @@ class NSAAttention(nn.Module):
             means=spec.gate in ("sigmoid", "softmax"),
             gate=gate,
             raw_keys=int(spec.phi == "mlp_rope"),
+            convolve=convolve,
         )
         if spec.gate == "selected":
             gates = self.gate(query)
@@ -395,7 +465,16 @@ class NSAAttention(nn.Module):
             steps = torch.arange(length, device=x.device)
             if zeroes_padding:
                 (x,) = own_tokens(new_lengths, x)
-            query, key, value, gates = self.project(x, kv.length[:, None] + steps)
+            before, newest = kv.newest_keys, None
+
+            def keys_before(key):
+                nonlocal newest
+                assert before is not None
+                newest = newest_keys(before, key, new_lengths)
+                return before
+
+            position = kv.length[:, None] + steps
+            query, key, value, gates = self.project(x, position, keys_before)
             out, kv = cache.cached_attention(
                 query,
                 key,
@@ -408,11 +487,13 @@ class NSAAttention(nn.Module):
                 new_lengths=new_lengths,
                 implementation=self.implementation,
             )
+            kv.newest_keys = newest
             return self.out(out.flatten(2)), kv
         if varlen is not None:
             shards = 1 if self.context_mesh is None else self.context_mesh.size()
             cu_seqlens = borders_of(cu_seqlens, varlen, x, "x", spec.config, length * shards)
         ranks: dict[str, Any] = {}
+        earlier = None
         if self.context_mesh is None:
             checks.packed(cu_seqlens, x, "x")
             padded = cu_seqlens is not None and checks.may_be_padded(cu_seqlens, length)
@@ -431,9 +512,13 @@ class NSAAttention(nn.Module):
             own = {"cu_seqlens": cu_seqlens, "device": x.device}
             position = context.shard_positions(local_length=length, **own, **ranks)
             compress, padded = context.compress, cu_seqlens is not None
+            if spec.key_taps is not None:
+                earlier = functools.partial(
+                    context.tokens_before, count=spec.key_taps - 1, **ranks
+                )
         if zeroes_padding and padded:
             x = without_padding(x, position >= 0)
-        query, key, value, gates = self.project(x, position)
+        query, key, value, gates = self.project(x, position, earlier)
         longest = length if varlen is None else varlen.max_seqlen or length
         if longest < self.dense_below:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)

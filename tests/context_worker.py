@@ -307,7 +307,7 @@ def through_layer(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module = nsa_torch.NSAAttention(
         16, HEADS, KV_HEADS, 8, 6, l=8, d=4, l_sel=8, n_sel=4, w=12, phi="mlp_rope",
-        phi_hidden=8, gate="head", context_mesh=mesh,
+        phi_hidden=8, gate="head", key_taps=3, context_mesh=mesh,
     )  # fmt: skip
     x, do = torch.randn(2, 1, 48, 16)
     if mesh is not None:

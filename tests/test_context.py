@@ -230,7 +230,8 @@ def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatc
     [
         (False, {}, "zigzag"),
         (True, {"gate": "selected"}, "zigzag"),
-        (True, {"phi": "mlp_rope", "kv": "separate"}, "contiguous"),
+        (True, {"phi": "mlp_rope", "kv": "separate", "key_taps": 3}, "contiguous"),
+        (True, {"key_taps": 4}, "zigzag"),
     ],
 )
 def test_a_layer_of_jax_on_four_devices(packed, kind, layout):

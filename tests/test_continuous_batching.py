@@ -312,6 +312,10 @@ def test_what_is_refused():
         ("all branches by one implementation", lambda: cache.one_name(mixed)),
         (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
+        (
+            "generate_batch does not support key_taps, got 3; use generate",
+            lambda: model(key_taps=3).generate_batch([[1, 2]]),
+        ),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             call()

@@ -21,7 +21,6 @@ from bench.lm import (
     quality,
     selection,
     spec,
-    torch_lm,
     variants,
 )
 from nsa_torch import NSAAttention, functional
@@ -223,27 +222,12 @@ def test_blocks_are_chosen_by_the_rule(rule, monkeypatch):
         assert [j for j in found[0, t, head if per_head else group].tolist() if j >= 0] == want
 
 
-def test_convolved_keys_are_what_loops_say():
-    linear = torch.nn.Linear(4, 6, bias=False)
-    made = torch_lm.ConvolvedKeys(linear, 3)
-    x = torch.randn(2, 7, 4)
-    key, found = x @ made.weight.T, made(x)
-    for token in range(7):
-        taps = sum(
-            made.taps[:, 2 - back] * key[:, token - back] for back in range(3) if token >= back
-        )
-        want = key[:, token] + torch.nn.functional.silu(taps)
-        torch.testing.assert_close(found[:, token], want)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"dense_first": 1},
         {"dense_every": 2},
         *({"choice": rule, "kv": "shared"} for rule in spec.CHOICES[1:]),
-        {"key_taps": 3},
-        {"key_taps": 3, "kv": "shared"},
         {"shared_window": True},
         {"selection_loss": 0.5},
         {"selection_loss": 0.5, "kv": "shared"},
@@ -273,7 +257,7 @@ def test_variants_of_the_model(changes, tmp_path):
     assert measures.loss(learner, batch) == measures.loss(again, batch)
     with pytest.raises(NotImplementedError, match="JAX has no "):
         variants.learner(run_of(tmp_path, "jax", todo).variant, todo, tmp_path)
-    for name in ("choice", "key_taps", "selection_loss"):
+    for name in ("choice", "selection_loss"):
         if not changes.get(name):
             continue
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
@@ -286,9 +270,8 @@ def test_variants_of_a_model_that_are_refused():
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "nsa", 2, 8, dense_first=2)
     with pytest.raises(ValueError, match="dense_first must be below the layers"):
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, dense_first=1)
-    for name in ("key_taps", "selection_loss"):
-        with pytest.raises(ValueError, match=f"{name} must be >= 0"):
-            spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, **{name: -1})
+    with pytest.raises(ValueError, match="selection_loss must be >= 0"):
+        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, selection_loss=-1)
     shared = dataclasses.replace(spec.MODELS["tiny"]["layer"], kv="shared")
     with pytest.raises(ValueError, match="shared_window must be False if kv is 'shared'"):
         spec.ModelSpec(shared, "nsa", 2, 8, shared_window=True)

@@ -55,7 +55,7 @@ WIDTH = 41
 PADDING = (0, 13, 30, 38)  # of each row of `batch`; 3 tokens are fewer than a block
 GREEDY = dict(do_sample=False)
 
-by_kind = pytest.mark.parametrize("kind", ["nsa", "dense", "mixed", "shared"])
+by_kind = pytest.mark.parametrize("kind", ["nsa", "dense", "mixed", "shared", "taps"])
 by_cache = pytest.mark.parametrize("cache", ["grows", "pages"])
 # Newer transformers calls it activation checkpointing.
 renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -218,6 +218,7 @@ MODES = {
 }
 TEXTS = [(kind, "greedy") for kind in ("nsa", "dense", "mixed", "shared")]
 TEXTS += [("mixed", mode) for mode in MODES if mode != "greedy"]
+TEXTS += [("taps", mode) for mode in ("beams", "chunks")]
 
 
 @pytest.mark.parametrize("kind, mode", TEXTS)
@@ -281,7 +282,7 @@ def test_generate_with_guesses_takes_them_back(kind, cache):
 @pytest.mark.parametrize(
     "cache, kind",
     [("grows", "nsa"), ("grows", "dense")]
-    + [(cache, kind) for cache in CACHES for kind in ("mixed", "shared")],
+    + [(cache, kind) for cache in CACHES for kind in ("mixed", "shared", "taps")],
 )
 @torch.no_grad()
 def test_operations_on_a_cache(kind, cache):
@@ -317,10 +318,19 @@ def test_operations_on_a_cache(kind, cache):
     ]
     lengths, where = kept.lengths, places()
     assert kept.get_seq_length() == WIDTH
-    for count in (9, 4):  # twice, the second time less than was appended
+    if kind == "taps":
         close(go_on(kept), want)
-        kept.crop(-count)
-    close(made(following[:, 5:], cache=kept).logits, want[:, 5:])
+        assert not kept.is_croppable
+        with pytest.raises(
+            ValueError, match="tokens cannot be taken back from a cache of a layer"
+        ):
+            kept.crop(-4)
+        assert kept.get_seq_length() == WIDTH + 9
+    else:
+        for count in (9, 4):  # twice, the second time less than was appended
+            close(go_on(kept), want)
+            kept.crop(-count)
+        close(made(following[:, 5:], cache=kept).logits, want[:, 5:])
     kept.reorder_cache(torch.tensor([1, 0]))
     kept.reset()
     assert kept.get_seq_length() == 0 and not kept.lengths.any()
@@ -564,7 +574,7 @@ LAYER = LayerSpec(
     num_local=1,
 )
 GATED = dataclasses.replace(
-    LAYER, gate="head", gate_hidden=None, gate_bias=(0, 1, 2), kv="shared"
+    LAYER, gate="head", gate_hidden=None, gate_bias=(0, 1, 2), kv="shared", key_taps=3
 )
 
 

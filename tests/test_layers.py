@@ -2,6 +2,7 @@
 in torch and in JAX; how they start, what they refuse.
 """
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -117,6 +118,8 @@ ROWS = {
     "mlp_rope": dict(phi="mlp_rope", gate="selected", n_heads=16, n_kv_groups=1),
     "shared": dict(kv="shared", phi="mlp_pe", bias=True),
     "norms": dict(phi="mlp_rope", qk_norm_eps=1e-3, rope_scaling=YARN),
+    "taps": dict(kv="shared", gate="head", key_taps=3, qk_norm_eps=1e-3),
+    "taps of each branch": dict(phi="mlp_rope", key_taps=2, rope_scale=2.0),
 }
 
 
@@ -138,7 +141,7 @@ def test_one_file_gives_the_same_in_both(name, both, tmp_path):
     alone = [run(module, part)[0] for part in np.split(row, np.cumsum(lengths)[:-1], axis=1)]
     alone = np.concatenate(alone, axis=1)
     close(run(module, row, cu_seqlens=torch.tensor([0, 30, 31, 63]))[0], alone)
-    if name in ("mlp_pe", "norms"):
+    if name in ("mlp_pe", "norms", "taps"):
         ids = jnp.asarray(np.repeat(np.arange(3), lengths)[None], jnp.int32)
         close(run(twin, row, segment_ids=ids)[0], alone)
     y, theirs = gradients_of_jax(twin, jnp.asarray(x))
@@ -148,7 +151,9 @@ def test_one_file_gives_the_same_in_both(name, both, tmp_path):
     read = in_torch(**ROWS[name])
     weights.load(tmp_path / "gradients", read)
     # The selected branch is read alone; a shift of all compressed keys cancels in the softmax.
-    unread = {"mlp_rope": ("_cmp", "_win", "phi_"), "norms": ()}.get(name, ("k_mlp.b2",))
+    rotated = ("norms", "taps of each branch")  # by position, after phi
+    unread = {"mlp_rope": ("_cmp", "_win", "phi_")} | dict.fromkeys(rotated, ())
+    unread = unread.get(name, ("k_mlp.b2",))
     for key, gradient in gradients(module, x).items():
         size = gradient.abs().max().item()
         found = read.get_parameter(key).detach()
@@ -195,6 +200,7 @@ def test_phi_mlp_starts_as_the_mean():
 
 
 KINDS = [*((phi, "sigmoid") for phi in PHI), ("avg", "head")]
+TAPS = {"avg": 3}  # of the kinds of phi
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -202,6 +208,7 @@ KINDS = [*((phi, "sigmoid") for phi in PHI), ("avg", "head")]
 def test_a_layer_made_on_meta_starts_as_any_other(phi, gate, bias):
     """By its own `reset_parameters`, and by that of each module, as FSDP and others call it."""
     options = dict(phi=phi, bias=bias, gate=gate, qk_norm_eps=1e-6 if bias else None)
+    options["key_taps"] = TAPS.get(phi)
     start = in_torch(**options)
     with torch.device("meta"):
         layers = [in_torch(**options), in_torch(**options)]
@@ -331,6 +338,89 @@ def test_norms_are_of_each_head_and_before_the_rotation(both):
         product = lambda t, s, query=query, key=key: (query[:, t] * key[:, s]).sum(-1)
         close(product(2, 0), product(4, 3), 1e-4)
         assert np.abs(product(2, 0) - product(2, 1)).max() > 1e-2
+
+
+def loops(key, weight, position, before):
+    """`key_taps` of `LayerSpec`, token by token."""
+    taps, found = len(weight), np.empty_like(key)
+    for row, token in np.ndindex(key.shape[:2]):
+        seen = np.concatenate([before[row], key[row, : token + 1]])[::-1]  # newest first
+        total = sum(
+            weight[taps - 1 - back] * seen[back]
+            for back in range(taps)
+            if back <= position[row, token]
+        )
+        found[row, token] = key[row, token] + total / (1 + np.exp(-total))
+    return found
+
+
+@pytest.mark.parametrize("kv", ["shared", "separate"])
+def test_convolved_keys_are_what_loops_say(kv, both):
+    """Of sequences that begin in a row, and of rows that continue."""
+    module, twin = both(kv=kv, key_taps=3)
+    rng = np.random.default_rng(0)
+    columns = module.key_conv.out_channels
+    assert columns == (16 if kv == "shared" else 48)
+    key, before = (rng.normal(size=(2, n, columns)).astype(np.float32) for n in (7, 2))
+    position = np.array([[5, 6, 0, 1, 2, 3, 0], [1, 2, 3, 4, 5, 6, 7]])
+    weight = module.key_conv.weight[:, 0].T.detach().numpy()
+    want = loops(key, weight, position, before)
+    given = key, position, before
+    got = module.key_conv(*map(torch.from_numpy, given)).detach()
+    close(got, want)
+    close(twin.key_conv(*map(jnp.asarray, given)), want)
+    begins = np.arange(7)[None].repeat(2, 0)
+    want = loops(key, weight, begins, np.full_like(before, np.nan))
+    close(module.key_conv(*map(torch.from_numpy, (key, begins))).detach(), want)
+    close(twin.key_conv(*map(jnp.asarray, (key, begins))), want)
+    low = module.bfloat16().key_conv(*(torch.from_numpy(x) for x in (key, begins)))
+    assert low.dtype == torch.float32
+
+
+@pytest.mark.parametrize("one_product", [False, True])
+def test_convolved_keys_reach_all_branches(one_product, monkeypatch, both):
+    """A key is that of the layer without the convolution plus what it adds, in either product."""
+    if one_product:
+        set_limits(monkeypatch, fused_heads_from=1)
+    module, twin = both(kv="shared", gate="head", key_taps=3)
+    x = tokens(20)
+    y, _ = run(module, x)
+    close(run(twin, x)[0], y)
+    with torch.no_grad():
+        module.key_conv.weight.zero_()
+    plain = in_torch(kv="shared", gate="head")
+    plain.load_state_dict({k: v for k, v in module.state_dict().items() if "key_conv" not in k})
+    close(run(module, x)[0], run(plain, x)[0])
+    assert np.abs(run(module, x)[0] - y).max() > 1e-2
+
+
+def test_a_row_s_newest_keys_follow_its_own_tokens(both):
+    """Rows of other numbers of new tokens, none too; rows that change places."""
+    module, _ = both(kv="shared", gate="head", key_taps=4)
+    x = tokens(20)
+    want, _ = run(module, x)
+    kv = module.init_cache(2, 32)
+    run(module, x[:, :6], kv, new_lengths=torch.tensor([5, 0]))
+    second = np.stack([x[0, 5:8], x[1, :3]])
+    got, kv = run(module, second, kv, new_lengths=torch.tensor([2, 3]))
+    close(got[0, :2], want[0, 5:7])
+    close(got[1], want[1, :3])
+    turned = kv.map(lambda x: x.flip(0))
+    got, _ = run(module, np.stack([x[1, 3:5], x[0, 7:9]]), turned)
+    close(got, np.stack([want[1, 3:5], want[0, 7:9]]))
+    with pytest.raises(ValueError, match="tokens cannot be taken back"):
+        nsa_torch.cache.crop(kv, 1)
+    kv.reset()
+    close(run(module, x, kv)[0], want)
+
+
+@pytest.mark.parametrize("made", [in_torch, in_jax])
+def test_a_cache_is_of_a_layer_that_convolves_alike(made):
+    layers = {taps: made(key_taps=taps) for taps in (None, 3, 4)}
+    for (taps, layer), (others, other) in itertools.permutations(layers.items(), 2):
+        said = f"a layer with key_taps={taps}, got a cache for key_taps={others}"
+        with pytest.raises(ValueError, match=said):
+            run(layer, tokens(4), other.init_cache(2, 8))
 
 
 @pytest.mark.parametrize("one_product", [False, True])

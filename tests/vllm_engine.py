@@ -168,6 +168,7 @@ def test_without_a_block_size(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({}, "key_taps must be None: blocks have no room for the projected keys"),
         ({"block_size": 32}, "must be select_block=16, got 32; pass --block-size 16"),
         ({"block_size": 8}, "must be select_block=16, got 8; pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
@@ -176,8 +177,9 @@ def test_without_a_block_size(engine):
     ],
 )
 def test_what_is_refused(engine, options, message):
+    lm = model(key_taps=3) if not options else model()
     with pytest.raises(Exception, match=message):
-        engine(model(), **options)
+        engine(lm, **options)
 
 
 def test_the_plugin_is_found_by_its_entry_point():

@@ -13,7 +13,7 @@ from flax import nnx
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
 from nsa_jax.api import varlen_metadata
-from nsa_jax.nn import NSAAttention, apply_rope
+from nsa_jax.nn import KeyConvolution, NSAAttention, apply_rope
 
 from . import jax_parallel
 from .spec import TORCH_ONLY, ModelSpec
@@ -47,6 +47,9 @@ class DenseAttention(nnx.Module):
         self.W_K = _linear(spec.dim, groups * spec.d_k, dtype, rngs)
         self.W_V = _linear(spec.dim, groups * spec.d_v, dtype, rngs)
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim, dtype, rngs)
+        if spec.key_taps is not None:
+            columns = groups * spec.d_k
+            self.key_conv = KeyConvolution(spec.key_taps, columns, jnp.float32, rngs)
 
     def __call__(self, x, *, segment_ids=None):
         spec, (batch, length, _) = self.spec, x.shape
@@ -67,7 +70,10 @@ class DenseAttention(nnx.Module):
             return apply_rope(x, position, **turns)
 
         query = rotate(heads(self.W_Q, spec.n_heads))
-        key = rotate(heads(self.W_K, spec.n_kv_groups))
+        key = self.W_K(x)
+        if spec.key_taps is not None:
+            key = self.key_conv(key, position)
+        key = rotate(key.reshape(batch, length, spec.n_kv_groups, -1))
         value = heads(self.W_V, spec.n_kv_groups)
         out = jax.nn.dot_product_attention(
             query, key, value, implementation=self.implementation, **how

@@ -61,10 +61,14 @@ class Layout:
 
         Raises:
           ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
-            divided, or projections divided by heads have biases.
+            divided, or projections divided by heads have biases or a convolution.
         """
         if parallel.tensor > 1 and model.layer.bias:
             raise ValueError(f"bias must be False if tensor={parallel.tensor}, got True")
+        if parallel.tensor > 1 and model.layer.key_taps is not None:
+            raise ValueError(
+                f"key_taps must be None if tensor={parallel.tensor}, got {model.layer.key_taps}"
+            )
         devices = jax.devices()
         if len(devices) < parallel.devices:
             raise ValueError(f"devices must be at most {len(devices)}, got {parallel.devices}")

@@ -20,8 +20,8 @@ class ModelSpec:
     A block is `x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP is SwiGLU.
 
     Attributes:
-      layer: sizes of the attention layer; dense attention has the same heads and rotary
-        embedding, and keys and values once instead of once per branch.
+      layer: sizes of the attention layer; dense attention has the same heads, rotary embedding and
+        `key_taps`, and keys and values once instead of once per branch.
       attention: "nsa" or "dense".
       layers: blocks.
       hidden: width of the MLP.
@@ -32,9 +32,6 @@ class ModelSpec:
         with NSA. 0 means none; torch only.
       choice: the rule by which NSA selects key blocks, of `CHOICES` (see `choice.py`); torch
         only, and for rows of one sequence.
-      key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
-        depthwise convolution of so many taps, in NSA and in dense attention. 0 means no
-        convolution; torch only, and for rows of one sequence.
       shared_window: NSA's sliding branch reads the selected branch's keys and values; torch only.
       selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
         rows of one sequence.
@@ -49,7 +46,6 @@ class ModelSpec:
     dense_first: int = 0
     dense_every: int = 0
     choice: str = ""
-    key_taps: int = 0
     shared_window: bool = False
     selection_loss: float = 0.0
 
@@ -59,7 +55,7 @@ class ModelSpec:
                 "dense_first must be below the layers of a model with NSA, and 0 in others, got "
                 f"{self.dense_first}"
             )
-        for name in ("dense_every", "key_taps", "selection_loss"):
+        for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.choice not in CHOICES:
@@ -101,7 +97,7 @@ class ModelSpec:
         def block(views: int, gates: int) -> int:
             keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v
             heads = at.n_heads * (at.d_k + at.d_v) + views * (keys + values)
-            taps = views * keys * self.key_taps
+            taps = views * keys * (at.key_taps or 0)
             return at.dim * heads + taps + gates + 3 * at.dim * self.hidden
 
         nsa = block(3 - self.shared_window if at.separate else 1, at.gate_heads * inputs)
@@ -110,9 +106,7 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-TORCH_ONLY = (
-    *("dense_first", "dense_every", "choice", "key_taps", "shared_window", "selection_loss"),
-)
+TORCH_ONLY = (*("dense_first", "dense_every", "choice", "shared_window", "selection_loss"),)
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 # "125m": bytes need next to no embedding, so that its MLP is

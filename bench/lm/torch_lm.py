@@ -4,6 +4,7 @@ The numbers are those of `jax_lm`: blocks, norms and head compute in the dtype o
 the embedding is looked up, and softmax and loss are computed, in float32.
 """
 
+import functools
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch import heads
-from nsa_torch.module import NSAAttention
+from nsa_torch.module import KeyConvolution, NSAAttention
 from nsa_torch.varlen import VarlenMetadata
 
 from . import selection
@@ -59,21 +60,6 @@ def _linear(size_in: int, size_out: int) -> nn.Linear:
     return nn.Linear(size_in, size_out, bias=False)
 
 
-class ConvolvedKeys(nn.Linear):
-    """`k + silu(c)` of keys `k` [B, T, width] and their causal depthwise convolution `c`."""
-
-    def __init__(self, linear: nn.Linear, taps: int):
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.taps = nn.Parameter(torch.empty(linear.out_features, taps))
-        nn.init.kaiming_uniform_(self.taps, a=math.sqrt(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        key = super().forward(x)
-        width, taps = self.taps.shape
-        padded = F.pad(key.transpose(1, 2), (taps - 1, 0))
-        return key + F.silu(F.conv1d(padded, self.taps[:, None], groups=width)).transpose(1, 2)
-
-
 class DenseAttention(nn.Module):
     """Causal attention to all keys with `scaled_dot_product_attention` and a backend of
     `BACKENDS`. None means the first backend that can run."""
@@ -86,6 +72,8 @@ class DenseAttention(nn.Module):
         self.W_K = _linear(spec.dim, spec.n_kv_groups * spec.d_k)
         self.W_V = _linear(spec.dim, spec.n_kv_groups * spec.d_v)
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim)
+        if spec.key_taps is not None:
+            self.key_conv = KeyConvolution(spec.key_taps, self.W_K.out_features)
 
     def forward(self, x: Tensor, packing: Packing | None = None) -> tuple[Tensor, None]:
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
@@ -96,8 +84,12 @@ class DenseAttention(nn.Module):
 
     def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Compute `query, key, value` without gates from `x` `[B, T, dim]`."""
+        convolve = None
+        if self.spec.key_taps is not None:
+            convolve = functools.partial(self.key_conv, position=position)
+        layers = self.W_Q, [self.W_K], [self.W_V]
         query, (key,), (value,), *_ = heads.project(
-            x, self.W_Q, [self.W_K], [self.W_V], position, self.spec
+            x, *layers, position, self.spec, convolve=convolve
         )
         return query, key, value, None
 
@@ -168,10 +160,6 @@ class Block(nn.Module):
             self.attention = kind(**options, implementation=implementation)
         self.spec = spec
         self.selection_loss: Tensor | None = None  # of the last pass that records gradients
-        for name, each in list(self.attention.named_children()):
-            if spec.key_taps and name.startswith("W_K"):
-                assert isinstance(each, nn.Linear)
-                setattr(self.attention, name, ConvolvedKeys(each, spec.key_taps))
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
@@ -187,7 +175,7 @@ class Block(nn.Module):
                 found = selection.loss(attention, x)
                 self.selection_loss = spec.selection_loss * found
             return attention(x)[0]
-        for name in ("choice", "key_taps", "selection_loss"):
+        for name in ("choice", "selection_loss"):
             if getattr(spec, name):
                 raise NotImplementedError(
                     f"packed rows do not support {name}, got {getattr(spec, name)!r}"
@@ -235,9 +223,9 @@ def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
         module = LM(spec)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim != 2 or ".attention.gate." in name or ".phi_" in name:
+            if parameter.ndim < 2 or ".attention.gate." in name or ".phi_" in name:
                 continue
-            deviation = 1 / math.sqrt(3 * parameter.shape[1])
+            deviation = 1 / math.sqrt(3 * parameter.shape[-1])
             if name == "embedding":
                 deviation = 0.02
             elif name.endswith((".out.weight", ".down.weight")):

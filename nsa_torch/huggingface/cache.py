@@ -29,7 +29,7 @@ from nsa_torch import cache as nsa_cache
 from nsa_torch.functional import Name, Names
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.module import NSAAttention
+from nsa_torch.module import NSAAttention, newest_keys
 from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
@@ -41,7 +41,7 @@ ROOM = 64  # capacities of a growing cache are multiples of it
 CACHED = (
     "layer_attention", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "v_head_dim", "rope_parameters", "qk_norm", "rms_norm_eps", "attention_bias", "kv", "phi",
-    "phi_hidden", *SIZES,
+    "phi_hidden", "key_taps", *SIZES,
 )  # fmt: skip
 
 
@@ -153,6 +153,7 @@ class PagedLayer:
     """
 
     pages: Any = None  # a `PagedCache`
+    newest_keys: Any = None  # [B, key_taps - 1, columns], as in `NSACache`
 
     def __init__(self, page: int, fp8: bool):
         self.page, self.fp8 = page, fp8
@@ -172,7 +173,19 @@ class PagedLayer:
                 compressed_dtype=dtype,
                 max_rows=self.batch,
             )
-        return attend_pages(attention, x, call.position, self.pages, call.order, **call.at)
+            self.newest_keys = attention.no_keys(call.after, dtype)
+        newest = None
+
+        def keys_before(key: Tensor) -> Tensor:
+            nonlocal newest
+            newest = newest_keys(self.newest_keys, key, call.count)
+            return self.newest_keys
+
+        at = call.position, self.pages, call.order, keys_before
+        y = attend_pages(attention, x, *at, **call.at)
+        if newest is not None:
+            self.newest_keys.copy_(newest)
+        return y
 
     def tensors(self) -> list[Tensor]:
         """Return views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as
@@ -180,11 +193,14 @@ class PagedLayer:
         """
         found = self.pages.tensors().values()
         bits = (x.view(torch.uint8) if x.dtype is FP8 else x for x in found)
-        return [x.unflatten(0, (self.batch, -1)) for x in bits]
+        views = [x.unflatten(0, (self.batch, -1)) for x in bits]
+        return views if self.newest_keys is None else [*views, self.newest_keys[:, None]]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         made = [*map(function, self.tensors())]
         self.batch = made[0].shape[0]
+        if self.newest_keys is not None:
+            self.newest_keys = made.pop()[:, 0]
         for (name, old), x in zip(self.pages.tensors().items(), made, strict=True):
             setattr(self.pages, name, x.flatten(0, 1).view(old.dtype))
 
@@ -215,6 +231,8 @@ class NSAModelCache(Cache):
     def __init__(self, config: NSAModelConfig, capacity: int | None = None):
         validate.sizes(capacity=1 if capacity is None else capacity)
         self.config, self.capacity = config, capacity
+        if config.key_taps is not None:
+            self.is_croppable = False
         super().__init__([])
         self.clear()
 
@@ -314,6 +332,8 @@ class NSAModelCache(Cache):
                 f"tokens_to_remove must be in {-self.columns}..0, minus the number of tokens to "
                 f"take back, got {-count}"
             )
+        if count and not self.is_croppable:
+            raise ValueError(nsa_cache.CONVOLVED)
         if self.lengths is None:
             return
         lengths = self.lengths - count
@@ -441,6 +461,7 @@ def attend_pages(
     position: Tensor,
     pages: PagedCache,
     order: Tensor | None = None,
+    before: Callable[[Tensor], Tensor] | None = None,
     **at: Any,
 ) -> Tensor:
     """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute `attention` of
@@ -448,13 +469,14 @@ def attend_pages(
 
     Args:
       order: as in `Call`; None means the order of `x`.
+      before: as in `NSAAttention.project`.
       at: their rows, arguments of `paged_attention`.
     """
 
     def by_token(x: Tensor) -> Tensor:
         return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
 
-    query, key, value, gates = attention.project(x, position)
+    query, key, value, gates = attention.project(x, position, before)
     key, value = (
         Branches(*map(by_token, x)) if attention.spec.separate else by_token(x[0])
         for x in (key, value)

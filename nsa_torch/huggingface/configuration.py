@@ -46,7 +46,7 @@ WIDTHS = {
     "d_v": "v_head_dim",
 }
 SPEC = WIDTHS | FIELD_OF | {"bias": "attention_bias"} | {name: name for name in KIND}
-SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias")}
+SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias", "key_taps")}
 REMOTE = "modeling_nsa"  # the module next to config.json
 REMOTE_CODE = """\
 # For transformers' `trust_remote_code=True`; the model's code is in the installed package.
@@ -108,9 +108,9 @@ class NSAModelConfig(SavedConfig):
       qk_norm: whether query and key heads are normed before the rotation, with `rms_norm_eps`.
       attention: "nsa" or "dense", or a list with one of these per layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
-      phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias: as in
-        `nsa_core.layer.LayerSpec`. By default, models have gates per query head, and shared keys
-        and values. A file without `kv` has separate ones.
+      phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias, key_taps: as in
+        `nsa_core.layer.LayerSpec`, for layers with NSA. By default, models have gates per query
+        head, and shared keys and values. A file without `kv` has separate ones.
       tie_word_embeddings: whether the head's weight is the embedding.
       use_cache: whether a call outside training makes a cache.
 
@@ -157,6 +157,7 @@ class NSAModelConfig(SavedConfig):
     gate_hidden: int | None = None
     gate_temp: float = 1.0
     gate_bias: list[float] | None = None
+    key_taps: int | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None

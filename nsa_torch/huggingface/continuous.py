@@ -198,7 +198,8 @@ def continuous_batching_config(
     Raises:
       ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
         are to be moved to the host.
-      NotImplementedError: This manager of transformers was not tried.
+      NotImplementedError: This manager of transformers was not tried, or keys are convolved
+        (`key_taps`).
     """
     check_manager()
     options.setdefault("page_size", config.select_block)
@@ -208,6 +209,10 @@ def continuous_batching_config(
 
 
 def _check(given: Any, config: NSAModelConfig) -> None:
+    if config.key_taps is not None:
+        raise NotImplementedError(
+            f"generate_batch does not support key_taps, got {config.key_taps}; use generate"
+        )
     for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
         if (size := getattr(given, name)) is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, or None, got {size}")

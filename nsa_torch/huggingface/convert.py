@@ -70,7 +70,7 @@ STARTS = {
     "gates": ((-100.0, 100.0, -100.0), (1.0, 1.0, 1.0)),
     "shared": ((-100.0, 100.0, -100.0), (1.0,)),
 }
-SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp")
+SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp", "key_taps")
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
@@ -167,7 +167,7 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
     """Make the weights that the dense model with weights `source` does not have, which are gates,
-    `phi` and some biases.
+    `phi`, convolutions of keys and some biases.
     """
     found: dict[str, Tensor] = {}
     spec = config.layer_spec
@@ -182,6 +182,9 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
             if name.startswith("phi_") or (name == "gate" and [*part.parameters()]):
                 part.to_empty(device="cpu")
                 cast(Any, part).reset_parameters()
+        if spec.key_taps is not None:  # zeros change no key
+            layer.key_conv.to_empty(device="cpu")
+            nn.init.zeros_(layer.key_conv.weight)
         logits, (compressed, *_) = STARTS[start]
         if config.gate != "selected":  # which has no weights
             cast(Any, layer.gate).set_constant(*logits)

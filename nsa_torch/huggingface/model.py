@@ -30,7 +30,7 @@ from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.rows import LOSS, READ, Rows, check_keywords, rows
-from nsa_torch.module import MLP, NSAAttention, Pool
+from nsa_torch.module import MLP, KeyConvolution, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
@@ -221,7 +221,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         if isinstance(module, HeadGate):
             module.draw_weight()
             copy_(module.bias, module.start_bias())  # not over one that was loaded
-        elif isinstance(module, Gate | MLP | Pool):
+        elif isinstance(module, Gate | MLP | Pool | KeyConvolution):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
             draw(module.weight, (3 * module.in_features) ** -0.5)

@@ -191,6 +191,12 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             ("nsa",),
             "vLLM serves models with NSA in every layer",
         ),
+        (
+            "key_taps",
+            config.key_taps,
+            (None,),
+            "blocks have no room for the projected keys that a step reads",
+        ),
         ("kv_cache_dtype", cache.cache_dtype, ("auto",), "pages have no scales"),
     ):
         if found not in known:
