@@ -16,7 +16,7 @@ between. These are functions:
 |---|---|---|
 | `summary` | times of NSA and of dense attention in a few rows | `device` |
 | `first_call` | the costs of a first call (`bench.first_call`) | `device` |
-| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
+| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part`, `steps` |
 | `experiment` | the results of an experiment of `bench.lm.experiments` | `name`, `runs`, `seeds` |
 | `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
@@ -350,16 +350,17 @@ def _quality_groups() -> list[quality.Group]:
     return quality.groups({str(path): train_log.read(path) for path in paths})
 
 
-def quality_table(part: str) -> str:
+def quality_table(part: str, steps: str = "") -> str:
     """NSA against dense attention; `part` is "summary" (the kinds with most pairs), "bounds",
-    "distances" or "found"."""
+    "distances" or "found". `steps` is the number of training steps of its runs; by default any."""
     head, rows = {
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "bounds": (quality.BOUNDS_HEAD, quality.bound_rows),
         "distances": (quality.DISTANCE_HEAD, quality.distance_rows),
         "found": (quality.FOUND_HEAD, quality.found_rows),
     }[part]
-    return table(head, (cells for group in _quality_groups() for cells in rows(group)))
+    found = (cells for group in _quality_groups() for cells in rows(group))
+    return table(head, (cells for cells in found if not steps or f" {steps} x " in cells[0]))
 
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:

@@ -179,7 +179,11 @@ def of_pages(implementation):
 
 
 def of_prompt(implementation):
-    """Row 0 by chunks, beside `attention` of the whole."""
+    """Row 0 by chunks, which only gathered pages serve, beside `attention` of the whole. Both
+    choose their kernels.
+    """
+    if implementation != "gathered":
+        raise NotImplementedError(f"chunks of a prompt are gathered, got {implementation}")
     chunk = tokens().length // 4
 
     def chunks(*rows):
@@ -189,7 +193,7 @@ def of_prompt(implementation):
     yield "called again", chunks(0, 1, 2), chunks(0, 1, 2)
     yield "other rows", chunks(0, 1, 2), chunks(0, 3, 4)
     yield "alone in the batch", chunks(0, 1, 2), chunks(0)
-    whole = torch_attention(tokens().batch(0), implementation, False)
+    whole = torch_attention(tokens().batch(0), None, False)
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
 
 
@@ -245,8 +249,14 @@ def differences(call, implementation):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mosaic", "triton"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (call, name)
+        for call in CALLS
+        for name in (["gathered"] if "prompt" in call else ["mosaic", "triton"])
+    ],
+)
 def test_kernels_give_the_bits_that_are_promised(call, name):
     found = differences(call, name)
     assert {x: y for x, y in found.items() if x in PROMISED and y} == {}
@@ -254,7 +264,7 @@ def test_kernels_give_the_bits_that_are_promised(call, name):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_repeated_calls_without_kernels(call):
-    name = "reference" if "JAX" in call else "sdpa" if "attention" in call else None
+    name = "reference" if "JAX" in call else "gathered" if "prompt" in call else "sdpa"
     found = differences(call, name)
     assert found["called again"] == 0 and max(found.values()) < 1e-6
 
