@@ -41,6 +41,21 @@ def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "processes", "sizes"),
+    [(5, 4, [1, 1, 1, 2]), (10, 4, [2, 2, 3, 3]), (9, 8, [1] * 7 + [2]), (2, 4, [1, 1]), (0, 2, [])],
+)
+def test_as_many_processes_as_are_asked_for(rows, processes, sizes, tmp_path, monkeypatch):
+    """Their numbers of rows differ by one at most."""
+    begun = []
+    monkeypatch.setattr(parts.turns, "of_names", lambda words, *_: begun.append(words) or [])
+    numbered = dict.fromkeys(range(rows), Row("good"))
+    assert not list(parts.by_processes(["x"], numbered, processes, tmp_path))
+    listed = [words[1].partition("=")[2].split(",") for words in begun[0].values()]
+    assert sorted(map(len, listed)) == sizes
+    assert sorted(int(x) for each in listed for x in each) == list(range(rows))
+
+
 def test_rows_by_number(tmp_path):
     own = cli.define(**parts.FLAGS)
     rows = [Row("good"), Row("error"), Row("good")]

@@ -1,9 +1,10 @@
 """Scaling over devices: counts, the model, what is refused, how the command ends."""
 
 import pytest
+import torch
 
 from bench import scale
-from bench.harness import exit_status, records, scale_model
+from bench.harness import exit_status, records, scale_model, scale_ranks
 from bench.harness.scale_problem import Problem, judged
 from tests.commands import called
 
@@ -53,6 +54,25 @@ def test_efficiency_is_of_the_same_problem_on_one_device():
     longer = row(1, 1.0) | {"S": 2048}
     packed = row(1, 1.0) | {"documents": [1000, 24]}
     assert len(scale_model.by_problem([*rows, longer, packed])) == 3
+
+
+def test_the_newest_row_of_one_device_counts():
+    """A file of records has one of each run."""
+    rows = [row(1, 100.0), row(1, 80.0), row(2, 50.0, transport_ms=1.0)]
+    assert scale.derived(row(2, 50.0), rows)["efficiency"] == 0.8
+    ms = scale_model.fitted(rows)
+    assert ms is not None and ms(1) == 80.0
+
+
+def test_ranks_part_where_one_fails(monkeypatch):
+    ended = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(True))
+    monkeypatch.setattr(scale_ranks, "init_device_mesh", lambda *_, **__: "the mesh")
+    with pytest.raises(KeyError), scale_ranks.devices(2) as mesh:
+        assert mesh == "the mesh" and not ended
+        raise KeyError
+    assert ended
 
 
 def problem(**fields):

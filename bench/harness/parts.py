@@ -150,8 +150,7 @@ def by_processes(
     """The records of each of `rows`, measured by processes of `python -m <words>`."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
-        split = itertools.batched(left, -(-len(left) // processes))
-        parts = {f"rows_{part[0]}": part for part in split}
+        parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
         parts = dict(reversed(parts.items()))  # the last that begins is timed first
         commands = {
             name: [*words, f"--rows={','.join(map(str, part))}", f"--turn={folder}"]
@@ -176,6 +175,13 @@ def by_processes(
             return
     for number in left:
         yield rows[number].lost(f"not begun in {ROUNDS} processes; {reasons[number]}")
+
+
+def _split(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """Split `numbers` into at most `count` parts of similar sizes."""
+    count = min(count, len(numbers))
+    for i in range(count):
+        yield numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count]
 
 
 def _ended(status: int, log: Path) -> str:

@@ -67,5 +67,6 @@ def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 
 
 def alone(rows: Iterable[dict[str, Any]]) -> float | None:
-    """Return the time on one device, or None."""
-    return next((x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")), None)
+    """Return the newest time on one device, or None."""
+    found = [x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")]
+    return found[-1] if found else None

@@ -27,8 +27,11 @@ def devices(size: int) -> Iterator[DeviceMesh]:
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    yield init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
-    dist.destroy_process_group()
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
+    try:
+        yield mesh
+    finally:
+        dist.destroy_process_group()
 
 
 def row(problem: Problem, mesh: DeviceMesh, samples: int) -> dict[str, Any]:
