@@ -132,7 +132,7 @@ def measure(problem: Problem) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    for problem in run.chosen(FLAGS, run.EAGER):
+    for problem in run.chosen(FLAGS, run.EAGER, "ms"):
         measure(problem)
     return exit_status.OK
 

@@ -172,6 +172,7 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     """Measure the jobs of each mode. Write a line after each job, and then a table and a plot.
     Returns the exit status."""
     lines = command.new_file(FLAGS.out, "compare.jsonl")
+    records.environment(FLAGS.commit)  # as it is at the start
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
     how: dict[str, Any] = {"seconds": FLAGS.row_seconds}
     rows, measured = judged_rows(plans, settings, inputs), []

@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
         )
     folder = command.new_file(FLAGS.out, "tests.json").parent
     device = torch.cuda.get_device_name()
+    records.environment(FLAGS.commit)  # as it is at the start
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())
     if found is None:

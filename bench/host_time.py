@@ -228,9 +228,8 @@ def main(argv: Sequence[str]) -> int:
                 return exit_status.worst([status])
             found.append(said)
     about = {"device": torch.cuda.get_device_name(), "implementation": FLAGS.implementation}
-    made: list[dict[str, Any]] = [
-        about | row for found in rounds.values() for row in merged(found)
-    ]
+    forms = zip(*map(merged, rounds.values()), strict=True)
+    made: list[dict[str, Any]] = [about | row for same in forms for row in same]
     run.rows("host_time", FLAGS, made)
     print(
         f"a million additions in Python {made[0]['python_million_ms']:.1f} ms, "

@@ -132,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     statuses = list[str]()
+    print(f"device: {torch.cuda.get_device_name()}", flush=True)
     for name in cli.chosen(FLAGS.only, SHAPES):
         show = lambda _, name=name: {"name": name}
         statuses += run.rows("packed", FLAGS, measure(name), show, "packed.jsonl")

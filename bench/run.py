@@ -34,6 +34,7 @@ def rows(
       kept: The file in the device's folder to which `--save_records` appends too.
       out: Defaults to `--out`.
     """
+    records.environment(own.commit)  # as it is at the start
     statuses = []
     for row in made:
         status = row.get("status", "ok")
@@ -57,14 +58,19 @@ def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> No
         records.append(own.out, made)
 
 
-def chosen(own: Any, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The `problems` that `--only` names, on a GPU."""
+def chosen(own: Any, problems: Iterable[Problem], unit: str = "") -> Iterator[Problem]:
+    """The `problems` that `--only` names, on a GPU. The device is printed first if the lines of
+    the command are times in `unit`.
+    """
     import torch
 
     known = {p.name: p for p in problems}
     names = cli.chosen(own.only, known)
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
+    records.environment(own.commit)  # as it is at the start
+    if unit:
+        print(f"{torch.cuda.get_device_name()}, {unit}", flush=True)
     for name in names:
         yield known[name]
         torch.cuda.empty_cache()

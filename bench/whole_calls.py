@@ -35,7 +35,8 @@ REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
 def measure(problem: Problem) -> str:
-    """Print and record the times. Returns the reason why a replay is wrong, or None."""
+    """Print and record the times. Returns the reason why a replay is wrong, or an
+    empty string."""
     of: Any = torch_calls if problem.framework == "torch" else jax_calls
     calls, sync = of(problem)
     replays = dict(calls)  # graphs read the tensors of `calls`
@@ -62,9 +63,12 @@ def measure(problem: Problem) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    broken = [*filter(None, map(measure, run.chosen(FLAGS, run.CALLS)))]
-    print("\n".join(broken))
-    return exit_status.WRONG if broken else exit_status.OK
+    status = exit_status.OK
+    for problem in run.chosen(FLAGS, run.CALLS, "ms"):
+        if wrong := measure(problem):
+            print(wrong, flush=True)
+            status = exit_status.WRONG
+    return status
 
 
 if __name__ == "__main__":

@@ -61,6 +61,26 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
         main("--calls=0")
 
 
+def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys):
+    pretend.gpu(monkeypatch)
+    parts = [
+        f"{part}_{x}"
+        for part in ("host", "done", "row", "replay")
+        for x in ("ms", "p20", "p80")
+    ]
+    numbers = dict.fromkeys([*parts, "graphs_a_call", "python_million_ms", "torch_add_ms"], 1.0)
+
+    def answer(command, form, *words):
+        form = form.partition("=")[2]
+        named = ({"shape": x, "pass": y, "form": form} for x in "ab" for y in "fg")
+        return 0, [each | numbers for each in named]
+
+    monkeypatch.setattr(host_time.process, "answer", answer)
+    assert main() == 0
+    told = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[:8]]
+    assert told == [[x, y, z] for x in "ab" for y in "fg" for z in host_time.FORMS]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
     out = tmp_path / "host.jsonl"

@@ -39,7 +39,7 @@ def run(*words) -> int:
     return commands.called(whole_calls, *words)
 
 
-def test_lines_of_every_row(posed, tmp_path):
+def test_lines_of_every_row(posed, tmp_path, capsys):
     out = tmp_path / "variants.jsonl"
     assert run(f"--out={out}", "--commit=0123456789") == exit_status.OK
     lines = records.flat_lines(out)
@@ -52,15 +52,19 @@ def test_lines_of_every_row(posed, tmp_path):
         for mode in ("forward", "fwdbwd")
     }
     assert {(x["kernel"], x["commit"]) for x in lines} == {("whole_calls", "0123456")}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "a GPU, ms" and len(printed) == 1 + len(names)
 
 
 def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
     posed[0] = 2.0
     out = tmp_path / "variants.jsonl"
-    assert run(f"--out={out}", "--only=8k") == exit_status.WRONG
-    assert "8k, graph, forward: other bits" in capsys.readouterr().out
+    assert run(f"--out={out}", "--only=8k, graph", "--only=4k") == exit_status.WRONG
+    _, wrong, other, *_ = capsys.readouterr().out.splitlines()
+    assert wrong.startswith("8k, graph, forward: other bits")
+    assert other.startswith("4k: "), "a reason is printed before the next row is measured"
     names = {line["variant"] for line in records.flat_lines(out)}
-    assert names == {"8k", "8k, after 50 ms of rest"}
+    assert names == {"4k", "4k, after 50 ms of rest"}
 
 
 def test_an_unknown_row(posed):
