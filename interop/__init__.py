@@ -1,7 +1,7 @@
 """Exchanges arrays (`nsa_interop.dlpack`) and weights (`nsa_interop.weights`) between the
 frameworks.
 
-No part is imported here, so that a user of one does not load the others.
+Neither module is imported here, so that a program that needs one does not load the other.
 """
 
 from nsa_core import extras

@@ -4,7 +4,7 @@
     python -m nsa_interop.build --preset paper --out FOLDER     # into another folder
     python -m nsa_interop.build --list | --clear                # list stored kernels; remove them
 
-No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
+The command needs no GPU. It needs JAX with its CUDA plugin, ptxas and a C compiler.
 """
 
 import argparse
@@ -28,7 +28,9 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def layer_of(preset: str) -> dict[str, Any]:
-    """Return the layer of a file of `configs/`, as a store records it."""
+    """Return the layer that a file of `configs/` describes, in the form that a store of kernels
+    records.
+    """
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     return layer_note(
@@ -48,7 +50,8 @@ def kernels_of(
     packed rows and without.
 
     Args:
-      decode: those over paged caches too, which append tokens among them.
+      decode: Whether to include the kernels for paged caches, among them those that append
+        tokens.
       lengths: Lengths of sequences. The default builds kernels for all lengths.
     """
     layer = layer_of(preset)

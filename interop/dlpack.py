@@ -1,17 +1,16 @@
 """Shares arrays between torch and JAX without a copy, with the protocol that keeps this safe.
 
-Both frameworks queue work on CUDA streams and return before it has run, and each has its own
-memory pool, which hands out freed memory in the order of its own streams. DLPack shares the
-memory; these rules make sharing it correct.
+Both frameworks queue work on CUDA streams and return before it has run. Each has its own memory
+pool, which reuses freed memory in the order of its own streams. DLPack shares the memory. The
+following rules make sharing correct.
 
-Order (who waits for whom). Only array objects are passed to `from_dlpack`, never a capsule:
-a capsule carries no stream, and nothing would wait for anything.
-  torch -> JAX  JAX names its stream to `Tensor.__dlpack__`, which makes that stream wait for
-                torch's current stream. What the current stream has queued is visible to JAX.
-  JAX -> torch  torch names its current stream to `Array.__dlpack__`, which makes that stream
-                wait for the array. Another torch stream must wait for that one.
-  The host does not wait on CUDA. On the CPU torch runs at once, and `to_torch` waits until
-  the array is computed.
+Order (which stream waits for which). Only array objects are passed to `from_dlpack`, never a
+capsule. A capsule has no stream, so that no stream would wait for another. torch -> JAX JAX
+names its stream to `Tensor.__dlpack__`, which makes that stream wait for torch's current
+stream. What the current stream has queued is visible to JAX. JAX -> torch torch names its
+current stream to `Array.__dlpack__`, which makes that stream wait for the array. Another torch
+stream must wait for that one. The host does not wait on CUDA. On the CPU torch runs at once,
+and `to_torch` waits until the array is computed.
 
 Lifetime (which object keeps which memory alive).
   Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
@@ -28,8 +27,8 @@ Lifetime (which object keeps which memory alive).
 Mutation. JAX arrays are immutable, so never write to the torch alias of one. Do not write to a
 tensor while JAX may still read it: wait until the outputs were returned by `to_torch`.
 
-`call_jax` keeps all these rules for a function of tensors. Its price is one read and one write
-of every output, and an output's memory twice until the clone has run. Arrays whose clone has
+`call_jax` follows all these rules for a function of tensors. It costs one read and one write of
+every output, and twice the memory of an output until the clone has run. Arrays whose clone has
 run are released at the next copy, or by `release_finished`; above `HELD_BYTES` of them the host
 waits for the oldest.
 """
@@ -50,8 +49,9 @@ _lock = threading.Lock()
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """Return the JAX array of `tensor`, ordered after torch's current stream. It is in the same
-    memory if the tensor is contiguous, aligned and not pinned.
+    """Return a JAX array with the values of `tensor`. JAX reads it after the queued work of
+    torch's current stream. It shares the memory if the tensor is contiguous, aligned and not
+    pinned.
 
     Args:
       tensor: A tensor on a device that JAX supports, with a dtype that JAX does not convert. Keep
@@ -117,13 +117,13 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     """Calls a JAX function on torch tensors, safe in stream order and lifetime.
 
-    The function must be pure (what it reads of its inputs leaves through its outputs) and
-    should be one jitted object from call to call, or it is traced again each time. Nothing is
-    recorded for autograd.
+    The function must be pure, so that all effects of its inputs are in its outputs. Pass the
+    same jitted object in every call, since a new one is traced again. Nothing is recorded for
+    autograd.
 
     Args:
       function: A function of arrays in the structure of `tensors` that returns an array or a tuple.
-      tensors: tensors of one device, tuples of them, nested at will; None stays None.
+      tensors: Tensors on one device, or tuples of them, nested to any depth. None stays None.
 
     Returns:
       The results of the function as tensors with their own memory, which may be written. A single
@@ -148,7 +148,9 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
 
 
 def release_finished() -> None:
-    """Releases the JAX arrays whose clone has run; above `HELD_BYTES` waits for the oldest."""
+    """Release the JAX arrays whose clone has run. If more than `HELD_BYTES` remain, the host
+    waits for the oldest.
+    """
     with _lock:
         _held[:] = [(event, alias) for event, alias in _held if not event.query()]
         while len(_held) > 1 and sum(alias.nbytes for _, alias in _held) > HELD_BYTES:

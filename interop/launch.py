@@ -1,13 +1,14 @@
 """Runs Mosaic GPU kernels on torch tensors with one C call on torch's current stream, without XLA.
 
-Machine code that serves every length comes from disk, or is built there once
-(`kernels_pallas.runtime`); a launch is a call of the driver with the numbers and tensor maps of
+Machine code that serves every length is read from disk, or is built and stored there once
+(`kernels_pallas.runtime`). A launch is a call of the driver with the sizes and tensor maps of
 the problem.
 
 Order and lifetime are those of any torch operator. The kernel reads and writes on the stream
 that is current when `launch` is called, outputs come from torch's allocator on that stream, and
 the host never waits. If another stream writes to an input, the caller makes the current stream wait
-for it. If another stream allocated one, the caller calls `record_stream` before dropping it.
+for it. If another stream allocated an input, the caller calls `record_stream` before dropping
+the tensor.
 
 Loaded kernels stay loaded (`runtime.loaded`).
 """
@@ -37,21 +38,21 @@ def launch(
 
     Args:
       kernel: It is built at its first launch if it is not on disk, or earlier by `prepare`.
-      tensors: one for each of `kernel.inputs`, with its dtype and number of elements, in any
-        shape: contiguous, starting at a multiple of 256 bytes, all on one Hopper GPU. Nothing
-        is recorded for autograd.
-      out: one tensor for each of `kernel.outputs`, under the same rules, that overlaps no other
-        tensor of the call. Only the first ones may be the last inputs of an `in_place` kernel.
-        None, for one or for all, allocates them.
+      tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
+        elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
+        on one Hopper GPU. Nothing is recorded for autograd.
+      out: One tensor for each of `kernel.outputs`, under the same rules. It must not overlap
+        any other tensor of the call, except that the first outputs of an `in_place` kernel may
+        be its last inputs. If one output or `out` itself is None, it is allocated.
 
     Returns:
       The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
 
     Raises:
-      ValueError: a tensor that is not as described.
+      ValueError: A tensor is not as described above.
       NotImplementedError: the GPU has another compute capability than 9.0.
-      RuntimeError: a first load while a CUDA graph is captured; the kernel is not on disk and could
-        not be built.
+      RuntimeError: The kernel would be loaded for the first time while a CUDA graph is
+        captured. Or it is not on disk and could not be built.
     """
     device, index = tensors[0].device, tensors[0].get_device()
     inputs, outputs = _arguments(kernel)
@@ -103,7 +104,8 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
 def sequence(
     kernels: Sequence[Kernel], arguments: Sequence[Sequence[int]], device: torch.device
 ) -> Callable[[int, tuple[int, ...]], None]:
-    """Return the same as `launcher`, for a sequence of kernels (`runtime.sequence`).
+    """Return a function like that of `launcher`, for a sequence of kernels
+    (`runtime.sequence`).
 
     Args:
       arguments: For each kernel, the indices of its addresses.
@@ -123,7 +125,7 @@ def _index(device: torch.device) -> int:
 def prepare(
     kernels: Sequence[Kernel], device: torch.device | str | int, jobs: int | None = None
 ) -> int:
-    """Builds and loads kernels on a GPU, so that a capture or a timed run need not.
+    """Build and load kernels on a GPU, so that a capture or a timed run does not have to.
 
     Args:
       kernels: Kernels that differ only in lengths count as one.
@@ -151,7 +153,7 @@ def prepare(
 
 @functools.cache
 def _arguments(kernel: Kernel) -> list[list[tuple[tuple[int, ...], int, torch.dtype]]]:
-    """Return the shape, size and dtype of the inputs, and of the outputs."""
+    """Return the shape, size and dtype of each input and each output."""
 
     def convert(arrays: Sequence[Array]):
         return [(x.shape, x.size, getattr(torch, x.dtype)) for x in arrays]
@@ -174,13 +176,15 @@ def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
 
 
 def _prefetched() -> Sequence[Kernel]:
-    """Return the kernels that this thread registered last. They are returned once."""
+    """Return the kernels that this thread registered last. Each registration is returned only
+    once.
+    """
     found, _thread.prefetched = getattr(_thread, "prefetched", None), None
     return found() if found else []
 
 
 def _check_may_load(kernels: Sequence[Kernel], index: int) -> None:
-    """Refuses what is not loaded yet and cannot be now."""
+    """Raise an error if a kernel is not loaded yet and cannot be loaded now."""
     kernel: Any = next((x for x in kernels if not loaded.is_loaded(x, index)), None)
     if kernel is None:
         return

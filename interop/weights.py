@@ -9,9 +9,9 @@ has the same names, so a path maps to a key by one rule:
   `a.weight` [l, d]       `a.weight`           [d, 1, l]    a depthwise torch.nn.Conv1d
   any other               the path with dots   unchanged
 
-Dtypes are kept, bfloat16 included; nothing is cast. The file's metadata records what
-`module.hyper_parameters()` returns (names to numbers or words), as JSON. The file also records each
-attention layer's gate and phi, as names (`LayerSpec.kind_keys`) of entries that are zero.
+Dtypes are unchanged, including bfloat16. The file's metadata records the result of
+`module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. The file also records
+each attention layer's gate and phi, as names (`LayerSpec.kind_keys`) of entries that are zero.
 """
 
 import json
@@ -173,7 +173,9 @@ def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
 
 
 def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "jax.Array":
-    """Return the value of the parameter at `steps`, placed as `old` is."""
+    """Return the value of the parameter at the path `steps`, on the device or with the sharding
+    of `old`.
+    """
     import jax
 
     bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()

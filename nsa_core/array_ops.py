@@ -27,8 +27,8 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     `ArrayOps`, also `xp`.
 
     Args:
-      shapes: Function of the same arguments without `ops` that returns the shapes and dtypes of
-        the results. It reads only shapes and dtypes.
+      shapes: Function that returns the shapes and dtypes of the results. Its arguments are
+        those of the step, without `ops`. It reads only shapes and dtypes.
     """
 
     def decorate(function):
@@ -60,8 +60,8 @@ class QueryLayout(Protocol):
 
     @property
     def position(self) -> Any:
-        """The position in its own sequence, from 0. A negative position marks padding, which
-        sees no key.
+        """The position of the query in its own sequence, from 0. A negative position marks
+        padding, which sees no key.
         """
 
     @property
@@ -70,11 +70,11 @@ class QueryLayout(Protocol):
 
     @property
     def key_start(self) -> Any:
-        """The key index of the first token of its sequence."""
+        """The key index of the first token of the query's sequence."""
 
     @property
     def compressed_start(self) -> Any:
-        """The index of the first compressed token of its sequence."""
+        """The index of the first compressed token of the query's sequence."""
 
     @property
     def packed(self) -> bool:
@@ -88,13 +88,13 @@ class QueryLayout(Protocol):
 
     @property
     def num_keys(self) -> int | None:
-        """The keys of every sequence, if tables that follow from it are constants of a program.
-        torch has no such number, since it caches these tables.
+        """The number of keys of every sequence, if tables derived from this number are
+        constants of a program. It is None in torch, which caches these tables.
         """
 
 
 class ArrayOps(Protocol):
-    """Operations that differ between JAX and torch.
+    """The array operations that differ between JAX and torch.
 
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
@@ -117,14 +117,14 @@ class ArrayOps(Protocol):
         ...
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
-        """Run a kernel whose outputs have one shape. If they are adjacent, `stacked` needs one
-        copy.
+        """Run a kernel whose outputs have the same shape. If the outputs are adjacent in
+        memory, `stacked` copies them at once.
         """
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
-        """Run a kernel concurrently with all work until `join` of the second result. Until then
-        nothing may read or write its outputs.
+        """Run a kernel concurrently with later work, until `join` is called with the second
+        result. Before that call, no other step may read or write the kernel's outputs.
         """
         raise NotImplementedError
 
@@ -133,8 +133,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Whether elements of the first outputs that `kernel` does not write have the values of
-        the last inputs.
+        """Whether the first outputs of `kernel` have the values of its last inputs in all
+        elements that it does not write.
         """
         return bool(kernel.in_place)
 
@@ -211,8 +211,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
-        """On a CPU, return `made()` if any `condition` holds. Otherwise, and always on a GPU,
-        for which the host must not wait, return `otherwise`.
+        """Return `made()` on a CPU if any `condition` holds. In all other cases return
+        `otherwise`. On a GPU the host does not read the condition, since it would have to wait.
         """
         raise NotImplementedError
 
@@ -221,7 +221,9 @@ class ArrayOps(Protocol):
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """Write `new` to the valid `paged_layout.Places` of `pages`; in torch in place."""
+        """Write `new` to the valid `paged_layout.Places` of `pages`. In torch this happens
+        in place.
+        """
         raise NotImplementedError
 
     def write(self, x: Any, index: Slices, part: Any) -> Any:
@@ -257,8 +259,9 @@ class ArrayOps(Protocol):
         return [self.to_float32(x) for x in arrays]
 
     def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:
-        """Rows of `length` float32 elements that begin with the given arrays of one shape, or with
-        the entries of one array along its first axis. The other elements are arbitrary.
+        """Return rows of `length` float32 elements. Each row begins with one of the given
+        arrays, or with one entry of a single array along its first axis. The remaining elements
+        of a row are arbitrary.
         """
         raise NotImplementedError
 
@@ -294,7 +297,7 @@ def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
 
 
 def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
-    """Return the derived step of `zero_padding`."""
+    """Return the derived step that `zero_padding` runs."""
     return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
 
 

@@ -1,6 +1,6 @@
-"""Converts lists of key blocks from a caller to the form that the selected branch reads.
+"""Converts a caller's lists of key blocks to the form that the selected branch reads.
 
-The arrays are either framework's; `xp` is `jax.numpy` or `torch`.
+Arrays may come from either framework. `xp` is `jax.numpy` or `torch`.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ def config_of(block_size: int, entries: int) -> NSAConfig:
 
 
 def parts_of(block_size: int, entries: int) -> int:
-    """Return the number of blocks that one block is split into for kernels, for lists of
-    `entries`.
+    """Return the number of parts into which kernels split each block, for lists of `entries`
+    blocks.
     """
     fit = [x for x in WHOLE_BLOCKS if block_size % x == 0]
     parts = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
@@ -33,8 +33,8 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """Return the block size, limited to the number of keys. A larger block contains the same
-    keys.
+    """Return the block size, but at most the number of keys. A larger block would contain the
+    same keys.
     """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
@@ -93,8 +93,8 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
-    """Return the indices of split blocks, `[.., max(G, Hkv), parts n]`, with -1 for entries outside
-    `keys`.
+    """Return the indices of the parts into which blocks are split, `[.., max(G, Hkv), parts
+    n]`. Entries outside `keys` are -1.
     """
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices
@@ -158,8 +158,8 @@ def check_paged(
 
 
 class PagedKeys(NamedTuple):
-    """The keys of lists, `[N, lists, n * block_size]`: their `row` in the concatenated pages,
-    within bounds, and whether the query sees them (`seen`).
+    """The keys of the lists, `[N, lists, n * block_size]`. `row` is the row of a key in the
+    concatenated pages, within bounds. `seen` is True if the query sees the key.
     """
 
     row: Any
@@ -199,7 +199,7 @@ def attention_to_pages(
     """Compute `(out, lse)` over the listed keys, one chunk of queries at a time.
 
     Args:
-      over_queries: the function of the framework's module `chunks`.
+      over_queries: The function `over_queries` of the framework's module `chunks`.
       attend: returns out and lse. Its arguments are queries `[N, L, G, D]`, keys and values
         `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
     """

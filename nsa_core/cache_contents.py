@@ -42,8 +42,8 @@ class Contents:
 
 
 def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = ()) -> Facts:
-    """Return the facts that a writer states: `made_with`, and the kinds of `params` for keys and
-    values.
+    """Return the facts that a writer states. These are `made_with` and the kinds of `params`
+    for keys and values.
 
     Raises:
       ValueError: `made_with` does not consist of pairs of a name and a hashable value.
@@ -67,7 +67,9 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
-    """Represent a cache in one line. Its arrays may be any object during a transform."""
+    """Describe a cache in one line. During a transform the arrays of a cache may be any
+    objects.
+    """
     arrays = {name: getattr(cache, name) for name in (key, value)}
     words = {name: getattr(x, "shape", x) for name, x in arrays.items()}
     words = {name: tuple(x) if isinstance(x, tuple) else x for name, x in words.items()} | facts

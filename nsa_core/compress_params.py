@@ -1,4 +1,4 @@
-"""Parameters of compression `phi` (`compression.py`), arrays of JAX or of torch."""
+"""The parameters of the compression `phi`, as arrays of JAX or of torch."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class MLPParams(NamedTuple):
     b2: Any  # [D]
 
     def turned(self, rates: Any, factor: float = 1.0) -> "RopeMLPParams":
-        """Return the same MLP for unrotated keys. Rotation multiplies their length by
+        """Return the same MLP for unrotated keys. Rotation multiplies the length of a key by
         `factor`.
         """
         if factor == 1:

@@ -82,7 +82,7 @@ class NSAConfig:
 
     @functools.cached_property
     def numbers(self) -> tuple[int | str | None, ...]:
-        """All fields, in a tuple that compares and hashes without a call of Python."""
+        """All fields as a tuple, which is compared and hashed without running Python code."""
         return *(getattr(self, name) for name in SIZES), self.compute_dtype
 
     @property

@@ -61,12 +61,13 @@ def parsed(text: str | bytes, kind: str = "YAML") -> Any:
 
 
 def load(name: str | Path, kind: type = dict) -> Any:
-    """Load a mapping, or a value of type `kind`, from `configs/<name>.yaml`, or from the YAML
-    or JSON file at the path `name`.
+    """Load a mapping or a value of type `kind`. `name` is a file `configs/<name>.yaml`, or the
+    path of a YAML or JSON file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is not valid, has another type, or has a key twice.
+      ValueError: The file is not valid, contains a value of another type, or contains a key
+        twice.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -98,8 +99,8 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
     converted to floats and lists to tuples; other values are not converted.
 
     Raises:
-      ValueError: unknown keys, or values of another type than the field. The message names each
-        key with its section.
+      ValueError: A key is unknown, or a value does not have the type of its field. The message
+        names each key with its section.
     """
     # A part of a second, which goes before the first file: of settings, of training, or, at the
     # first automatic choice on a GPU that has one, of a device.

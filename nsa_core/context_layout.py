@@ -5,8 +5,8 @@ and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `con
 chunk `r`.
 A shard consists of the chunks of a rank in the order of their tokens.
 
-A length that is no multiple of the number of chunks is padded at the end. No token before the
-padding sees it, and its output is meaningless.
+A sequence is padded at the end if its length is not a multiple of the number of chunks. No
+token before the padding sees it, and its output is meaningless.
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ def check(layout: str) -> None:
 
 
 def padded_length(length: int, size: int, layout: str) -> int:
-    """Return the smallest length from `length` on that `size` ranks can split into equal chunks."""
+    """Return the smallest length that is at least `length` and that `size` ranks can split into
+    equal chunks.
+    """
     check(layout)
     chunks = size * len(_chunks_of(0, size, layout))
     return -(-length // chunks) * chunks
@@ -54,7 +56,7 @@ class Shards:
 
     @property
     def calls(self) -> list[tuple[slice, Any]]:
-        """The chunks of this rank: tokens in the shard, and the end in the sequence."""
+        """For each chunk of this rank, its tokens in the shard and its end in the sequence."""
         return [
             (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
             for i, number in enumerate(self.own)
@@ -74,7 +76,7 @@ class Shards:
 
 
 def _chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
-    """Return the indices of the chunks of a rank, ascending."""
+    """Return the indices of a rank's chunks in ascending order."""
     return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
 
 
@@ -96,12 +98,13 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
     Args:
       ops: `array_ops.ArrayOps`.
       begin: The first token of each window `[B, C]`, ascending, followed by -1 in unused slots.
-      most: The maximum of windows per chunk.
+      most: The maximum number of windows per chunk.
 
     Returns:
-      For each chunk of this rank the offsets at which windows begin, `[B, most]`; an offset after
-      its end marks no window. For each window its slot among the `most` of each chunk, `[B, C]`,
-      or the number of slots if it is unused.
+      `(offsets, slots)`. `offsets` has one array `[B, most]` per chunk of this rank, with the
+      offsets at which windows begin. An offset after the end of the chunk means that there is
+      no window. `slots` `[B, C]` has the slot of each window, where each chunk has `most`
+      slots. An unused window has the total number of slots.
     """
     xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
     begin = xp.where(begin < 0, length, begin)
@@ -117,7 +120,8 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
 
 
 def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:
-    """Return the key/value heads that are gathered and attended to together, in equal groups.
+    """Divide the key/value heads into equal groups. The heads of a group are gathered and
+    attended to together.
 
     Args:
       head_bytes: bytes of the keys and values of one head for the whole sequence.

@@ -3,18 +3,18 @@
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
 Events, all off at first:
-  `routing`  the chosen implementation and each refusal, once for the same choices
-  `shapes`   dtypes and shapes of the arguments of each step
+  `routing` the chosen implementation and each refusal, once per set of choices `shapes` dtypes
+  and shapes of the arguments of each step
   `timing`   milliseconds of each step. Waits for the device before and after it, so the call as
              a whole is slower than without
   `compare`  mean and largest error of each step, relative to the reference on the same arguments
 
-A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=value ...`.
-A fused path runs its steps one by one while `timing` or `compare` is
-on. Under `jax.jit` and other transforms `routing` and `shapes` tell of the trace, once;
-`timing` and `compare` need values and say that they refuse. `torch.compile` shows `routing`
-only. While an event is on, torch also reads `cu_seqlens` on a GPU, and raises the same errors as
-on a CPU.
+A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG
+<branch>_mae=value ...`. A fused path runs its steps one by one while `timing` or `compare` is
+on. Under `jax.jit` and other transforms, `routing` and `shapes` report once, while the call is
+traced. `timing` and `compare` need values, so they report a refusal. `torch.compile` shows
+`routing` only. While an event is on, torch also reads `cu_seqlens` on a GPU, and raises the
+same errors as on a CPU.
 """
 
 import json
@@ -58,7 +58,7 @@ class Backend(NamedTuple):
 
 
 def enable(*events: str, limit: int = 100) -> None:
-    """Turns these events on and all others off; each goes off after `limit` lines.
+    """Enable these events and disable all others. An event is disabled after `limit` lines.
 
     Raises:
       ValueError: an unknown event, or a limit below 1.
@@ -102,8 +102,9 @@ def watch(
     function: Callable,
     registry: Any = None,
 ) -> Callable:
-    """Wrap `function`, which computes `step` with the implementation `name`. The result reports the
-    events that are on. `registry` has the reference of the step.
+    """Wrap `function`, which computes `step` with the implementation `name`. The wrapped
+    function reports the enabled events. `registry` contains the reference implementation of the
+    step.
     """
     if not on or backend.silent():
         return function
@@ -140,7 +141,9 @@ def watch(
 
 
 def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
-    """Return the differences between a result and the reference's, or why they are not known."""
+    """Return the differences between a result and that of the reference, or the reason why they
+    are not known.
+    """
     query, key = args[:2]
     size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
     if size > MAX_BYTES:
@@ -180,13 +183,13 @@ def _tell(package: str, event: str, fields: dict[str, Any], once: str = "") -> N
 
 
 def _value(x: Any) -> str:
-    """One word unchanged, and other text quoted."""
+    """Return a single word unchanged, and any other text in quotes."""
     text = str(x).lower() if isinstance(x, bool) else str(x)
     return json.dumps(text) if " " in text or not text else text
 
 
 def _shape(x: Any) -> str:
-    """Return `bfloat16[1,512,4,32]`, or a list of these in brackets."""
+    """Return text such as `bfloat16[1,512,4,32]`, or a list of such texts in brackets."""
     if isinstance(x, tuple):
         return f"({','.join('None' if y is None else _shape(y) for y in x)})"
     return f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, x.shape))}]"

@@ -1,10 +1,10 @@
-"""Chooses an implementation from an ordered registry, which reports why it refused each earlier
-one.
+"""Chooses an implementation from an ordered registry, and reports why each earlier one was
+refused.
 
 An implementation named by the caller never falls back, unless the caller sets
-`on_unsupported="fallback"` (the flag of that name), which causes a warning. The automatic choice is
-the first implementation in order that does not refuse and that the thresholds and the policy of the
-device allow (`policy.py`). The choice records the refusals.
+`on_unsupported="fallback"` (the flag of that name). A fallback causes a warning. The automatic
+choice is the first implementation in order that does not refuse and that the thresholds and the
+policy of the device allow (`policy.py`). The result records the refusals.
 
 The step `attention` stands for all steps at once. Its implementation runs only if it was chosen
 for every single step.
@@ -41,8 +41,8 @@ FUNCTIONS = {  # what implementations call the steps
 class Problem(NamedTuple):
     """The properties of a call that decide whether an implementation can run (shapes: `types.py`).
 
-    Under torch.compile B is 1, T and S are 0. If only the step `compressed` or `scores` is
-    requested, S is the number of compressed tokens.
+    Under torch.compile B is 1, T and S are 0. If only the step `compressed` or only the step
+    `scores` is requested, S is the number of compressed tokens.
     """
 
     framework: str
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 def layer_note(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> dict[str, Any]:
-    """Return the properties that kernels depend on, except lengths, for
+    """Return the properties on which kernels depend, except lengths, as a note for
     `kernels_pallas.runtime.store`.
     """
     return {
@@ -87,8 +87,10 @@ class Implementation:
     """A way to compute one step.
 
     Attributes:
-      target: `module:function`, imported at its first call. Empty if the caller has the function.
-      why_not: function that returns the reason why it cannot run a problem, or None.
+      target: `module:function`. The module is imported at the first call. Empty if the caller
+        already has the function.
+      why_not: Function that returns the reason why the implementation cannot run a problem, or
+        None.
     """
 
     name: str
@@ -110,8 +112,8 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation of one step, with the reasons against earlier candidates. `note` lists
-    missing measurements of the automatic choice (`policy.note`).
+    """The implementation of one step, with the reasons why earlier candidates were refused.
+    `note` lists measurements that the automatic choice lacks (`policy.note`).
     """
 
     step: str
@@ -133,7 +135,7 @@ class Choices:
 
     Attributes:
       attention: The implementation that runs all steps at once. None means step by step.
-      whole_refused: The reason against each implementation of all steps.
+      whole_refused: For each implementation of `attention`, the reason why it was refused.
       beside_dense: The length from which `attention` is faster than dense attention on this device,
         or None if it is not known.
     """
@@ -237,9 +239,10 @@ class Registry:
     ) -> Choices:
         """Return the choice for every step, or only for `step` if it is given.
 
-        Scores belong to no branch that can be named. They run on the implementation of the
-        selected branch if it supports them, otherwise on the first that does. One name for all
-        branches also applies to scores, if that implementation has them.
+        A `Branches` of names has no entry for the scores. They run on the implementation of the
+        selected branch if it supports them, otherwise on the first implementation that does. A
+        single name for all branches also applies to the scores, if that implementation has this
+        step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

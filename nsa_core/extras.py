@@ -1,4 +1,6 @@
-"""Optional packages and their versions. The error for a missing package names its extra."""
+"""Checks optional packages and their versions. The error for a missing package names the extra
+that installs it.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -15,8 +17,8 @@ def version(package: str) -> str | None:
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error to raise from `error`, which is the failed import of a package of
-    `extra`.
+    """Return the error to raise if a package of `extra` could not be imported. `error` is the
+    error of the import.
     """
     return ModuleNotFoundError(_text(extra, str(error.name)), name=error.name)
 

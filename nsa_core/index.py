@@ -1,4 +1,6 @@
-"""An indexer's blocks and its loss for both frameworks, with sizes, checks and array operations."""
+"""Selects the blocks of an indexer and computes its loss, with checks and array operations for
+both frameworks.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ class Index(NamedTuple):
 
     @property
     def config(self) -> NSAConfig:
-        """The config of the top-n, whose sizes are in tokens."""
+        """The configuration of the top-n selection. Its sizes are in tokens."""
         block = self.pool * self.entry
         forced = self.num_initial, self.num_local
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
@@ -40,7 +42,7 @@ class Index(NamedTuple):
 
 
 def _checked(index: Index, keys: int) -> Index:
-    """Return the index with its pool limited to `keys`, so that sizes fit in 32 bits."""
+    """Return the `Index` with a pool of at most `keys`, so that sizes fit in 32 bits."""
     validate.sizes(pool=index.pool, entry=index.entry)
     # What kernels take for a pool does not follow the number of keys.
     pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
@@ -203,7 +205,8 @@ class Teacher(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Arguments of a framework's `over_queries`, which computes the loss in chunks of queries.
+    """The arguments of a framework's function `over_queries`, which computes the loss in chunks
+    of queries.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi, K]`,
@@ -274,8 +277,8 @@ def loss_of(
 
 
 def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
-    """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the rows of the keys. Rows of masked
-    keys may be outside the array. None means all keys.
+    """Return whether each query sees each key, `[B, Q, Hi or 1, K]`, and the rows of the keys.
+    The rows are None for all keys. Rows of masked keys may be outside the array.
 
     Args:
       lists: `[B, Q, Hi or 1, n]`, or None; position, start: `[B, Q]`.

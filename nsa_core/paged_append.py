@@ -1,5 +1,5 @@
 """Appends tokens to the pages of a cache with array operations, and reads pages.
-A kernel appends in one launch (`specs/append.py`, `paged_append.py`).
+Kernels that append in one launch are in `specs/append.py` and `paged_append.py`.
 """
 
 from collections.abc import Callable
@@ -38,14 +38,15 @@ def append(
     wrong=None,
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
-    """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache,
-    which are returned by name. In torch this is in place. The arrays determine the number of
-    tokens per page.
+    """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache.
+    Return the arrays by name. In torch they are modified in place. The shapes of the arrays
+    determine the number of tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.
       key .. slots: as in `nsa_torch.append`, checked.
-      wrong: bool `[B]`, the rows whose compressed tokens become NaN; None means none.
+      wrong: bool `[B]`, The rows whose compressed tokens become NaN. None means that there are
+        no such rows.
       raw_is_there: whether the new tokens are already in their pages.
     """
     config, arrays, count = cache.config, cache.tensors(), key.selected.shape[0]

@@ -1,6 +1,7 @@
 """Chooses between kernels on pages and `attention` on gathered rows for a paged call.
 
-`gathered` runs on any implementation of `attention`. The names of these are accepted here too.
+Gathered rows can run on any implementation of `attention`, so the names of these
+implementations are accepted too.
 """
 
 import dataclasses
@@ -25,7 +26,9 @@ KERNELS = "mosaic", "triton"  # that read pages
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `paged_attention`, checked; `gates` `[N, H, 3]` of at most 32 bits."""
+    """The checked arguments of `paged_attention`. `gates` is `[N, H, 3]`, in a dtype of at most
+    32 bits.
+    """
 
     query: Any
     gates: Any
@@ -85,10 +88,12 @@ def checked(
 
 
 def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> Registry:
-    """Return the registry of a framework. It only chooses, and `paged_attention` runs the choice.
+    """Return the registry of a framework. The registry only chooses an implementation, and
+    `paged_attention` runs it.
 
     Args:
-      why_not: Function of a name that returns the framework's reasons against kernels.
+      why_not: Function that returns the framework's reason why the kernels with a given name
+        cannot run.
     """
     kernels = (
         Implementation(name, why_not=functools.partial(why_not, name)) for name in KERNELS
@@ -109,8 +114,8 @@ class Decided(NamedTuple):
     Attributes:
       inputs: The arrays in the form that kernels on pages need.
       name: The named implementation of `attention` on gathered rows.
-      of_tokens: Maps the output of rows padded to one length to the call's tokens. By default the
-        output is unchanged.
+      of_tokens: Function that maps the output of padded rows to the tokens of the call. By
+        default the output is returned unchanged.
     """
 
     inputs: Inputs
@@ -129,9 +134,9 @@ def decide(
     max_seqlen_q: int | None,
     name: str | None,
 ) -> Decided:
-    """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at their
-    start to `max_seqlen_q`, which kernels on pages need. A `name` in both registries means the
-    kernels on pages if rows have few queries.
+    """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at
+    their start to `max_seqlen_q` tokens, since kernels on pages need rows of equal length. A
+    `name` that is in both registries means the kernels on pages if rows have few queries.
 
     Raises:
       ValueError: no implementation has this name.

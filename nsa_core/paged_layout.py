@@ -1,4 +1,4 @@
-"""The positions of tokens in a paged cache, for both frameworks.
+"""Computes the positions of tokens in a paged cache, for both frameworks.
 
 A page holds `l'` raw tokens and `l'/d` compressed ones. `page_table[b]` lists the pages of row `b`
 in the order of its tokens:
@@ -16,8 +16,8 @@ from tokens before rounding. Therefore the newest tokens of a row are also store
     raw token p         recent[slot of the row, p % (2 l)]
 
 A ring may contain arbitrary values, including tokens of another row. A token of the ring is
-used if the page's token may be its rounded value (`rounding.is_of`). Otherwise the page's token
-is used.
+used only if the token in the page may be its rounded value (`rounding.is_of`). Otherwise the
+token in the page is used.
 """
 
 import dataclasses
@@ -43,13 +43,14 @@ class PagedArrays:
     """The `P` pages of one layer. The caller allocates pages to rows.
 
     Attributes:
-      config: its `select_block` is the page's size.
+      config: The sizes of the layer. `select_block` is the number of tokens per page.
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
-      sliding_key, sliding_value: The same as the selected ones. None means that the sliding branch
-        reads those.
-      raw_key, raw_value: The source of compressed tokens. None means the selected ones.
-      contents: How the tokens were made.
+      sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. None means
+        that it reads the selected ones.
+      raw_key, raw_value: The tokens from which compressed tokens are computed. None means the
+        selected ones.
+      contents: Facts about how the tokens were computed (`cache_contents.Contents`).
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`:
         the newest tokens of `R` rows, from which compressed tokens are computed, in the dtype of
@@ -128,7 +129,9 @@ class PagedArrays:
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def sources(self, kind: str) -> Branches:
-        """For each branch the name of the array that it reads. `kind` is `key` or `value`."""
+        """Return, for each branch, the name of the array that it reads. `kind` is `key` or
+        `value`.
+        """
         sliding = "sliding" if self.separate else "selected"
         return Branches(f"compressed_{kind}", f"selected_{kind}", f"{sliding}_{kind}")
 
@@ -181,11 +184,11 @@ def shapes(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each of `ARRAYS`, or None for an array that the cache lacks. `fp8_rows`
-    is the number of rows of a cache in fp8.
+    """Return the shape of each array in `ARRAYS`, or None for an array that the cache does not
+    have. `fp8_rows` is the number of rows of an fp8 cache.
 
     Raises:
-      ValueError: a size that is not a positive int, or an argument of another type.
+      ValueError: A size is not a positive int, or an argument has another type.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -210,8 +213,8 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """Return the dtype of one of `ARRAYS`, which differs for compressed keys, scales and other
-    pages.
+    """Return the dtype of one array in `ARRAYS`. Compressed keys, scales and the other pages
+    have different dtypes.
     """
     if name.endswith("_scale"):
         return scale
@@ -219,8 +222,8 @@ def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
 
 
 def page_elements(*sizes: Any) -> int:
-    """Return the number of elements per page in all `ARRAYS`. `sizes` are those of `shapes` for one
-    page.
+    """Return the number of elements that one page has in all `ARRAYS` together. `sizes` are the
+    arguments of `shapes` for one page.
     """
     return sum(math.prod(x) for x in shapes(1, *sizes).values() if x is not None)
 
@@ -234,7 +237,7 @@ def new_arrays(
     max_rows: int,
     *sizes: Any,
 ) -> dict[str, Any]:
-    """Return the `ARRAYS` of a new cache. An absent array is None.
+    """Return the `ARRAYS` of a new cache. An array that the cache does not have is None.
 
     Args:
       name_of: Function that returns the name of a dtype.
@@ -255,8 +258,9 @@ def new_arrays(
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call. `row` int `[N]` is their sequence, `position` int `[N]` their position
-    in it. A negative position marks padding, which is in no sequence.
+    """The tokens of a call. `row` int `[N]` is the sequence of each token, and `position` int
+    `[N]` its position in that sequence. A negative position marks padding, which belongs to no
+    sequence.
     """
 
     row: Any
@@ -264,7 +268,8 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
-    """Return the `count` tokens of a call. The tokens of a row are the last of its `lengths` `[B]`.
+    """Return the `count` tokens of a call. They are the last tokens of each row, whose length
+    is in `lengths` `[B]`.
 
     Args:
       cu_seqlens_q: int32 `[B + 1]`, the first token of each row. By default all rows have the same
@@ -285,8 +290,8 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
 
 
 class Places(NamedTuple):
-    """Entries of pages: `page` and `offset` within bounds, and `there`, which is False for
-    invalid entries.
+    """Entries of pages. `page` and `offset` are within bounds, and `there` is False for invalid
+    entries.
     """
 
     page: Any
@@ -295,7 +300,7 @@ class Places(NamedTuple):
 
 
 def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
-    """Return the positions of the entries `index` of the sequences `row`; a page has `per_page`
+    """Return the `Places` of the entries `index` in the sequences `row`. A page has `per_page`
     entries.
 
     Entries beyond the table, or in a page that does not exist, are invalid.
@@ -308,8 +313,8 @@ def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
 
 
 class Finished(NamedTuple):
-    """Tokens that complete a compressed token: their index `token` `[K]` in the call, and
-    `there`, which is False for unused entries.
+    """The tokens that complete a compressed token. `token` `[K]` is their index in the call,
+    and `there` is False for unused entries.
     """
 
     token: Any
@@ -317,8 +322,8 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """Return the tokens at `i d + l - 1` in order. The result has the largest possible number of
-    them.
+    """Return the tokens at the positions `i d + l - 1`, in order. The result has entries for
+    the largest number of such tokens that a call can have.
     """
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
@@ -380,7 +385,9 @@ def check_dtypes(dtype: str, compressed_dtype: str) -> None:
 
 
 def check_copied(source, target) -> None:
-    """Check the numbers of source and target pages: integers `[K]` of equal length."""
+    """Check the page numbers `source` and `target`, which are integers `[K]` of equal
+    length.
+    """
     array("source", source, 1, ("int32", "int64"))
     array("target", target, tuple(source.shape), ("int32", "int64"))
 
@@ -426,8 +433,9 @@ def check_tables(
     Args:
       paged: `page_table` int32 `[B, M]`, `lengths` int32 `[B]`, `cu_seqlens_q` int32 `[B + 1]` or
         None.
-      read: returns an array of NumPy, or None if the host does not read it.
-      pool: number of pages, of `size` tokens each.
+      read: Function that returns an array as a NumPy array, or None if the host does not read
+        it.
+      pool: Number of pages in the pool, each with `size` tokens.
       writes: whether tokens are written. An entry below 0 is then no page, and two rows must not
         write to one page.
     """
@@ -486,8 +494,8 @@ def check_runs(
     starts: np.ndarray | None,
     lengths: np.ndarray | None,
 ) -> None:
-    """Check that runs belong to a call with these rows and tokens, and with `cu_seqlens_q` and
-    `lengths` if they were read.
+    """Check that the runs fit the number of rows and tokens of a call. If `cu_seqlens_q` and
+    `lengths` were read, the runs must fit these too.
     """
     if not isinstance(found, Sequence) or not all(isinstance(x, Run) for x in found):
         raise ValueError(f"runs must be a list of Run, as plan_runs makes it, got {found!r}")

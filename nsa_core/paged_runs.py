@@ -1,9 +1,9 @@
 """Plans on the host which rows of a paged call run together.
 
 A call of prompts and decode rows is split into runs of adjacent rows. Rows of few tokens (decode,
-draft tokens) use the kernels that read pages, in one launch. The rows of a prompt are gathered from
-only their own pages. Without runs, a prompt in a call would cause every row to be gathered, each as
-wide as the page table.
+draft tokens) use the kernels that read pages, in one launch. For a prompt, only its own pages
+are gathered. Without runs, one prompt in a call would cause all rows to be gathered, each at
+the full width of the page table.
 """
 
 import operator
@@ -29,7 +29,7 @@ class Run(NamedTuple):
       rows: Rows of the page table.
       tokens: Tokens of the call.
       queries: Number of queries of the longest row.
-      columns: Number of columns of the page table that the longest row reaches.
+      columns: Number of columns of the page table that the longest row uses.
       whole: whether the rows have no token before those of the call.
     """
 
@@ -57,17 +57,19 @@ class Run(NamedTuple):
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
-    """Return the runs of a call, in its order. Rows without a new token are in none, nor are rows
-    of more than `QUERIES` tokens whose length is 0.
+    """Return the runs of a call in the order of its rows. Rows without a new token belong to no
+    run. The same applies to rows of more than `QUERIES` tokens whose length is 0.
 
     Args:
       starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).
-      lengths: `[B]`, the length of each row including the new tokens, or its bound; 0 for padding.
+      lengths: `[B]`, the length of each row including the new tokens, or an upper bound for it.
+        0 means padding.
       page_size: tokens of a page (`select_block`).
 
     Raises:
-      ValueError: `starts` or `lengths` is no list of ints; `starts` is not a row longer than
-        `lengths`, or descends; a row is shorter than its new tokens; a size is no int from 1 on.
+      ValueError: `starts` or `lengths` is not a list of ints, or `starts` does not have one
+        entry more than `lengths`, or `starts` descends. Also if a row is shorter than its new
+        tokens, or a size is not a positive int.
     """
     starts, lengths = _ints("starts", starts), _ints("lengths", lengths)
     if len(starts) != len(lengths) + 1:
@@ -106,11 +108,12 @@ def _ints(name: str, found: Sequence[int]) -> list[int]:
 
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
-    """Whether a row may begin with pages that another row fills in this call of `count` tokens per
-    row, since engines share prefixes. A launch that appends and attends must not run then.
+    """Return whether a row may begin with pages that another row fills in the same call of
+    `count` tokens per row. Engines that share prefixes make such calls. A launch that both
+    appends and attends must not run for them.
 
     Args:
-      lengths: `[B]`, of each row with the new tokens.
+      lengths: `[B]`, the length of each row including the new tokens.
     """
     filled = {
         length // page_size * page_size for length in lengths if length % page_size < count
@@ -119,7 +122,9 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Join two runs if the same kernels support both and copies stay within bounds."""
+    """Join two runs if the same kernels support both and the memory for copies stays within its
+    bound.
+    """
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None
     if not run.few and run.whole != row.whole:  # whole rows are attended to without their pages

@@ -1,15 +1,16 @@
 """Thresholds and policy that exclude implementations from the automatic choice on a device.
 
-`configs/devices/<device>.yaml` holds the thresholds (`Thresholds`) from which a kernel pays, which
-`python -m nsa_bench.tune_thresholds` derives from records, and the kernels that are not allowed
-on the device. It is read once per process. A file that cannot be parsed is an error. A missing
-file excludes only kernels that must have been measured (`MEASURED_ONLY`). On GPUs without another
-kernel these are chosen with a `note`. An implementation
-that is named is not affected.
+`configs/devices/<device>.yaml` contains the kernels that are not allowed on the device, and the
+thresholds (`Thresholds`) above which a kernel is faster. `python -m nsa_bench.tune_thresholds`
+derives the thresholds from records. It is read once per process. A file that cannot be parsed
+is an error. A missing file excludes only kernels that must have been measured
+(`MEASURED_ONLY`). On GPUs without another kernel, they are chosen with a `note`. An
+implementation that the caller names is not affected.
 
-The thresholds of FA-2 are lengths from which it is faster than one SDPA with the whole mask.
-The alternative in this library is its portable path, so the automatic choice uses the length
-from which FA-2 is faster than that path (`Device.limit`). The file has both.
+The thresholds of FA-2 are lengths from which it is faster than one SDPA call with the whole
+mask. In this library the alternative to FA-2 is the portable path. Therefore the automatic
+choice uses the length from which FA-2 is faster than that path (`Device.limit`). The file
+contains both lengths.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -57,7 +58,8 @@ PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The lengths from which kernels are chosen. None means no threshold; "never" excludes it.
+    """The lengths from which kernels are chosen. None means that there is no threshold. "never"
+    excludes the kernel.
 
     Those of `fa2` for the sliding (`win`) and the compressed (`cmp`) branch are in tokens of the
     sequence. Those of the selected branch are in keys per query, `num_selected * select_block`.
@@ -75,8 +77,8 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Whether a kernel may be chosen for these steps, with the reason and the date of the
-    decision.
+    """States whether a kernel may be chosen for these steps, with the reason and the date of
+    the decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster.
     `nsa_bench.tune_thresholds` then removes it.
@@ -91,7 +93,9 @@ class Rule:
 
 
 class Evidence(TypedDict, total=False):
-    """The measurements of a threshold. A file may have more keys than are read here."""
+    """The measurements behind a threshold. A file may contain further keys, which are not
+    read.
+    """
 
     __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
     kernel: Ours
@@ -134,9 +138,9 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """Return the length that the automatic choice uses: the threshold, or the one measured
-        against the portable path if the threshold was measured against code that this library does
-        not run.
+        """Return the length that the automatic choice uses. It is the threshold, unless this
+        was measured against code that the library does not run. In that case it is the length
+        that was measured against the portable path.
         """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
         measured = about.get("value") == value  # otherwise a person's
@@ -229,7 +233,9 @@ def heads_of(
 
 
 def dense_note(problem: Any) -> str | None:
-    """Return the length from which NSA is faster than dense attention here, as text, or None."""
+    """Return a text with the length from which NSA is faster than dense attention on this
+    device, or None.
+    """
     device = of(problem.device)
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
     if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):
@@ -243,7 +249,7 @@ def dense_note(problem: Any) -> str | None:
 
 
 def _default(implementation: str, problem: Any) -> bool:
-    """Whether the kernel is chosen without measurements, with a note."""
+    """Return whether the kernel is chosen without measurements, with a note."""
     return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
@@ -278,7 +284,9 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 @functools.cache
 def of(device: str | None) -> Device | None:
-    """Return the contents of the device file for a driver's device name, or None without a file."""
+    """Return the contents of the file for the device with this driver name, or None if there is
+    no file.
+    """
     path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None
 

@@ -1,14 +1,15 @@
 """The oracle. It computes every branch densely, with boolean masks that are built from token
 indices.
 
-It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
-the same code in the low precision is the baseline of the tolerance rule. If `compute_dtype` of a
-config is float8_e4m3, the baseline rounds the same numbers as its kernels. It shares only the array
-operations of each framework (`ArrayOps`) with the fast paths, needs memory for `[T, S]` per head,
-and is never chosen for its speed.
+It computes in float32 (in float64 for float64 inputs), or in `compute_dtype` if one is given.
+The result of the same code in low precision is the baseline of the tolerance rule. If
+`compute_dtype` of a config is float8_e4m3, the baseline rounds the same numbers as its kernels.
+It shares only the array operations of each framework (`ArrayOps`) with the fast paths, needs
+memory for `[T, S]` per head, and is never chosen for its speed.
 
-Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays are either framework's. `nsa_jax.reference` and
-`nsa_torch.reference` have these functions under the arguments of their public ones.
+Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays may come from either framework.
+`nsa_jax.reference` and `nsa_torch.reference` have these functions under the arguments of their
+public ones.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ class Rows(NamedTuple):
         return x[self.ops.arange(x, x.shape[0]).reshape(-1, 1), index]
 
     def own(self, x, nothing: int):
-        """Return the entry of `x` at the token of each query, `[B, T, 1]`, or `nothing` if there is
-        none.
+        """Return the entry of `x` at each query's own token, `[B, T, 1]`. For a query without a
+        token the entry is `nothing`.
         """
         index = self.query.clip(0, None)
         there = (self.query >= 0) & (self.at(self.sequence, index) >= 0)
@@ -65,8 +66,8 @@ def wide(xp: Any, dtype: Any) -> Any:
 
 
 def _e4m3(xp, x):
-    """Return `x` rounded to 8 bits and clipped to the range. It computes with numbers, since XLA
-    would remove a pair of conversions.
+    """Return `x` rounded to 8 bits and clipped to the range. The rounding is arithmetic, since
+    XLA would remove a pair of conversions.
     """
     x = x.clip(-448, 448)
     _, exponent = xp.frexp(x)  # of a mantissa from 1/2, which keeps 4 bits
@@ -76,7 +77,8 @@ def _e4m3(xp, x):
 
 def _rounded(xp, query, key, value, read):
     """Round `query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as the e4m3 kernels do.
-    The mean of the keys that are `read` [B, S, Hkv or 1, 1] is subtracted, and returned too.
+    The mean of the keys that are marked in `read` [B, S, Hkv or 1, 1] is subtracted from the
+    keys, and is returned too.
     """
 
     def by_column(x):

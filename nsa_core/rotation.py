@@ -1,10 +1,10 @@
-"""Scalings of rotary positions, with which models read longer texts than in their training.
+"""Scales rotary positions, so that models can read longer texts than in their training.
 
 Pair `i` of a head of width D is rotated by `rate = base**(-2i / D)` per position. A scaling
 divides the rates of slow pairs by `factor`, does not change those of fast pairs, and
 interpolates in between. Names and numbers are those of transformers' `rope_parameters`.
-Scalings that depend on the length of a text ("dynamic", "longrope") are not supported, since
-cached keys would have to be rotated again.
+Scalings that depend on the length of the text ("dynamic", "longrope") are not supported,
+because cached keys would have to be rotated again.
 """
 
 import dataclasses
@@ -107,7 +107,8 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
     """Return the scaling of `rope_parameters` without the base.
 
     Raises:
-      ValueError: there is no such scaling, or its numbers are missing, unknown or out of range.
+      ValueError: There is no such scaling, or one of its parameters is missing, unknown or out
+        of range.
     """
     if given is None or isinstance(given, Llama3 | Yarn):
         return given
@@ -129,8 +130,8 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
 
 
 def _mixed(rate: Any, kept: Any, factor: float) -> Any:
-    """Interpolate between `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0. Roundings
-    follow transformers, since dense models were trained with these rates.
+    """Interpolate between `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0. The
+    operations round as in transformers, since dense models were trained with these rates.
     """
     kept = kept.clip(0, 1)
     return rate / factor * (1 - kept) + rate * kept

@@ -3,13 +3,13 @@ head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
-e4m3 has 3 bits after the point, 448 is its largest number and 2^-9 its least. So the largest
-element of a row is exact, and of the others
+e4m3 has 3 bits after the point, 448 is its largest number and 2^-9 its least. Therefore the
+largest element of a row is exact. For every other element
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 
-A row of zeros has a scale too, so that nothing is divided by 0. A row with an element that is not
-finite is not finite as a whole.
+A row of zeros also has a scale that is not 0, so that nothing is divided by 0. If one element
+of a row is not finite, no element of the row is finite.
 """
 
 from typing import Any
@@ -35,9 +35,9 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
 
 
 def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
-    """Whether each token of `x` may have been rounded to `found`, which was read from codes and
-    scale: no element differs by much more than rounding explains. Such a token may replace the read
-    one, regardless of its source.
+    """Return whether each token of `x` may have been rounded to `found`, which was read from
+    codes and scale. This is so if no element differs by much more than the rounding error. Such
+    a token may replace the one that was read, regardless of its source.
     """
     off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))
     most = ops.xp.abs(ops.to_float32(found)) * NEAR + scale[..., None] * LEAST_NEAR

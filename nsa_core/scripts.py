@@ -1,4 +1,4 @@
-"""The console scripts: commands that name the extra `bench` if it is missing."""
+"""The console scripts. They name the extra `bench` if it is not installed."""
 
 import runpy
 import sys

@@ -18,7 +18,7 @@ def map_to_blocks(
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
     the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
-    If `log`, arguments and results are logarithms.
+    With `log=True`, the arguments and results are logarithms.
     """
     ratio = config.select_block // config.compress_stride
     size, last = num_blocks * ratio, probs.ndim - 1
@@ -50,8 +50,9 @@ def choose(
       scores: `[..., N]`.
       own: The query's own block, broadcast to `[...]`. If it is negative, the query has no
         candidate blocks.
-      log_scores: Function that returns the logarithms of the scores. On a CPU they order scores
-        that are not exact, if one of these would be selected and not all candidates are.
+      log_scores: Function that returns the logarithms of the scores. On a CPU the logarithms
+        decide the order of scores that are not exact. They are computed only if such a score
+        would be selected and not all candidates are selected.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected
     block, own = ops.arange(scores, num_blocks)[0], own[..., None]

@@ -1,4 +1,5 @@
-"""The meaning of shape letters, the container of the three branches, and the numerics contract.
+"""Defines the letters of shapes, the container of the three branches, and the rules of
+numerics.
 
 Shapes:
   `B` batch, `T` query length, `S` key/value length, `H` query heads, `Hkv` key/value heads,
@@ -6,14 +7,15 @@ Shapes:
   tokens, `N = ceil(S / select_block)` selection blocks, `n` selected blocks per query.
 
 Query heads of one group are adjacent: head `h` reads key/value head `h // G`. Queries are
-aligned to the end of the keys: query `t` sits at position `p = t + kv_len - T` of its
-sequence. In a packed batch positions restart in every sequence and nothing crosses a boundary.
+aligned to the end of the keys, so that query `t` has position `p = t + kv_len - T` in its
+sequence. In a packed batch positions restart in every sequence, and no query reads another
+sequence.
 
 Numerics, for every implementation:
   Softmax, log-sum-exp and accumulation in float32 (float64 for float64 input); `lse` natural
   log, `[B, T, H]`. A row that sees no key has output 0, lse `-inf`, gradient 0, never NaN.
   Block indices are int32, ascending, without duplicates, `-1` in the empty slots at the end.
-  Nothing reads the future: not an output, not a score, not an index.
+  No output, score or block index depends on later tokens.
 """
 
 from typing import Any, NamedTuple

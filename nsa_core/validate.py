@@ -1,7 +1,7 @@
 """Checks of public arguments. Each error names the argument, the rule and the value.
 
-They read only `shape` and `dtype` of an array, so that both frameworks use them. A caller that has
-read numbers passes them (`numbers`, `borders`).
+The checks read only the `shape` and the `dtype` of an array, so that both frameworks can use
+them. A caller that has read the values of an array passes them to `numbers` or `borders`.
 """
 
 import itertools
@@ -80,7 +80,9 @@ def configuration(config) -> None:
 
 
 def in_dtype_of_query(config: NSAConfig, what: str) -> None:
-    """Check that products are in the query's dtype, the only one that `what` supports."""
+    """Check that products are computed in the query's dtype, which is the only dtype that
+    `what` supports.
+    """
     if config.compute_dtype is not None:
         raise NotImplementedError(
             f"{what} computes in the dtype of the query, got "
@@ -109,8 +111,8 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Return the arrays of keys and values with their names, per branch, or once if all branches
-    share them.
+    """Return the arrays of keys and values with their names. If all branches share them, they
+    are listed once, and otherwise for each branch.
     """
 
     def names(kind, each):
@@ -122,7 +124,9 @@ def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
 
 
 def same_in_branches(key: Branches, value: Branches) -> None:
-    """Check that all branches have equal numbers of tokens and heads, and values of one width."""
+    """Check that all branches have the same numbers of tokens and heads, and values of the same
+    width.
+    """
     axes = {"key": (key, "[B, S, Hkv]", 3), "value": (value, "[B, S, Hkv, Dv]", 4)}
     for kind, (each, words, count) in axes.items():
         expected = tuple(each.selected.shape[:count])
@@ -171,7 +175,9 @@ def gates(
     query,
     apart: Callable[[Any], Sequence[Any]] = lambda x: [x[..., i] for i in range(3)],
 ) -> Branches:
-    """Return gates as `Branches` of `[B, T, H]`. `apart` splits one array `[B, T, H, 3]`."""
+    """Return gates as `Branches` of `[B, T, H]`. `apart` is the function that splits an array
+    `[B, T, H, 3]`.
+    """
     queries(query)
     expected = tuple(query.shape[:3])
     if isinstance(gates, Branches):
@@ -217,7 +223,7 @@ def length(
 
 
 def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:
-    """Check that each number is in `least .. most`."""
+    """Check that each number is at least `least` and at most `most`."""
     for x in found[(found < least) | (found > most)].flat:
         raise ValueError(f"{name} must be in {least}..{most}, got {x}")
 
@@ -238,7 +244,9 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
 
 
 def most_tokens(config: NSAConfig, compressed: int) -> int:
-    """Return the largest number of tokens that have `compressed` compressed tokens."""
+    """Return the largest number of tokens from which `compressed` compressed tokens are
+    computed.
+    """
     return compressed * config.compress_stride + config.compress_block - 1
 
 
@@ -266,7 +274,7 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
 def pair(
     given, name: str = "compressed", what: str = "arrays, compressed keys and values"
 ) -> tuple[Any, Any]:
-    """Check that `given` is a pair, for keys and for values."""
+    """Check that `given` is a pair of one entry for keys and one for values."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         got = f"{len(given)} of them" if isinstance(given, tuple | list) else None
         raise ValueError(f"{name} must be a pair of {what}, got {got or type(given).__name__}")

@@ -1,5 +1,5 @@
-"""Tables with the positions of the sequences in packed rows. They are made once per batch, and
-kernels read them.
+"""Computes tables with the positions of the sequences in packed rows. The tables are computed
+once per batch, and kernels read them.
 
 The keys of each sequence have slots ("places") in which blocks and tiles begin with the sequence.
 A sequence begins at a multiple of `unit`, of which 64 and `select_block` are divisors, so that
@@ -10,8 +10,8 @@ tiles and blocks nest in packed rows in the same way as in rows of one sequence.
     tiles     | 0      1        | 2             | 3 ..
 
 `place / 64` is a tile of keys, `place / select_block` a selection block, and
-`place / compress_stride` the slot of a compressed token. Nothing is moved to these places but
-compressed tokens and gradients of keys.
+`place / compress_stride` the slot of a compressed token. Only compressed tokens and gradients
+of keys are moved to slots.
 
 | table | shape | |
 |---|---|---|
@@ -77,10 +77,10 @@ class Capacity:
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
-      gap: number of keys between both halves of the queries, which are the chunks of a rank in
-        context parallelism. 0 means none.
-      max_sequences: The maximum of sequences per row, without padding.
-      max_seqlen: The maximum of keys per sequence.
+      gap: Number of keys between the two halves of the queries. The halves are the chunks of a
+        rank in context parallelism. 0 means that there is no gap.
+      max_sequences: The maximum number of sequences per row, without padding.
+      max_seqlen: The maximum number of keys per sequence.
     """
 
     B: int
@@ -102,7 +102,9 @@ class Capacity:
         return self.T // 2 if self.gap else self.T
 
     def key_end(self, query: Any) -> Any:
-        """Return the end of the keys up to the query before `query`, which may be an array."""
+        """Return the end of the keys up to the query before query number `query`, which may be
+        an array.
+        """
         return query + self.first_query + self.gap * (query > self.half)
 
     def span(self, first: Any, end: Any) -> Any:
@@ -153,8 +155,8 @@ class Capacity:
         return self._multiples(self.T, tokens)
 
     def _multiples(self, length: int, unit: int) -> int:
-        """Return the maximum number of parts of `unit` tokens in `length` tokens, if no part
-        contains two sequences.
+        """Return the maximum number of parts of `unit` tokens into which `length` tokens are
+        divided, if no part contains two sequences.
         """
         return (length + (unit - 1) * min(self.sequences, length)) // unit
 
@@ -162,7 +164,8 @@ class Capacity:
 class Varlen:
     """The tables of packed rows, each made on its first use.
 
-    `borders` are those of `sequences`, or None if all tables are `known`: existing ones by name.
+    `borders` is the argument of `sequences`. It is None if all tables exist already and are
+    passed by name in `known`.
     """
 
     def __init__(self, ops, capacity: Capacity, borders=None, **known: Any):
@@ -174,8 +177,9 @@ class Varlen:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """Make the table. `borders` is int32 or int64 `[B, n + 1]` with n at most
-        `max_sequences`: 0, then the end of each sequence. An end beyond S counts as S.
+        """Make the table. `borders` is int32 or int64 `[B, n + 1]`, where n is at most
+        `max_sequences`. The first entry is 0, and the others are the ends of the sequences. An
+        end beyond S counts as S.
         """
         return Sequences(*self._made(_sequences, self.borders))
 
@@ -197,9 +201,7 @@ class Varlen:
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
-        """Take the entry of each key from `x` `[B, places, ...]`. The result is `[B, S,
-        ...]`.
-        """
+        """Return the entry of each key in `x` `[B, places, ...]`. The result is `[B, S, ...]`."""
         start, _, _, place, _ = self.sequences
         return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
@@ -214,8 +216,8 @@ class Varlen:
         return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
-        """Take the entry of each compressed token of `in_slots` from `x`. The result is `[B,
-        count, ...]`.
+        """Return the entry of each compressed token in `x`, which has the slots of `in_slots`.
+        The result is `[B, count, ...]`.
         """
         if x.shape[1] == 0:
             return x
@@ -225,11 +227,11 @@ class Varlen:
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
-    """Return the sequences of runs of equal ids, at most `capacity.sequences`. Negative ids are
-    padding.
+    """Return the sequences of a row. Each run of equal ids is one sequence, and at most
+    `capacity.sequences` are allowed. Negative ids are padding.
 
-    If there are more runs, or a longer one, all tokens count as padding, so that nothing is written
-    outside the tables.
+    If there are more runs, or if a run is too long, all tokens count as padding, so that
+    nothing is written outside the tables.
     """
     return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
 

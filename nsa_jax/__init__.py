@@ -2,7 +2,7 @@
 numerics.
 
 Names are imported at their first use. `import nsa_jax` does not import JAX, so that `nsa_torch`
-can share the parts without JAX.
+can use those modules that do not need JAX.
 """
 
 import importlib

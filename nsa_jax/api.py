@@ -1,10 +1,10 @@
 """The public functions, which check their arguments once and then run the chosen implementation of
 every step.
 
-Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Functions that accept `key`/`value`
-also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None (automatic),
-a name for all branches, or a `Branches` of names. An implementation that is named never falls
-back.
+`nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Functions that accept
+`key`/`value` also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
+(automatic), a name for all branches, or a `Branches` of names. An implementation that is named
+never falls back.
 
 Every function raises `ValueError` for input that no implementation supports. The message names
 the argument, the rule and the value. A named implementation that cannot run the problem raises
@@ -365,7 +365,7 @@ def _step(
     step, arrays, config, kv_len, segment_ids, varlen, scale, implementation, block_indices=None
 ):
     """Check the arguments of one step, choose its implementation and run it. `arrays` are the
-    query, its keys, and the values.
+    query, the keys and the values.
     """
     query, key, *values = arrays
     value = values[0] if values else query
@@ -433,7 +433,8 @@ def choices_of(
     """Return the choice for every step of a call, in the format of `Registry.choices`.
 
     Args:
-      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
+      query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
+        the compressed keys.
       step: the step to which `implementation` applies; None means all steps.
     """
     problem = problem_of(

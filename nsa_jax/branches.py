@@ -1,12 +1,13 @@
-"""The three branches in plain XLA (implementation `xla`), for any device and with bounded
-memory.
+"""Computes the three branches in plain XLA (implementation `xla`), on any device and with
+bounded memory.
 
 Queries are processed in chunks. The selected branch gathers only the blocks of one chunk, and
 the sliding branch slices the band that its chunk can see. Each returns the output
 `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
-The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. Scores too small
-for float32 are compared by their logarithms, which are made only if they decide.
+The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. Scores that
+are too small for float32 are compared by their logarithms. The logarithms are computed only if
+such scores affect the selection.
 """
 
 import functools

@@ -1,11 +1,10 @@
-"""Decodes in JAX. A call returns a new cache with its tokens, and the given cache is unchanged.
+"""Decodes in JAX. A call returns a new cache that includes its tokens, and the given cache is
+unchanged. If the given cache is donated, the call reuses its memory, and it is invalid
+afterwards. One function serves prefill, chunks and tokens.
 
-A donated cache is invalid after the call, which reuses its memory. One function serves prefill,
-chunks and tokens.
-
-Each row is a page of its own (`nsa_core.paged_layout`), which has room for all of its tokens.
-A cache never grows. A write beyond the capacity raises `ValueError` if the length is known. In
-traced code the output becomes NaN.
+Each row is one page (`nsa_core.paged_layout`) with room for all of the row's tokens. A cache
+never grows. A write beyond the capacity raises `ValueError` if the length is known. In traced
+code the output becomes NaN.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,8 @@ jax.tree_util.register_static(Contents)
 
 
 class NSACache(NamedTuple):
-    """Keys and values. A call returns a new cache with its tokens. The given cache is unchanged,
-    or invalid if it is donated.
+    """The keys and values of earlier tokens. A call returns a new cache that includes its
+    tokens. The given cache is unchanged, or invalid if it is donated.
 
     `M`: capacity in tokens. Sliding and raw fields are None where those are the selected ones.
     """
@@ -145,8 +144,8 @@ def cached_attention(
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None means the cache's. Another must have its `compress_block` and
-        `compress_stride`.
+      config: None means that of the cache. Another config must have the same `compress_block`
+        and `compress_stride`.
       compress_params: compressors of keys and values (`nsa_core.compress_params`).
       made_with: names and values of other properties of the tokens, such as
         `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
@@ -157,8 +156,8 @@ def cached_attention(
       `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.
 
     Raises:
-      ValueError: bad shapes, a cache of another config or filled with parameters of another
-        kind, or more tokens than the capacity.
+      ValueError: Shapes do not fit, or the cache has another config, was filled with parameters
+        of another kind, or has too little capacity.
       NotImplementedError: The named implementation cannot run this call.
     """
     key, value = Branches.each(key), Branches.each(value)
@@ -196,8 +195,8 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """Put NaN into the rows of `out` that are `wrong`. A program does so, so that
-    `jax_debug_nans` checks only the result.
+    """Put NaN into the rows of `out` that are `wrong`. This runs as one program, so that
+    `jax_debug_nans` checks only its result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
@@ -206,8 +205,9 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
     """Return the contents of a cache after a write with `facts`, and the rows `[B]` that become
     wrong.
 
-    A writer of means without other facts leaves the contents open, so that the first step does not
-    change the structure and the carry of a `scan` may begin empty.
+    If compressed tokens are means and no other facts are stated, the contents do not change.
+    The structure of the cache then stays the same, so that the carry of a `scan` may begin with
+    an empty cache.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False

@@ -11,8 +11,8 @@ from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
-    """Whether the host reads the values of an argument. It does so if it need not wait, or if
-    `debug` is on.
+    """Return whether the host reads the values of an argument. It does so if it need not wait
+    for them, or if `debug` is on.
     """
     if isinstance(x, jax.core.Tracer):
         return False

@@ -1,4 +1,6 @@
-"""Computes on one chunk of queries at a time, so that memory stays bounded forward and backward."""
+"""Computes on one chunk of queries at a time, so that the memory of the forward and the
+backward pass is bounded.
+"""
 
 import functools
 
@@ -17,15 +19,15 @@ BUDGET_BYTES = 128 * 2**20
 def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | None = None):
     """Map `body(*chunk, *shared)` over chunks of the query axis of `arrays`.
 
-    `arrays` are `[B, T, ...]`, and so are the leaves of the result; `shared` is what every
-    query may read (keys and values). `row_bytes` is what one query index costs in the largest
-    intermediate of `body`. Chunks are padded with zeros (integers with -1, the position that
-    sees nothing).
+    `arrays` and the leaves of the result are `[B, T, ...]`. `shared` has the arrays that every
+    query may read, such as keys and values. `row_bytes` is the number of bytes per query in the
+    largest intermediate result of `body`. Chunks are padded with zeros. Integers are padded
+    with -1, a position that sees no key.
 
-    In the backward pass each chunk is computed again instead of being kept, and the gradients
-    of `shared`, to which every query adds, accumulate in float32: `body` then gets them in
-    float32, and casts what it has read of them to the dtype of the queries. It must not close
-    over traced arrays.
+    In the backward pass each chunk is computed again instead of being stored. Every query adds
+    to the gradients of `shared`, which accumulate in float32. For this, `body` gets the shared
+    arrays in float32, and casts the parts that it reads to the dtype of the queries. `body`
+    must not close over traced arrays.
     """
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     most = max(1, budget // max(row_bytes, 1))
@@ -75,7 +77,9 @@ _mapped.defvjp(_forward, _backward)
 
 
 def _split(tree, count):
-    """Each leaf `[B, T, ...]` as `[count, B, size, ...]`, padded."""
+    """Split each leaf `[B, T, ...]` into chunks `[count, B, size, ...]`, and pad the last
+    one.
+    """
 
     def split(x):
         size = -(-x.shape[1] // count)

@@ -23,7 +23,8 @@ def apply_phi(
     the dtype of `windows`.
 
     Args:
-      first: The position of each window's first token in its sequence; `[1, C]` serves all rows.
+      first: The position of each window's first token in its sequence. `[1, C]` applies to all
+        rows.
     """
     dtype = wide(windows.dtype)
     if params is None:
@@ -92,8 +93,8 @@ def windows_at(
     """Return the windows of `block` tokens that begin at `starts`, with zeros in unused slots.
     Otherwise NaN in padding would reach gradients of parameters, where it is multiplied by zero.
 
-    The gradient of a token is the sum over the windows that have it, in their order: a scatter,
-    which is what JAX makes of a gather, adds in any order on a GPU.
+    The gradient of a token is the sum over the windows that contain it, in a fixed order. JAX
+    would differentiate a gather as a scatter, which adds in any order on a GPU.
 
     Args:
       starts: Ascending, with distances of at least `stride`. Unused slots at the end are -1.

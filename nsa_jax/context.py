@@ -1,17 +1,18 @@
 """Context parallelism, which divides one sequence among the devices of a mesh axis, inside
 `jax.shard_map`.
 
-Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
-values are gathered some key/value heads at a time (`head_groups`), by `lax.all_gather`; the next
-ones do not wait for these, so that XLA may overlap them. A chunk of queries is then a call like
-any other, whose queries are the last of the first `kv_len` keys, a traced number, so that all
-devices run the same program. Gathered keys and values are no residuals: the backward pass gathers
-them again. The gradients are summed over the devices in float32, by `lax.psum_scatter`.
+Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
+and values are gathered for a group of key/value heads at a time (`head_groups`), by
+`lax.all_gather`. The gather of the next group does not wait for this one, so that XLA may
+overlap them. A chunk of queries is then an ordinary call, whose queries are the last of the
+first `kv_len` keys. `kv_len` is a traced number, so that all devices run the same program.
+Gathered keys and values are not saved. The backward pass gathers them again. The gradients are
+summed over the devices in float32, by `lax.psum_scatter`.
 
 Each device computes the compressed tokens that begin in its own tokens, from these and the tokens
 after them (the halo). All devices then gather compressed tokens.
 
-Shapes: `T` is what one device has, `S` the whole sequence.
+Shapes: `T` is the number of tokens of one device, and `S` that of the whole sequence.
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ from nsa_jax.numerics import wide
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
     """Reorder `x` along `axis`, so that each of `size` equal shards has the tokens of one device.
 
-    A length that is no multiple of the number of chunks is padded at the end, with zeros or, for
-    integers such as `segment_ids`, with -1.
+    If the length is not a multiple of the number of chunks, padding is added at the end. It is
+    zeros, or -1 for integers such as `segment_ids`.
     """
     x = jnp.asarray(x)
     length = x.shape[axis]
@@ -73,8 +74,8 @@ def _along(function, x, axis: int, length: int):
     """Apply `function` to `x` with the axis moved to the front. The result has `length` entries
     on this axis, which is moved back.
 
-    Over explicit axes of a mesh too, which reshape and indexing do not take: the result is sharded
-    as `x` is, but along an axis that cannot be cut so.
+    It also works over explicit axes of a mesh, which reshape and indexing do not support. The
+    result is sharded like `x`, except along an axis that cannot be divided in this way.
     """
 
     def run(x):
@@ -103,8 +104,8 @@ class _Shards(layouts.Shards):
     axis: str
 
     def gather(self, x):
-        """Gather `[B, T, ...]` of each device to `[B, S, ...]` in the order of the sequence. A
-        chunk must divide `T`. None remains None.
+        """Gather `[B, T, ...]` of each device to `[B, S, ...]` in the order of the sequence.
+        The length of a chunk must divide `T`. The result for None is None.
         """
         if x is None:
             return None
@@ -112,7 +113,9 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """Return the shards of a rank. `name` is the argument with `local_length` tokens."""
+    """Return the shards of a rank. `name` is the argument that has `local_length` tokens, for
+    errors.
+    """
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
@@ -253,7 +256,9 @@ def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = 
 
 
 def _with_halo(shard, x, halo):
-    """Each chunk of `x` `[B, T, ...]` with the `halo` tokens after it, zeros at the end."""
+    """Return each chunk of `x` `[B, T, ...]` with the `halo` tokens after it, and zeros after
+    the end of the sequence.
+    """
     own = jnp.split(x, len(shard.own), axis=1)
     width = min(halo, shard.chunk)
     if halo == 0:

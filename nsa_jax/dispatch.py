@@ -1,4 +1,4 @@
-"""JAX's implementations of each step. `nsa_core.dispatch` chooses one."""
+"""Lists JAX's implementations of each step. `nsa_core.dispatch` chooses one."""
 
 import functools
 

@@ -1,8 +1,9 @@
 """Runs each step of a public call as one program, which is traced and compiled once for calls of
 the same shapes.
 
-Without `jax.jit` around the call each operation would be compiled; inside of it each layer of a
-model would be traced (12 layers, forward and backward, on a CPU: 2.4 s, as programs 0.8).
+Otherwise, without `jax.jit` around the call, each operation would be compiled separately.
+Inside `jax.jit` each layer of a model would be traced. For 12 layers, forward and backward,
+tracing on a CPU takes 2.4 s, and 0.8 s with these programs.
 """
 
 import functools
@@ -53,8 +54,8 @@ def _refuse_tensors(function, args, options) -> None:
 
 
 def _refuse_explicit(function, error: Exception, args, options) -> None:
-    """Raises NotImplementedError where arrays are sharded over explicit axes and nothing else is
-    wrong: whole arrays of these shapes raise no error.
+    """Raise NotImplementedError if arrays are sharded over explicit axes and the call has no
+    other error, so that whole arrays of the same shapes would raise none.
     """
     leaves, tree = jax.tree.flatten((args, options))
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
@@ -80,7 +81,7 @@ def _refuse_explicit(function, error: Exception, args, options) -> None:
 
 
 def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
-    """Whether an array, whose type has this sharding, is cut over explicit axes of its mesh."""
+    """Return whether an array with this sharding is divided over explicit axes of its mesh."""
     return not set(sharding.mesh.explicit_axes).isdisjoint(
         jax.tree.leaves(tuple(sharding.spec))
     )
@@ -129,7 +130,9 @@ def forget() -> None:
 
 
 def _varying(x, axes):
-    """Return `x` typed as varying along mesh axes: `shard_map` sees no such thing in kernels."""
+    """Return `x` with a type that varies along mesh axes. `shard_map` cannot infer this for
+    kernels.
+    """
     missing = axes - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

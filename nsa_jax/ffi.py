@@ -5,8 +5,8 @@
     compile  XLA compiles what is around it; the kernel is compiled already, or is built meanwhile
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
-So a new shape costs JAX the tracing, and the process that runs a program needs nothing but the
-store of kernels (`kernels_pallas.runtime.store`), even if the program comes from JAX's
+For a new shape JAX therefore only traces the call. The process that runs a program needs only
+the store of kernels (`kernels_pallas.runtime.store`), even if the program comes from JAX's
 persistent cache. The host reads the call frame in Python (`xla_call`).
 """
 
@@ -41,8 +41,8 @@ _lock = threading.RLock()
 
 
 def serves(kernel: Kernel) -> bool:
-    """Whether `call` can run `kernel` on JAX's default device: a Hopper GPU, and a kernel that is
-    on disk or can be built here.
+    """Return whether `call` can run `kernel` on JAX's default device. The device must be a
+    Hopper GPU, and the kernel must be on disk or be buildable on this machine.
     """
     if capability.interpret.get() or not _is_hopper() or not _registered():
         return False
@@ -53,15 +53,15 @@ def serves(kernel: Kernel) -> bool:
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
-    """Run `kernel` as a custom call, under any transform except those that batch or
+    """Run `kernel` as a custom call. All transforms are supported except those that batch or
     differentiate.
 
     Args:
-      arrays: as `Kernel.__call__`.
+      arrays: As in `Kernel.__call__`.
 
     Returns:
-      Its outputs. The first ones may reuse the memory of the last arrays, if the kernel is
-      `in_place` and these have no other reader.
+      The outputs of the kernel. If the kernel is `in_place`, the first outputs may reuse the
+      memory of the last arrays, unless other operations read these.
     """
     text, key = text_and_key(kernel)
     with _lock:
@@ -80,7 +80,7 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
 
 
 def _starts_aligned(x: Any) -> bool:
-    """Whether every contiguous slice of this shape starts at a multiple of `ALIGNMENT`.
+    """Return whether every contiguous slice of this shape starts at a multiple of `ALIGNMENT`.
 
     XLA passes a slice of a larger array to a custom call without a copy wherever it starts at a
     multiple of 128 bytes. A barrier between the slice and the call prevents it.
@@ -96,7 +96,7 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
       The number of kernels. Kernels that differ only in lengths count once.
 
     Raises:
-      RuntimeError: one cannot be built, or loaded.
+      RuntimeError: A kernel cannot be built or loaded.
     """
     generic = list(dict.fromkeys(x.for_any_length() for x in kernels))
     loaded.load(generic, device, jobs)
@@ -118,13 +118,13 @@ def _is_hopper() -> bool:
 
 @functools.cache
 def _tell(reason: str | None) -> None:
-    """Says once why kernels for any length are not used."""
+    """Print once why kernels for any length are not used."""
     LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
 
 
 @functools.cache
 def _registered() -> bool:
-    """Register the handler with XLA. Returns whether XLA accepts it."""
+    """Register the handler with XLA. Return whether XLA accepts the handler."""
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     except Exception as error:
@@ -153,7 +153,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
 
 
 def _wanted() -> Sequence[Kernel]:
-    """Return the traced kernels that have not run yet. They are returned once."""
+    """Return the traced kernels that have not run yet. Each of them is returned only once."""
     with _lock:
         found = list(_prefetch)
         _prefetch.clear()

@@ -1,13 +1,13 @@
 """The position of each query in its sequence, in the key array and in the compressed array.
 
-Those of packed rows are made once for all layers:
+The metadata of packed rows are computed once for all layers:
 
     meta = nsa_jax.varlen_metadata(segment_ids, config=config)
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
-A pytree of arrays `[B, ..]`: made outside of a scan over layers and of `jax.checkpoint`, it exists
-once per step, and no backward pass computes it again.
+They are a pytree of arrays `[B, ..]`. Make it outside of a scan over layers and of
+`jax.checkpoint`. It then exists once per step, and no backward pass computes it again.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ from nsa_core.varlen import Varlen
 
 @dataclasses.dataclass(frozen=True)
 class QueryLayout:
-    """One entry per query. Key index `k` belongs to local position `k - key_start`."""
+    """The positions of the queries, one entry per query. Key index `k` has the local position
+    `k - key_start`.
+    """
 
     position: Int[Array, "B T"]  # in its own sequence; -1: padding, sees nothing
     key_start: Int[Array, "B T"]  # key index of the sequence's first token
@@ -103,7 +105,7 @@ def query_layout(
 
 
 def layout_of(query, keys: int, config: NSAConfig, kv_len, segment_ids) -> QueryLayout:
-    """Make the layout of `query` `[B, T, H, D]`. If `kv_len` is None, it is `keys`."""
+    """Make the layout of `query` `[B, T, H, D]`. `kv_len` defaults to `keys`."""
     at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     return query_layout(*query.shape[:2], **at, config=config)
 

@@ -259,8 +259,8 @@ def indexer_kl(
 
 
 def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
-    """Return the positions of queries, and the indexer's arrays with zeros for padding, since
-    gradients are products of both.
+    """Return the positions of queries, and both arrays of the indexer with zeros for padding,
+    since the gradient of each is a product with the other.
     """
     at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)

@@ -1,7 +1,8 @@
 """`ArrayOps` for JAX arrays. Everything is traced, and nothing is shared between calls.
 
-Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. Elsewhere (lowered
-for one, interpreted) they are Pallas calls. Triton's kernels are called by jax-triton.
+Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. If they are
+lowered for a GPU that is not present, or interpreted, they are Pallas calls. Triton's kernels
+are called by jax-triton.
 """
 
 import contextlib
@@ -142,11 +143,12 @@ JAX_OPS = JaxOps()
 
 @functools.cache
 def _triton_call():
-    """Return `jax_triton.triton_call`, whose outputs are `outputs` in every version. jax-triton
-    sets or deletes `TRITON_CACHE_DIR` when it is imported, which would turn off Triton's cache in
-    the whole process. Here it is restored.
+    """Return `jax_triton.triton_call`. In every version its outputs are passed as `outputs`.
+    jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported, which would disable
+    Triton's cache in the whole process. This function restores the variable.
 
-    Fusing is requested by name, as in torch's calls, since newer versions of Triton warn otherwise.
+    FP fusion is requested explicitly, as in torch's calls, since newer versions of Triton warn
+    otherwise.
     """
     import triton
 

@@ -1,4 +1,6 @@
-"""Makes the input of dispatch for JAX, which is the device and the problem of the given arrays."""
+"""Describes the device and the problem of the given JAX arrays, as the input of the
+dispatch.
+"""
 
 import jax
 
@@ -34,9 +36,9 @@ def problem_of(
 ) -> Problem:
     """Return the problem that `query` `[B, T, H, D]` defines on the default JAX backend.
 
-    Under `jit` it is unknown whether a gradient will be requested, so it is assumed: a call without
-    a backward pass is refused before the forward pass runs. A `compute_dtype` has no gradient, and
-    the gradient is refused when it is requested.
+    Under `jit` it is unknown whether a gradient will be requested. The problem assumes one, so
+    that an implementation without a backward pass is refused before the forward pass runs. With
+    `compute_dtype` no gradient is assumed, and a gradient is refused when it is requested.
     """
     batch, length, heads, width = query.shape
     return Problem(

@@ -1,8 +1,7 @@
-"""The steps on kernels in JAX, with `jit`, `vmap` and gradients, for any kernels.
-
-The steps themselves are a `fused.Steps`; here are the transforms around them. Arguments are
-those of `branches.py`. For the backward pass each branch's own output and
-log-sum-exp are kept, and the selection.
+"""Runs the steps on any kernels in JAX, with `jit`, `vmap` and gradients. The steps themselves
+are a `fused.Steps`. This module adds the transforms around them. Arguments are those of
+`branches.py`. For the backward pass, the selection and the output and log-sum-exp of each
+branch are saved.
 """
 
 import dataclasses
@@ -63,7 +62,8 @@ class _Lengths:
     Args:
       ops: Array operations for kernels that read tables of packed rows (`nsa_core.varlen`),
         otherwise None.
-      padded: whether queries before the first key are padding; otherwise there are none.
+      padded: Whether queries before the first key are padding. If False, there are no such
+        queries.
     """
 
     def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):
@@ -108,7 +108,7 @@ class KernelPath:
     """The functions of an implementation that consists of kernels.
 
     Args:
-      steps: the steps on its kernels.
+      steps: The steps on the kernels of the implementation.
     """
 
     def __init__(self, steps: Steps):
@@ -177,8 +177,8 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """Select blocks as `branches.select_blocks` does, except that the normalisation is a
-        separate pass.
+        """Select blocks as `branches.select_blocks` does. The log-sum-exp of the compressed
+        branch is computed in a separate pass.
         """
         ops = self.ops
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))

@@ -1,4 +1,6 @@
-"""Numerics of all XLA branches, which are grouped logits and a softmax over possibly no keys."""
+"""Provides the numerics of all XLA branches, which are grouped logits and a softmax that may
+have no keys.
+"""
 
 import functools
 
@@ -69,8 +71,8 @@ def put(x, index, values):
     """Return `x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end
     are dropped.
 
-    XLA for GPUs (as of JAX 0.11) makes a write of one place, whose index it knows as it compiles,
-    an update that moves such an index to the last place. The barrier keeps it from knowing.
+    XLA for GPUs (as of JAX 0.11) compiles a write to one position with a constant index as an
+    update that clamps the index to the last position. The barrier hides the constant from XLA.
     """
     return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
 
@@ -91,10 +93,11 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Compute probabilities, and lse `[*A]`, over the last axis. If a query sees no key, they are 0
-    and -inf.
+    """Compute probabilities, and lse `[*A]`, over the last axis. If a query sees no key, its
+    probabilities are 0 and its lse is -inf.
 
-    The logit and the probability's gradient of a masked key are ignored, even if they are NaN.
+    For a masked key, the logit and the gradient of the probability are ignored, even if they
+    are NaN.
     """
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

@@ -1,4 +1,5 @@
-"""A paged cache for decode and serving in JAX, and the function that appends to it.
+"""A paged cache for decode and serving in JAX, with functions that append to it and attend from
+it.
 
 The counterpart in torch is `nsa_torch.paged`, which explains the terms. `append` returns the cache
 and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
@@ -40,7 +41,8 @@ MAX_ROWS = 64
 
 @jax.tree_util.register_pytree_node_class
 class PagedCache(PagedArrays):
-    """Pages for the tokens of one layer, which are zeros at first. `PagedArrays` lists the arrays.
+    """The pages for the tokens of one layer. `PagedArrays` lists the arrays, which are zeros at
+    first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
@@ -99,16 +101,16 @@ class PagedCache(PagedArrays):
         return cache
 
     def copy_pages(self, source, target) -> Self:
-        """Return the cache with copied whole pages, for example if a row forks within a page.
-        `source` and `target` are int32 or int64 `[K]`.
+        """Return the cache after whole pages are copied, for example if a row forks within a
+        page. `source` and `target` are int32 or int64 `[K]`.
 
         Rows share earlier pages through their tables. A shorter length crops a row.
         """
         return self._copied(PAGES, source, target)
 
     def copy_recent(self, source, target) -> Self:
-        """Return the cache with the newest tokens of whole rows copied, as `nsa_torch.PagedCache`
-        does.
+        """Return the cache after the newest tokens of whole rows are copied, as in
+        `nsa_torch.PagedCache`.
         """
         return self._copied(("recent_key", "recent_value"), source, target)
 
@@ -152,11 +154,12 @@ def append(
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
       params: compressors of keys and values (`nsa_core.compress_params`); None means averages.
       made_with: as in `cached_attention`.
-      slots: as in `nsa_torch.append`, of a cache in fp8.
+      slots: As in `nsa_torch.append`, for a cache in fp8.
 
     Raises:
       ValueError: Shapes or dtypes do not fit the cache, or it was filled with parameters of
-        another kind. If tracing hides that a row had tokens before, wrong outputs are NaN.
+        another kind. While the call is traced it is unknown whether a row had tokens before.
+        Wrong outputs are then NaN.
     """
     paged_layout.check_cache(cache)
     key, value = Branches.each(key), Branches.each(value)
@@ -270,7 +273,7 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def with_indices(name: str, inputs: Inputs):
-    """Return the output from these kernels, and the selected blocks of each query, int32
+    """Run the named kernels. Return the output, and the selected blocks of each query, int32
     `[N, Hkv, n]`.
     """
     from nsa_core.steps import mosaic_decode, triton_decode
@@ -331,7 +334,7 @@ def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *na
     """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`, with zeros for
     unfinished entries.
 
-    A probability of zero times a value that is NaN is NaN.
+    Zeros are needed because a probability of zero times NaN is NaN.
     """
     pages = jnp.clip(page_table, 0, cache.num_pages - 1)
     index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)

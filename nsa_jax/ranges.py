@@ -1,4 +1,4 @@
-"""A selection as half-open key ranges, for logs and checks."""
+"""Converts a selection to half-open key ranges, for logs and checks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -11,8 +11,8 @@ def to_ranges(
 ) -> Int[Array, "B T Hkv n 2"]:
     """Return `[start, end)` of each run of selected keys at or before the query, ascending.
 
-    Adjacent blocks are merged, ends are cut at `position + 1`, and slots left over are
-    `(0, 0)` at the end. Positions are local to the sequence, and negative for padding.
+    Adjacent blocks are merged, ends are limited to `position + 1`, and unused slots at the end
+    are `(0, 0)`. Positions are local to the sequence, and negative for padding.
     """
     size, last = config.select_block, position[:, :, None, None]
     # The first token of a masked block may have no valid number.

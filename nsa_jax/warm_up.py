@@ -29,14 +29,15 @@ def prepare(
     """Builds the Mosaic kernels of `attention` that are not on disk yet, and loads all of them.
 
     Args:
-      heads, kv_heads: query heads, and those of keys and values.
-      key_width, value_width: columns of a head; by default those of a value are those of a key.
+      heads, kv_heads: The numbers of query heads and of key/value heads.
+      key_width, value_width: The numbers of columns per head. `value_width` defaults to
+        `key_width`.
       dtype, config, scale: as in the calls of `attention`.
       gradients: whether to prepare the kernels of the backward pass too.
       packed: whether rows contain several sequences (`segment_ids`).
-      lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
-        long sequences.
-      device: the number of the GPU, as JAX's `local_hardware_id`.
+      lengths: Numbers of tokens. A kernel serves all lengths, but short and long sequences run
+        different kernels.
+      device: The number of the GPU, which is JAX's `local_hardware_id`.
       jobs: number of processes that build missing kernels; by default one per core.
 
     Returns:

@@ -1,11 +1,11 @@
 """Reads with ctypes the call frame that XLA passes to a foreign function.
 
-Numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
-the interface. Every structure begins with its size and a pointer, and nearly every field is a word
-of 8 bytes, so a constant has the number of its word. Later versions add fields at the end.
+Constants and rules follow `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
+the interface. Every structure begins with its size and a pointer, and nearly every field is a
+word of 8 bytes, so a constant has the number of its word. Later versions add fields at the end.
 
-A program reads a frame for each kernel that it runs, so little is read. A number identifies a
-kernel (`Call.key`).
+A frame is read for each kernel that a program runs, so only a few fields are read. A number
+identifies the kernel (`Call.key`).
 """
 
 import ctypes
@@ -37,7 +37,7 @@ _Frame = c_size_t * FRAME
 
 
 class Call(NamedTuple):
-    """A request of XLA.
+    """A request from XLA to run a kernel.
     Attributes:
       key: the attribute `key`, an int64.
       addresses: The addresses of inputs, then of outputs.
@@ -59,7 +59,7 @@ def _word(address: int, at: int = 0) -> int:
 
 @functools.cache
 def _function(api: int, which: int) -> Callable[[int], int | None]:
-    """Return a function of XLA, which takes the address of a structure."""
+    """Return a function of XLA. Its argument is the address of a structure."""
     return _Function(_word(api, which))
 
 
@@ -114,8 +114,9 @@ def _call(frame: Sequence[int]) -> Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """Return a C function that XLA can register. It calls `run` from any thread, and an exception
-    of `run` reaches the caller of the program. The caller must retain it while it is registered.
+    """Return a C function that XLA can register. It calls `run` from any thread, and an
+    exception in `run` reaches the caller of the program. Keep a reference to the function while
+    it is registered.
     """
 
     def handle(pointer: int) -> int | None:
@@ -134,7 +135,7 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def _answers_metadata_query(extension: int) -> bool:
-    """Fill in the metadata if XLA requests only these. Returns whether it does."""
+    """Fill in the metadata if XLA requests only these. Return whether it does."""
     if c_int.from_address(extension + TYPE * WORD).value != METADATA:
         return False
     facts = _word(extension, FACTS)

@@ -17,8 +17,8 @@ from nsa_torch.operators import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, kv_len, **static):
-    """Call `nsa_jax.<name>` with arrays named by `words`, segment ids, and a `kv_len` or
-    None.
+    """Call `nsa_jax.<name>` with segment ids, a `kv_len` or None, and arrays whose names are in
+    `words`.
     """
     *arrays, segment_ids, lengths = arrays
     given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}
@@ -43,7 +43,7 @@ def _whole(*arrays, mode, kv_len, **static):
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
-    """Compute the gradients for the floating-point `arrays`, given the gradients of the first
+    """Return the gradients of the floating-point `arrays`, given the gradients of the first
     outputs.
     """
 
@@ -62,8 +62,8 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """Return the results of `function`, or, if `grads` of the first results are given, the
-    gradients of its floating-point arrays.
+    """Return the results of `function`. If `grads`, the gradients of its first results, are
+    given, return the gradients of its floating-point arrays instead.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:
@@ -72,8 +72,8 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor that DLPack can share, which is row-major and has no 64-bit integers. The
-    copy costs little.
+    """Return a tensor that DLPack can share. It is row-major and has no 64-bit integers. A copy
+    costs little.
     """
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()

@@ -1,8 +1,8 @@
-"""Tables derived from the boundaries of a packed row, once per batch or in each call.
+"""Computes tables from the boundaries of a packed row, once per batch or in each call.
 
-Boundaries that the calls of a batch share carry `Tables` as an attribute of their tensor, so that
-an operator, a saved tensor of autograd and a compiled graph find them. If only the numbers are
-passed on, the tables are computed again.
+If the calls of a batch share boundaries, the tensor of the boundaries has `Tables` as an
+attribute. An operator, a saved tensor of autograd and a compiled graph find the tables there.
+If a copy of the tensor is passed instead, the tables are computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches, or in four with work items of intervals. Without Triton, and for more sequences than one
@@ -36,13 +36,13 @@ type Make = Callable[[Tensor], Sequence[Tensor]]  # takes boundaries; hashable
 
 
 class Tables:
-    """Arrays, stored by the function that computes them. Arrays that a CUDA graph has read keep
+    """Stores arrays by the function that computes them. Arrays that a CUDA graph has read keep
     their memory as long as this object exists.
 
     Args:
       max_seqlen: upper bound of tokens per sequence.
       padded: whether tokens may belong to no sequence.
-      gap: tokens between the first half of the queries and the second.
+      gap: Number of tokens between the first and the second half of the queries.
     """
 
     def __init__(self, max_seqlen: int | None, padded: bool, gap: int = 0):
@@ -51,7 +51,7 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """Pickle without arrays, so that a copy has no arrays yet."""
+        """Pickle without arrays. A copy has no arrays until it computes them."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
@@ -76,7 +76,9 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """Return the result of `make` for boundaries. It is cached in their tables if they have any."""
+    """Return the result of `make` for boundaries. If the boundaries have tables, the result is
+    cached there.
+    """
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
@@ -89,13 +91,15 @@ def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: H
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Attaches tables to `borders`, which store derived arrays from now on."""
+    """Attach tables to `borders`. From now on the tables store the arrays derived from these
+    boundaries.
+    """
     setattr(borders, ATTRIBUTE, tables)
     return borders
 
 
 def tables_of(borders: Tensor | None) -> Tables | None:
-    """Return the tables that `borders` carry, or None."""
+    """Return the tables attached to `borders`, or None."""
     return getattr(borders, ATTRIBUTE, None)
 
 
@@ -106,8 +110,8 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
 
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """Return the same boundaries for calls whose queries have `gap` tokens between their halves.
-    The result is the same tensor each time if the boundaries carry tables.
+    """Return the same boundaries for calls whose queries have `gap` tokens between their
+    halves. If the boundaries have tables, each call returns the same tensor.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -123,8 +127,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """Return the object that computes the tables of a plan, and the index of each buffer in it.
-    Plans with equal tables have the same `PlanTables`.
+    """Return the object that computes the tables of a plan, and the index of each buffer among
+    its results. Plans with equal tables share one `PlanTables`.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -148,13 +152,13 @@ def _plan_tables(*given: Any) -> "PlanTables":
 
 
 class PlanTables:
-    """Makes the tables of a plan. The first result is one array with the tables from kernels.
-    Tables that torch makes or reads follow as tensors.
+    """Computes the tables of a plan. The first result is one array with all tables that kernels
+    compute. Tables that torch computes or reads follow as separate tensors.
 
     Args:
-      steps: derived steps. Number 0 is the boundaries, the others are the results in order.
-      by_torch: numbers of the tables that steps of torch read.
-      kernels: whether kernels of Triton make what they can.
+      steps: Derived steps. Buffer 0 is the boundaries, and the results follow in order.
+      by_torch: The numbers of the tables that torch's steps read.
+      kernels: Whether Triton kernels compute the tables that they can compute.
     """
 
     def __init__(
@@ -280,7 +284,7 @@ class PlanTables:
         self._prepare()
 
     def _intervals(self, table, by_head, counts, first, last, *, spec, split) -> None:
-        """Sections of an interval's work items."""
+        """Return the sections that compute the work items of an interval."""
         columns = spec.consumers * len(work_items.PART_COLUMNS)
         parts = spec.key_tiles * columns
         section = Section(
@@ -374,7 +378,9 @@ class PlanTables:
 
 
 def _options(room: int) -> dict[str, Any]:
-    """Return the options of a launch. `room` is the number of values that a program adds up."""
+    """Return the options of a launch. `room` is the number of values whose sum a program
+    computes.
+    """
     # Newer versions of Triton warn where it is not said.
     return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
 

@@ -4,7 +4,7 @@ This holds with and without gradients. The tensors of the cache are written in p
 replace tensors that a graph of autograd holds. The counterpart in JAX is `nsa_jax.cache`. The
 capacity is fixed: a write past it raises `ValueError`.
 
-The cache consists of pages; the pages of a row are adjacent. A step without gradients attends
+The cache consists of pages. The pages of a row are adjacent. A step without gradients attends
 from pages (`paged_attend.py`) if a kernel can run it. Every other call attends to whole rows.
 """
 
@@ -42,7 +42,8 @@ _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(repr=False, eq=False)
 class NSACache:
-    """Keys and values of earlier tokens. Each call appends to them, with or without gradients.
+    """The keys and values of earlier tokens. Each call appends its tokens to the cache, with or
+    without gradients.
 
     Each array of a `PagedCache` is also an attribute here, with an axis for rows:
     `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in whole pages. An absent
@@ -80,7 +81,7 @@ class NSACache:
 
     @property
     def contents(self) -> Contents:
-        """Facts about how the tokens were made."""
+        """Facts about how the tokens were computed."""
         return self.pages.contents
 
     def __repr__(self) -> str:
@@ -176,8 +177,8 @@ def cached_attention(
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None means the cache's. Another must have its `compress_block` and
-        `compress_stride`.
+      config: None means that of the cache. Another config must have the same `compress_block`
+        and `compress_stride`.
       compress_params: compressors of keys and values (`nsa_core.compress_params`).
       made_with: names and values of other properties of the tokens, such as
         `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
@@ -191,8 +192,9 @@ def cached_attention(
       `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the given cache.
 
     Raises:
-      ValueError: bad shapes, a cache of another config or filled with parameters of another
-        kind, more tokens than the capacity, or a call that a backward pass runs again.
+      ValueError: Shapes do not fit, or the cache has another config, was filled with parameters
+        of another kind, or has too little capacity. Also if a backward pass runs the call
+        again.
       NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
     step = None
@@ -313,8 +315,8 @@ def _check_runs_once(cache: NSACache) -> None:
 
 
 def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
-    """Whether an autograd graph holds the tensors `kept` of a cache, or will hold them after a
-    call with `new`.
+    """Return whether an autograd graph holds the tensors `kept` of a cache, or will hold them
+    after a call with `new`.
     """
     return any(x.requires_grad for x in kept) or requires_grad(*new)
 

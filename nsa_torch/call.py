@@ -1,9 +1,9 @@
-"""Checks, choice and plans of an attention call are computed once for equal calls.
+"""Runs the checks, the choice and the planning of an attention call once for all equal calls.
 
-`signature_of` makes the key of a call: a `Signature`, the record of all properties that these
-depend on. `plans.KNOWN` has a `PlannedProgram` per signature, which runs a bound plan forward, and
-one of the gradient. A call under a mode, a tracer or a transform has no signature: torch's
-dispatcher passes it to an operator (`operators.py`).
+`signature_of` returns the key of a call. This `Signature` records all properties on which
+checks, choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature. It runs
+the bound plan of the forward pass and that of the gradient. A call under a mode, a tracer or a
+transform has no signature: torch's dispatcher passes it to an operator (`operators.py`).
 """
 
 import itertools
@@ -31,18 +31,21 @@ NUMBERS = frozenset({type(None), int, float})
 
 
 class Signature(NamedTuple):
-    """The properties that determine a call's checks, choice and plans: no tensor value, no address.
+    """The properties that determine a call's checks, choice and plans. Values and addresses of
+    tensors are not among them.
 
     Attributes:
-      numbers: the numbers of the `NSAConfig`.
+      numbers: The fields of the `NSAConfig`, as numbers.
       policy, interpreted: global state that choices depend on.
       sizes: `max_seqlen`, `padded`, `gap` of a packed row.
       checked: whether the caller has checked the arguments.
       gradient: whether any tensor requires a gradient.
-      hooked: Hooks see saved tensors. Each is then saved separately, and none is freed early.
-      form: The number of tensors per argument: 0, 1, 3 for `Branches` or `ONE`, -n for a tuple.
-      tensors: For each, shape, dtype, device, whether it is contiguous, and the bytes by which its
-        address misses the kernels' alignment.
+      hooked: Whether hooks see saved tensors. In that case each tensor is saved separately, and
+        none is freed early.
+      form: The number of tensors per argument. It is 0 for None, 1 for a tensor, 3 for
+        `Branches`, `ONE` for `Branches` of one tensor, and -n for a tuple of n tensors.
+      tensors: For each tensor, its shape, dtype and device, whether it is contiguous, and the
+        number of bytes by which its address misses the alignment of the kernels.
     """
 
     numbers: tuple
@@ -67,7 +70,8 @@ def signature_of(
     recompute: Any,
     checked: bool = False,
 ) -> tuple[Signature | None, list[Tensor]]:
-    """Return the signature of a call, or None if it has none, and the list of its tensors.
+    """Return the signature of a call and the list of its tensors. The signature is None if the
+    call has none.
 
     Args:
       given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
@@ -130,7 +134,7 @@ def signature_of(
 
 
 class PlannedProgram(operators.Program):
-    """Runs calls of all steps on kernels that have one signature.
+    """Runs calls with one signature, which compute all steps on kernels.
 
     Args:
       path: a `kernel_path.KernelPath`.
@@ -139,7 +143,7 @@ class PlannedProgram(operators.Program):
 
     Attributes:
       order: the positions of the operator's tensors among the tensors of the call.
-      run: The forward plan. It returns the output, followed by the residuals of a gradient.
+      run: The forward plan. It returns the output, followed by the residuals for the gradient.
     """
 
     def __init__(self, path, signature: Signature, config: NSAConfig, tensors: list[Tensor]):

@@ -77,8 +77,8 @@ def tokens(
     value_name="value",
     length=None,
 ):
-    """Check the number of tokens. `length` is that of the whole sequence if these are the
-    tokens of one rank.
+    """Check the number of tokens. If these are the tokens of one rank, `length` is the number
+    of tokens of the whole sequence.
     """
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
@@ -126,9 +126,9 @@ def attention(
 
 
 def gates(gates, query) -> Branches:
-    """The same as `validate.gates`. The gradient of `unbind` is one stack. A compiled call
-    however keeps its views as well as the gates, and Inductor's backward pass then overwrites
-    gates that it still reads.
+    """Check and split gates as `validate.gates` does. An eager call splits them with `unbind`,
+    whose gradient is one stack. A compiled call does not, since it would save the views as well
+    as the gates, and Inductor's backward pass would then overwrite gates that it still reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -183,15 +183,17 @@ def distinct(block_indices: Tensor) -> None:
 
 
 def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
-    """Whether tokens of a packed row may be in no sequence, as far as the host knows."""
+    """Return whether some tokens of a packed row may belong to no sequence. If the host does
+    not know, the result is True.
+    """
     if tables_of(cu_seqlens) is not None:
         return sizes_of(cu_seqlens)[1]
     return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
-    """Whether the host reads the numbers of an argument: if that needs no wait, if `debug` is on,
-    or if the caller may `wait`.
+    """Return whether the host reads the numbers of an argument. It reads them if it need not
+    wait for them, if `debug` is on, or if the caller allows it to `wait`.
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
@@ -203,9 +205,9 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """Valid boundaries: the first is 0, each is at least the previous one and at most `length`, so
-    that no kernel reads outside the row. The last one is repeated to fill `room`, so that calls
-    with different numbers of sequences have one signature.
+    """Return valid boundaries. The first is 0, and each is at least the previous one and at
+    most `length`, so that no kernel reads outside the row. The last boundary is repeated to
+    fill `room`, so that calls with different numbers of sequences have the same signature.
 
     Raises:
       ValueError: as `borders`.
@@ -230,7 +232,9 @@ def room(sequences: int) -> int:
 
 
 def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tensor:
-    """Return valid boundaries of a row of `length` tokens, with room for `sequences`."""
+    """Return valid boundaries of a row of `length` tokens, with space for `sequences`
+    sequences.
+    """
     ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
     found = F.pad(ends, (1, 0))
     if sequences is None or sequences == ends.shape[0]:
@@ -239,7 +243,7 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
 
 
 def length(kv_len, query, cu_seqlens, capacity, most=None):
-    """Check a length. `most` is the maximum number of tokens if `capacity` does not give it."""
+    """Check a length. `most` is the maximum number of tokens if it differs from `capacity`."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None if cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
@@ -272,7 +276,7 @@ def indices(block_indices, query, key, config):
 
 
 def parameters(params, x, name_of_x):
-    """Return the tensors of parameters of `compress`, all on the device of `x`."""
+    """Return the tensors of the parameters of `compress`. All must be on the device of `x`."""
     found = []
     for one in params:
         if one is not None:

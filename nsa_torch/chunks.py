@@ -1,4 +1,5 @@
-"""Attention in chunks of queries, which bounds the memory forward and backward.
+"""Computes attention in chunks of queries, which bounds the memory of the forward and the
+backward pass.
 
 The backward pass computes each chunk again. The gradients of keys and values, to which every
 chunk adds, accumulate in float32 for every dtype. torch.utils.checkpoint is not used, since it
@@ -21,8 +22,8 @@ BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array whose first `axes` axes are merged. An index beyond the last row
-    means no row.
+    """The rows of an array whose first `axes` axes are merged. An index beyond the last row
+    means that there is no row.
     """
 
     index: Tensor
@@ -49,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens `begin .. end - 1` of every batch row, read without a copy."""
+    """The tokens `begin .. end - 1` of every batch row. They are read without a copy."""
 
     begin: int
     end: int
@@ -80,8 +81,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks(num_queries: int, row_bytes: int, most: int | None = None) -> Iterator[slice]:
-    """Slices of the query axis within the memory budget. `row_bytes` is the memory per
-    index.
+    """Return slices of the query axis that fit the memory budget. `row_bytes` is the number of
+    bytes per query.
     """
     size = max(1, BUDGET_BYTES // max(row_bytes, 1))
     size = min(size, most or size)
@@ -100,10 +101,10 @@ def over_queries(
     returns one tensor or several. It has no gradient.
 
     Args:
-      shared: `[B, S, ...]`, which every query may read.
+      shared: Arrays `[B, S, ...]` that every query may read.
       row_bytes: bytes per query of the largest intermediate.
-      seen: function from a number of queries to the number of rows of `shared` that they see.
-        None means that they may see all rows.
+      seen: Function that maps a number of queries to the number of rows of `shared` that these
+        see. None means that all rows may be seen.
     """
     found = []
     for part in chunks(arrays[0].shape[1], row_bytes):
@@ -144,7 +145,7 @@ class Work(NamedTuple):
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor
     ) -> list[Tensor]:
-        """Return the gradients of query, key and value, given those of out and lse."""
+        """Return the gradients of query, key and value, given the gradients of out and lse."""
         pair = key, value
         grad_query = torch.empty_like(query)
         source, _ = self.plan(slice(0, 1))

@@ -85,8 +85,9 @@ def gradient_of_means(
 
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
-    """Return `apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is
-    `unused` `[C, 1, 1]`. Values of padding therefore do not reach gradients of parameters either.
+    """Apply `phi` to the windows of `x` that consist of the tokens `taps` `[C, l]`. The result
+    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding do not reach the gradients
+    of parameters either.
     """
     windows = x[:, taps]
     if params is not None:

@@ -1,25 +1,26 @@
 """Context parallelism, which divides one sequence among the ranks of a mesh dimension.
 
 Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
-values are gathered one batch row and some key/value heads at a time (`head_groups`); the gather of
-the next is under way while this one is computed. A chunk of queries is then a call like any other,
-whose queries are the last of the keys up to its end. The backward pass gathers again, and sums the
-gradients of keys and values over the ranks in float32 by a reduce-scatter, some heads at a time.
+values are gathered one batch row and some key/value heads at a time (`head_groups`); the next
+gather runs while the current heads are computed. A chunk of queries is then a call like any
+other, whose queries are the last of the keys up to its end. The backward pass gathers again,
+and sums the gradients of keys and values over the ranks in float32 by a reduce-scatter, some
+heads at a time.
 
-On Mosaic kernels the two chunks of a rank are one call, whose queries have a gap in the middle, and
-each rank computes the means of all windows from the gathered tokens. On other kernels, and with a
-learned compression, each rank computes the compressed tokens that begin in its own tokens, from
-these and the tokens after them (the halo). All ranks then gather compressed tokens, which are `d`
-times fewer than the raw ones; `phi` runs once for each. A window of `l` tokens belongs to the chunk
-with its first token. The halo has `l - d` tokens if chunks are whole strides, otherwise `l - 1`.
-The first tokens of every chunk are gathered for it. Backward the two gathers are reduce-scatters in
-float32, and learned windows are made again.
+On Mosaic kernels one call computes both chunks of a rank. Its queries have a gap in the middle.
+Each rank computes the means of all windows from the gathered tokens. On other kernels, and with
+a learned compression, each rank computes the compressed tokens that begin in its own tokens,
+from these and the tokens after them (the halo). All ranks then gather compressed tokens, which
+are `d` times fewer than the raw ones; `phi` runs once for each. A window of `l` tokens belongs
+to the chunk with its first token. The halo has `l - d` tokens if chunks are whole strides,
+otherwise `l - 1`. For the halo, the first tokens of every chunk are gathered. In the backward
+pass the two gathers become reduce-scatters in float32, and learned windows are computed again.
 
-The graph of each local call is kept for the backward pass without its input tensors: they are
-sliced from the rank's own again, or gathered again (`local_graph`). The other saved tensors belong
-to the outer node, so that `torch.utils.checkpoint` around it works.
+The graph of each local call is stored for the backward pass without its input tensors. These
+are sliced from the rank's own tensors again, or gathered again (`local_graph`). The other saved
+tensors belong to the outer node, so that `torch.utils.checkpoint` around it works.
 
-Shapes: `T` is what one rank has, `S` the whole sequence.
+Shapes: `T` is the number of tokens of one rank, and `S` that of the whole sequence.
 """
 
 import functools
@@ -59,7 +60,7 @@ def shard_sequence(
 ) -> Tensor:
     """Return this rank's tokens of `x` along `dim`. Every rank passes the whole of `x`.
 
-    A length that is no multiple of the chunks there are is padded with zeros at the end.
+    If the length is not a multiple of the number of chunks, zeros are added at the end.
     """
     ranks = Ranks(context_mesh, x.device)
     length = layouts.padded_length(x.shape[dim], ranks.size, context_layout)
@@ -129,8 +130,8 @@ def compress(
 
     Args:
       x: `[B, T, Hkv, D]`, the rank's own tokens.
-      params: the same on every rank. A rank's gradient of them is that of its own windows: the
-        ranks' sum is the whole.
+      params: The parameters, the same on every rank. The gradient on each rank comes only from
+        the rank's own windows. The sum over the ranks is the full gradient.
       cu_seqlens: Boundaries of the whole sequence, the same on every rank.
 
     Returns:
@@ -212,8 +213,8 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """Return the ranks of a mesh for tensors like `x`. If `x` is no tensor, all ranks are
-    informed.
+    """Return the ranks of a mesh for tensors like `x`. If `x` is not a tensor, all ranks are
+    informed of the error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -300,7 +301,9 @@ def attention(
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
-    """Whether all steps of the whole row would run on Mosaic kernels: so do they of its parts."""
+    """Return whether all steps on the whole row would run on Mosaic kernels. If so, the steps
+    on its parts run on them too.
+    """
     floats, width = (*key, *value, *gates), value.selected.shape[-1]
     place, dtype, sizes, *rest, _ = problem_key(
         query, key.selected, width, config, True, {}, floats
@@ -311,9 +314,9 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _words(**given: Any) -> dict[str, Any]:
-    """Return the arguments as text that `agree` compares: for tensors and tuples of tensors the
-    shapes, the dtypes, and which require a gradient. The steps of a backward pass depend on it, and
-    every rank must run them.
+    """Return the arguments as text, which `agree` compares. A tensor, or a tuple of tensors, is
+    represented by shapes, dtypes, and whether a gradient is required. The steps of the backward
+    pass depend on this, and all ranks must run the same steps.
     """
 
     def word(x):
@@ -328,7 +331,9 @@ def _words(**given: Any) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """Tensors of a call: this rank's, and compressed tokens of the sequence."""
+    """The tensors of a call. They are this rank's tensors, and the compressed tokens of the
+    whole sequence.
+    """
 
     own: tuple[Tensor, ...]  # query [B, T, H, D]; three gates [B, T, H], or one [B, T, H, 3]
     compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
@@ -337,7 +342,9 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], sizes: Sequence[int]) -> Self:
-        """From the `flat` tensors of another with these `sizes`."""
+        """Build a `Given` from a flat list of tensors. `sizes` has the number of tensors per
+        field.
+        """
         supply = iter(tensors)
         return cls(*(tuple(itertools.islice(supply, count)) for count in sizes))
 
@@ -352,7 +359,7 @@ class Given(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The unit of gathers and of attention: a batch row with some heads
+    """The unit of gathers and of attention. It is a batch row with a group of heads
     (`context_layout.head_groups`).
     """
 
@@ -378,8 +385,8 @@ class Call(NamedTuple):
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """Return the calls of a unit: one for all queries if the kernels support it, otherwise one
-        per chunk.
+        """Return the calls of a unit. If the kernels support it, one call serves all queries.
+        Otherwise there is one call per chunk.
         """
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
@@ -423,8 +430,9 @@ class Call(NamedTuple):
         yield before
 
     def local(self, given: Given, unit: Unit, whole, tokens, end, options):
-        """Return the function of a chunk's call, and its tensors with the heads of a unit, `B = 1`,
-        contiguous. It returns the output `[1, T, h G, Dv]`.
+        """Return the function that runs a chunk's call, and the tensors of this call. These are
+        contiguous, with `B = 1` and the heads of a unit. The function returns the output `[1,
+        T, h G, Dv]`.
         """
         row, count = slice(unit.row, unit.row + 1), options["config"].num_compressed(end)
         cut = lambda each, *at: (x[row, *at].contiguous() for x in each)
@@ -498,7 +506,9 @@ def local_graph(
 
 
 class _Enter(torch.autograd.Function):
-    """Leaves a graph begins with, which holds none of them; their gradients go to `found`."""
+    """Starts a graph from leaves without holding them. The gradients of the leaves are written
+    to `found`.
+    """
 
     @staticmethod
     def forward(ctx: Any, token, found, *leaves):
@@ -600,8 +610,8 @@ class _Attention(torch.autograd.Function):
 
 
 class Whole:
-    """A tensor built from parts, with the properties of `like` except its shape. A single part is
-    not copied.
+    """A tensor that is built from parts. It has the properties of `like`, except the shape. A
+    single part is not copied.
     """
 
     def __init__(self, like: Tensor, shape: Sequence[int]):
@@ -623,8 +633,8 @@ class Whole:
 
 
 def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
-    """Apply `phi` to the windows of the whole sequence, of which `x` `[B, T, Hkv, D]` are this
-    rank's tokens. The result is `[B, C, Hkv, D]`.
+    """Apply `phi` to the windows of the whole sequence. `x` `[B, T, Hkv, D]` are this rank's
+    tokens. The result is `[B, C, Hkv, D]`.
     """
     windows: Any = WholeWindows(shards, config)
     if cu_seqlens is not None or shards.chunk % config.compress_stride:
@@ -654,7 +664,7 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """What all ranks have of their chunks `[chunks * n, ..]`, in the order of the sequence."""
+    """Gathers the tensors `[chunks * n, ..]` of all ranks, in the order of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, what: str, x):
@@ -672,7 +682,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """`function` of tensors, which runs once more for their gradient."""
+    """Applies `function` to tensors. The backward pass runs it again to compute their
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, function, *tensors):
@@ -690,7 +702,9 @@ class _Learned(torch.autograd.Function):
 
 
 class WholeWindows(NamedTuple):
-    """The windows of one sequence, one each `d` tokens, in chunks of whole strides."""
+    """The windows of one sequence, whose chunks consist of whole strides. A window begins every
+    `d` tokens.
+    """
 
     shards: Shards
     config: NSAConfig
@@ -736,8 +750,8 @@ class PackedWindows:
 
 
 class _Means(torch.autograd.Function):
-    """`used_windows` by means. A token has the gradients of the windows over it, without the
-    scattered sum that an index has for its gradient.
+    """Computes `used_windows` for means. The gradient of a token is gathered from the windows
+    that contain it. Autograd's gradient of indexing would use a scattered sum instead.
     """
 
     @staticmethod
@@ -755,11 +769,12 @@ class _Means(torch.autograd.Function):
 
 
 def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
-    """For the `most` slots of each chunk of this rank: the tokens `[chunks, most, l]` in the chunk
-    and its halo, whether the slot is empty `[chunks, most, 1, 1]`, and the position of the first
-    token `[chunks, most]`. For each window of the sequence: its slot among those of all chunks
-    `[C]`, or their number if it has none. For each token of a chunk and its halo: the slots of its
-    windows `[chunks, l/d, tokens]`, filled with `most`.
+    """Return tables of windows. For the `most` slots of each chunk of this rank, these are the
+    tokens `[chunks, most, l]` in the chunk and its halo, whether the slot is empty `[chunks,
+    most, 1, 1]`, and the position of the first token `[chunks, most]`. For each window of the
+    sequence, it is the slot among the slots of all chunks `[C]`, or the number of slots if it
+    has none. For each token of a chunk and its halo, it is the slots of the windows that
+    contain the token `[chunks, l/d, tokens]`, filled with `most`.
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)

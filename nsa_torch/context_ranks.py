@@ -1,5 +1,5 @@
-"""The ranks that share one sequence. The module has collectives of `torch.distributed` along a mesh
-dimension, and the positions of each rank's tokens.
+"""Provides the collectives of `torch.distributed` along a mesh dimension for ranks that share
+one sequence, and computes the positions of each rank's tokens.
 
 The process group of the mesh moves all data. Its errors are raised again with the name of the step,
 on every rank that waits. A lost rank therefore ends the others within the timeout of the process
@@ -139,9 +139,9 @@ def agree(
     new description, since both wait for the device.
 
     Raises:
-      ValueError: On every rank, if the descriptions differ or one of them failed. A rank whose
-        `describe` failed raises that error. On a GPU, a rank that has described the same call
-        before compares in `say`.
+      ValueError: The descriptions differ, or one of them failed. Every rank raises it. A rank
+        whose `describe` failed raises that error instead. On a GPU, a rank that has described
+        the same call before compares in `say`.
     """
     try:
         words = describe()
@@ -183,7 +183,8 @@ def _row(text: str, device: torch.device) -> Tensor:
 
 
 def say(ranks: Ranks, row: Tensor) -> None:
-    """Gather the row of `agree` again, for ranks to which this call is new.
+    """Gather the row of `agree` again, for other ranks that describe this call for the first
+    time.
 
     The host does not wait for a GPU. If ranks describe different calls, a device-side assertion
     stops the device, which the process cannot use afterwards.

@@ -1,9 +1,9 @@
 """Chooses an implementation for torch tensors. `nsa_core.dispatch` defines the registry.
 
-A target has the arguments of its public function, except that `kv_len` is never None. A branch also
-has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step
-`attention`, which runs all steps at once, have the arguments of
-`operators.all_steps` after `kind`.
+A target has the arguments of its public function, except that `kv_len` is never None. The
+target of a branch also has the argument `with_lse`. If it is False, the target may return None
+for the log-sum-exp. Targets of the step `attention`, which runs all steps at once, have the
+arguments of `operators.all_steps` after `kind`.
 """
 
 import functools
@@ -138,7 +138,8 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """Choose the implementation of a `problem_key`; `step` is that of `Registry.choices`.
+    """Choose the implementation of a `problem_key`. `step` is the argument of
+    `Registry.choices`.
 
     Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
@@ -185,8 +186,9 @@ def problem_key(
     """Describe a problem with numbers and strings for `choose`.
 
     Args:
-      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
-      memory: by name, the tensors that kernels read in place.
+      query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
+        the compressed keys.
+      memory: The tensors that kernels read in place, by name.
       gates: other tensors that may require a gradient.
       cached: whether the keys are in a cache.
     """

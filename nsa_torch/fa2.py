@@ -1,21 +1,22 @@
-"""The three branches on FlashAttention-2's variable-length kernels (CUDA).
+"""Computes the three branches on FlashAttention-2's variable-length kernels (CUDA).
 
 `flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align
 causal masks to the bottom right: the last query of a sequence sees its last key.
 
-Compressed: with `t = p - (l - 1)`, the queries of one residue class `t mod d` see `t // d + 1`
-compressed tokens, one more at each step: plain causal attention, `d` classes a sequence.
-Each class is a separate sequence, so queries, keys and results are reordered and restored by a
-dozen operators around FA-2's. The host needs 0.7 to 0.8 ms to launch them. Below some thousand
-tokens the GPU finishes earlier (an H100: 0.76 ms at 256 tokens, 0.82 ms at 1024, 1.1 to 1.2 ms at
-4096; one SDPA under the whole mask takes 0.22 ms). A CUDA graph replays them
-without the host. In eager mode FA-2 is worthwhile if that mask is too large. The indices
-are made once for calls of the same sizes (`_once`).
-Sliding: a causal window. Selected: the visible keys of every query and key/value head of a
-chunk are packed one after the other; its `G` heads are the queries of one sequence. They are
-read by blocks, or by key ranges under `nsa_torch.ranges.using`.
+Compressed branch. Let `t = p - (l - 1)`. The queries of one residue class `t mod d` see `t // d
++ 1` compressed tokens, each query one more than the previous one. This is plain causal
+attention, with `d` classes per sequence. Each class is a separate sequence, so queries, keys
+and results are reordered and restored by a dozen operators around FA-2's. The host needs 0.7 to
+0.8 ms to launch them. Below some thousand tokens the GPU finishes earlier (an H100: 0.76 ms at
+256 tokens, 0.82 ms at 1024, 1.1 to 1.2 ms at 4096; one SDPA under the whole mask takes 0.22
+ms). A CUDA graph replays them without the host. In eager mode FA-2 is worthwhile only if that
+mask is too large. The indices are computed once for all calls of the same sizes (`_once`).
+The sliding branch is attention with a causal window. For the selected branch, the visible keys
+of every query and key/value head of a chunk are packed one after the other. The `G` query heads
+of such a pair are the queries of one sequence. The keys are read block by block, or as key
+ranges under `nsa_torch.ranges.using`.
 
-Values of another width than the queries are padded with zeros to the larger of the two.
+If values and queries differ in width, the narrower ones are padded with zeros.
 """
 
 import functools
@@ -86,8 +87,9 @@ def varlen(query, key, value, bounds, longest, *, causal, window, scale):
     Args:
       bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
       longest: upper bounds of the lengths of their sequences.
-      causal: bottom right aligned.
-      window: keys before its own that a query sees, or -1 for all; implies causal.
+      causal: Whether attention is causal, with the mask aligned to the bottom right.
+      window: Number of keys before its own that a query sees, or -1 for all. A window implies a
+        causal mask.
     """
     if library().startswith("flash_attn"):
         from flash_attn import flash_attn_varlen_func
@@ -287,8 +289,8 @@ def _selected_attention(
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):
-    """Return the result of `make()`, shared by calls on whole sequences of the same `sizes`, whose
-    second is the number of queries.
+    """Return the result of `make()`. Calls on whole sequences of the same `sizes` share it. The
+    second of `sizes` is the number of queries.
 
     `make` runs dozens of small operators. The host needs more time for them than a GPU for FA-2 at
     a few thousand tokens. Decode steps have a new length each time, so their results are not
@@ -302,7 +304,7 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
 
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
-    """Return `varlen` with values of any width; a row without keys has lse -inf."""
+    """Run `varlen` with values of any width. A row without keys has lse -inf."""
     width, value_width = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
     common = max(width, value_width)
@@ -329,7 +331,7 @@ def _check_sequences(number: int) -> None:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """`lse` of `query`, which refuses a gradient that FA-2 would lose."""
+    """Returns `lse`, and refuses its gradient, which FA-2 would ignore."""
 
     @staticmethod
     def forward(query, lse):
@@ -360,8 +362,9 @@ _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Gather(torch.autograd.Function):
-    """`x.flatten(0, 1)[rows]`, 0 for no row. The gradient is gathered by `back`, the inverse of a
-    permutation; without it, repetitions are summed in float32.
+    """Computes `x.flatten(0, 1)[rows]`, with 0 for entries that are no row. If the rows are a
+    permutation, its inverse `back` gathers the gradient. Otherwise the gradients of repeated
+    rows are summed in float32.
     """
 
     @staticmethod

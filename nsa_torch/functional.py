@@ -12,20 +12,21 @@ forward and one backward `reference` dense, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
-after the last sequence are padding. Positions restart, nothing crosses a boundary, and block
-indices are local to the sequence. If the host reads the numbers (on a CPU, and everywhere while
-`nsa_core.debug` reports events), wrong numbers raise `ValueError`. On a GPU and under
-torch.compile they are corrected.
+after the last sequence are padding. Positions restart in every sequence, no query reads another
+sequence, and block indices are local to the sequence. If the host reads the numbers (on a CPU,
+and everywhere while `nsa_core.debug` reports events), wrong numbers raise `ValueError`. On a
+GPU and under torch.compile they are corrected.
   the first is not 0                  it counts as 0
   one is less than its predecessor    it counts as the predecessor
   one is beyond `T`                   it counts as `T`
 Their tables are computed in each call, or once per batch with `varlen_metadata`.
 
-All functions return gradients for floating tensors, also through the log-sum-exp, except that `fa2`
-raises for the latter. No gradient flows through the block indices. Only `reference` has second
-derivatives. With other implementations a recorded backward pass (`create_graph=True`) raises.
-Bad input raises `ValueError` with the argument, the rule and the value. A case that an
-implementation does not support raises `NotImplementedError`.
+All functions have gradients for floating-point tensors, also through the log-sum-exp. Only
+`fa2` raises an error for a gradient through the log-sum-exp. No gradient flows through the
+block indices. Only `reference` has second derivatives. With other implementations, a backward
+pass that is recorded (`create_graph=True`) raises an error. Bad input raises `ValueError` with
+the argument, the rule and the value. A case that an implementation does not support raises
+`NotImplementedError`.
 """
 
 from typing import Any, Literal
@@ -121,7 +122,7 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
     """Run `attention`. A known call runs its stored program.
 
     Args:
-      arguments: the tensors of the call. Boundaries are clamped.
+      arguments: The tensors of the call. Its boundaries have been clamped.
       checked: whether the arguments are known to fit, with `key` and `value` as `Branches`. The
         queries of a packed row may then be the last `T` of the first `S` tokens.
     """
@@ -269,8 +270,9 @@ def select_blocks(
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the sizes.
-      kv_len: number of keys, an int, or int32 or int64 `[]` or `[B]` (`compressed_key` may
-        then be longer than they need); query `t` is at `t + kv_len - T`. None means `T`.
+      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. `compressed_key` may have
+        more entries than these keys need. Query `t` has position `t + kv_len - T`. None means
+        `T`.
       cu_seqlens, varlen: a packed batch, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
@@ -410,8 +412,8 @@ def explain(
 ) -> Choices:
     """Explains the choice of `attention` for these arguments (without `context_mesh`).
 
-    Args: the same as in `attention`. `gates` affect the choice if only they require a gradient,
-      `compressed` if it requires one or has another memory layout.
+    Args: The same as in `attention`. `gates` affect the choice if no other argument requires a
+      gradient. `compressed` affects it if it requires a gradient or has another memory layout.
 
     Returns:
       One choice per step, with the reason for each refusal. It prints as one line per step.

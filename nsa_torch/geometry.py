@@ -1,7 +1,7 @@
 """The position of each query in its sequence, in the key array and in the compressed array.
 
-Every mask of the fast paths comes from these numbers. They are computed on the device of the
-query; nothing here waits for it.
+Every mask of the fast paths is derived from these numbers. They are computed on the device of
+the query, and the host does not wait for it.
 """
 
 import dataclasses
@@ -17,10 +17,9 @@ from nsa_torch import batch_tables
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of the queries. Key `k` of the array is token `k - key_start` of the sequence.
-
-    Padding counts as the start of a sequence after the last one, so that the bounds of the
-    visible keys never decrease along the queries.
+    """The positions of the queries. Key `k` of the array is token `k - key_start` of the
+    query's sequence. Padding counts as the start of a sequence after the last one, so that the
+    bounds of the visible keys never decrease along the queries.
     """
 
     position: (
@@ -42,8 +41,8 @@ class Geometry:
         return self.cu_seqlens is not None or self.offset is None or self.offset < 0
 
     def sees_compressed(self, queries: slice, count: int, config: NSAConfig) -> Tensor:
-        """Whether a query sees a compressed token, `[B, Q, count]`: position `p` sees token `i`
-        iff `p >= i*d + l - 1`.
+        """Return whether each query sees each compressed token, `[B, Q, count]`. Position `p`
+        sees token `i` if and only if `p >= i*d + l - 1`.
         """
         slot = torch.arange(count, device=self.position.device)
         local = slot - self.compressed_start[:, queries, None]
@@ -77,8 +76,8 @@ def geometry(
     cu_seqlens: Tensor | None,
     device: torch.device | None,
 ) -> Geometry:
-    """Return the geometry of the last `num_queries` of `kv_len` tokens. In a packed row these are
-    its first `kv_len` tokens.
+    """Return the geometry of the last `num_queries` of `kv_len` tokens. In a packed row, these
+    tokens are the first `kv_len` tokens of the row.
     """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
@@ -124,7 +123,7 @@ def packed_windows(
     """Return the windows of the compressed slots of a packed row of `length` tokens.
 
     Returns:
-      For each slot: the tokens of its window `[C, l]`, whether the slot is unused `[C, 1, 1]`,
+      For each slot, the tokens of its window `[C, l]`, whether the slot is unused `[C, 1, 1]`,
       and the position of the window's first token `[1, C]`.
     """
     tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
@@ -159,8 +158,8 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Return the number of compressed tokens before each sequence, and the total. Sequences share
-    no compressed token, and slots have no gaps.
+    """Return the number of compressed tokens before each sequence, and the total number. No
+    compressed token belongs to two sequences, and there are no gaps between the slots.
     """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

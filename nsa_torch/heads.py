@@ -1,10 +1,12 @@
-"""The fused QKV projection of a layer, norms of its heads, and rotary positions.
+"""Computes the fused QKV projection of a layer, the norms of its heads, and the rotary
+positions.
 
     x -> projection [B, T, query | keys of each branch | values of each branch | gates]
       -> split, rotated
 
-On an NVIDIA GPU heads are split, normed and rotated in one Triton launch, as is the gradient
-(`kernels_pallas/triton/split_heads.py`), elsewhere by operators of torch.
+On an NVIDIA GPU one Triton launch splits, normalizes and rotates the heads, and another
+computes the gradient (`kernels_pallas/triton/split_heads.py`). On other devices torch operators
+do this.
 """
 
 import dataclasses
@@ -27,7 +29,9 @@ from nsa_torch.torch_ops import TORCH_OPS, capability_of, readable
 
 
 class GateOutput(nn.Linear):
-    """A linear layer that starts near zero, so that all gates start near the same value."""
+    """A linear layer with initial weights near zero, so that all gates start near the same
+    value.
+    """
 
     def reset_parameters(self) -> None:
         """Draws the weights again."""
@@ -36,8 +40,8 @@ class GateOutput(nn.Linear):
 
 
 class Gate(nn.Module):
-    """Computes three gates per key/value group from its mean query, `[B, T, Hkv, D]` to
-    `[..., 3]`.
+    """Computes three gates per key/value group from the mean query of the group. It maps `[B,
+    T, Hkv, D]` to `[..., 3]`.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -63,10 +67,9 @@ class Gate(nn.Module):
 
 
 class HeadGate(nn.Linear):
-    """Computes the logits of three gates per query head from the layer's input, `[B, T, dim]` to
-    `[B, T, 3 H]`.
-
-    Head by head: compressed, selected, sliding.
+    """Computes the logits of three gates per query head from the layer's input. It maps `[B, T,
+    dim]` to `[B, T, 3 H]`. Each head has the logits of the compressed, the selected and the
+    sliding branch, in this order.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -74,17 +77,17 @@ class HeadGate(nn.Linear):
         super().__init__(spec.dim, 3 * spec.n_heads, **factory)
 
     def reset_parameters(self) -> None:
-        """Draws the weights again: gates start near what their biases say."""
+        """Draw new initial weights, so that the gates start near the values of their biases."""
         self.draw_weight()
         with torch.no_grad():
             self.bias.copy_(self.start_bias())
 
     def draw_weight(self) -> None:
-        """Draw only the weight, not the bias."""
+        """Draw only the weight and leave the bias unchanged."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
 
     def start_bias(self) -> Tensor:
-        """Return the bias of a layer that has not learned, in the shards of this one's."""
+        """Return the initial bias of the layer, sharded like its current bias."""
         start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
         return _placed(start.repeat(self.out_features // 3), self.bias)
 
@@ -98,13 +101,15 @@ class HeadGate(nn.Linear):
 
 
 class SelectedGate(nn.Module):
-    """The constant gates 0, 1, 0, which leave only the selected branch. It has no weights."""
+    """Returns the constant gates 0, 1, 0, so that only the selected branch remains. This module
+    has no weights.
+    """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
         super().__init__()
 
     def forward(self, query: Tensor) -> Tensor:
-        """Return the gates `[B, T, H, 3]` of each head of a query `[B, T, H, D]`."""
+        """Return the gates `[B, T, H, 3]` for a query `[B, T, H, D]`."""
         # Numbers of the host would be a copy, which a CUDA graph cannot capture.
         gates = torch.arange(3, device=query.device) == 1
         return gates.to(query.dtype).expand(*query.shape[:3], 3)
@@ -130,7 +135,7 @@ type Norms = tuple[nn.Module, nn.Module]  # of query heads, of the key heads of 
 
 
 class QKV(NamedTuple):
-    """The heads of a layer; keys and values by branch."""
+    """The heads of a layer. Keys and values are listed by branch."""
 
     query: Tensor  # [B, T, H, D]
     keys: tuple[Tensor, ...]  # [B, T, Hkv, D]
@@ -153,15 +158,17 @@ def project(
     raw_keys: int = 0,
     convolve: Callable[[Tensor], Tensor] | None = None,
 ) -> QKV:
-    """Query, keys and values of `x` [B, T, dim]; query and keys are normed and rotated.
+    """Compute query, keys and values from `x` [B, T, dim]. Query and keys are normalized and
+    rotated.
 
     Args:
-      query, keys, values: the projections, those of keys and values by branch.
+      query, keys, values: The projections. Those of keys and values are listed by branch.
       position: as in `split`.
       spec: sizes of the heads, and the rotation.
       norms: as in `split`.
-      means: whether the mean of each key/value head's query heads is wanted too.
-      gate: makes the logits of gates, which is one more projection; None means there are none.
+      means: Whether to return the mean of the query heads of each key/value head too.
+      gate: A further projection, which computes the logits of gates. None means that there is
+        none.
       raw_keys: The number of branches, from the first, whose keys are not rotated.
       convolve: is applied to the projected keys of all branches, `[B, T, columns]`.
 
@@ -214,7 +221,7 @@ def project(
 
 
 def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
-    """Raises ValueError where `error` is about a product with weights of another dtype."""
+    """Raise ValueError if `error` results from a product with weights of another dtype."""
     weight = getattr(layer, "weight", x)
     if type(error) is RuntimeError and weight.itemsize > 1 and weight.dtype != x.dtype:
         raise ValueError(
@@ -226,8 +233,8 @@ def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
 def _product(
     x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
 ) -> Tensor:
-    """Return the outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim] in one
-    product: `[B, T, row]`, filled with zeros.
+    """Return the outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim]. One
+    product computes all of them. The result is `[B, T, row]`, with zeros in the unused columns.
     """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
@@ -243,8 +250,9 @@ def _product(
 
 
 class _FusedLinear(torch.autograd.Function):
-    """`x @ cat(weights).T + bias`, `row` columns of it. For the gradient it saves the weights, not
-    their concatenation, which sharded training could not free between forward and backward.
+    """Computes `x @ cat(weights).T + bias` with `row` columns. For the gradient it saves the
+    weights and not their concatenation, since sharded training could not free the latter
+    between the forward and the backward pass.
     """
 
     generate_vmap_rule = True
@@ -276,7 +284,9 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _stacked(weights: Sequence[Tensor], row: int) -> Tensor:
-    """Their rows, and zeros up to `row` of them."""
+    """Return the rows of all weights one after the other, followed by zeros up to `row`
+    rows.
+    """
     missing = row - sum(each.shape[0] for each in weights)
     zeros = [weights[0].new_zeros(missing, weights[0].shape[1])] if missing else []
     return torch.cat([*weights, *zeros])
@@ -292,11 +302,13 @@ def split(
     scaling: rotation.Scaling | None = None,
     norms: Norms | None = None,
 ) -> QKV:
-    """Query and, for each branch, key and value, contiguous; query and keys are normed and rotated.
+    """Return the query and, for each branch, the key and the value, all contiguous. Query and
+    keys are normalized and rotated.
 
     Args:
       projection: `[B, T, sizes.row]`.
-      position: `[B, T]` of the tokens, or `[1, T]` if all rows have the same.
+      position: Positions of the tokens, `[B, T]`, or `[1, T]` if all rows have the same
+        positions.
       base, scale, scaling: Parameters of the rotation.
       norms: Norms of query and key heads over their columns; None means none.
     """
@@ -338,7 +350,9 @@ def norms_of(layer: nn.Module) -> Norms | None:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a plain norm in float32 or wider. Only the later rotation rounds it."""
+    """Return the output of a plain norm in float32 or wider. It is rounded only after the
+    rotation.
+    """
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)
 
@@ -362,7 +376,7 @@ def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
     """Return the angle by which each pair of columns turns per position, float32 `[width / 2]`.
-    Calls share those of a scaling, which costs several launches.
+    Angles of a scaling are cached, since their computation needs several launches.
     """
     if scaling is not None and undisturbed():
         given = width, base, scaling, device
@@ -387,7 +401,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
-    """Whether each layer is its product and nothing else, with a bias all or none."""
+    """Return whether each layer computes only its product, and whether either all layers or
+    none have a bias.
+    """
     plain = all(_is_plain(each, x) for each in layers)
     return plain and len({each.bias is None for each in layers}) == 1
 
@@ -431,8 +447,8 @@ def _split(
     eps: float,
     sizes: list[int],
 ) -> list[Tensor]:
-    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`; `norms`: weights
-    for query and keys, or none.
+    """Split a projection `[B, T, row]` into tensors of the shapes `Heads(*sizes).split_shapes`.
+    `norms` has the weights for query and keys, or is empty.
     """
     made = _apart(projection, cos, sin, norms, eps, sizes)
     launch(Heads(*sizes), False, projection, made, cos, sin, norms, eps)
@@ -456,8 +472,9 @@ def launch(
     given: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
-    """Writes heads `apart` out of a projection; if `back` the gradient of the projection `given`,
-    out of theirs, and `partials` of those of the norms' weights.
+    """Split a projection into the heads `apart`. If `back`, compute the gradient of the
+    projection `given` from the gradients of the heads, and `partials` of the gradients of the
+    norms' weights.
     """
     kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
     if back:
@@ -479,8 +496,9 @@ def _join(
     eps: float,
     sizes: list[int],
 ) -> list[Tensor]:
-    """The projection's gradient `[B, T, row]`, given those of what `_split` returned; for heads
-    that were `normed` (the projection, weights for query and keys) those of the weights too.
+    """Return the gradient `[B, T, row]` of the projection, given the gradients of the results
+    of `_split`. If the heads were `normed` (the projection, weights for query and keys), also
+    return the gradients of the weights.
     """
     heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
     if not normed:

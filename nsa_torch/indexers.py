@@ -211,8 +211,8 @@ def indexer_kl(
     cu_seqlens: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """Compute KL(attention || indexer) for each query and index head, over the keys `j` that it
-    attends to:
+    """Compute KL(attention || indexer) for each query and index head, over the keys `j` that
+    the query attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j
@@ -279,8 +279,8 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """Return the results of an indexer, with zeros for padding, since gradients are products of
-    both results.
+    """Return both results of an indexer, with zeros for padding, since their gradients are
+    products with the other result.
     """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:
@@ -295,7 +295,9 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
 
 
 class _Work(NamedTuple):
-    """All inputs except the results of the indexer, beginning with the caller's tensors."""
+    """All inputs of the loss except the results of the indexer. The caller's tensors come
+    first.
+    """
 
     query: Tensor
     key: Tensor

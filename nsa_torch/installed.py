@@ -4,9 +4,9 @@
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
-a paged cache and decodes a token from it; then a layer of these heads does the same with a cache of
-its own. Its cache folders are new and empty. The exit status is 1 if a process built or wrote
-something, or imported JAX. It needs a Hopper GPU and torch.
+a paged cache and decodes a token from it; Then a layer with these heads does the same with its
+own cache. The folders in which the process caches kernels are new and empty. The exit status is
+1 if a process built or wrote something, or imported JAX. It needs a Hopper GPU and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
@@ -127,7 +127,7 @@ def faults(caches: Path) -> list[str]:
 
 
 def tell(import_s: float, preset: str, length: str, caches: str) -> None:
-    """Prints the row of this process."""
+    """Print the row with the measurements of this process."""
     row = {"import_s": import_s, **first_calls(preset, int(length))}
     print(json.dumps(row | {"faults": faults(Path(caches))}))
 

@@ -4,8 +4,8 @@ Every function is one operator on the current stream, and the host never waits f
 Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
 `nsa_core.steps.fused.Steps`.
 
-If a gradient may follow, the selection and each branch's output and log-sum-exp are saved. The
-backward pass has no derivative (`plain.py`).
+If a gradient may be requested later, the selection and each branch's output and log-sum-exp are
+saved. The backward pass itself has no derivative (`plain.py`).
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from nsa_torch.plans import Planned
 
 
 class KernelLayout:
-    """`nsa_core.array_ops.QueryLayout` of one call, in derived steps of torch; each array is
-    `[B, T]` int32.
+    """The `nsa_core.array_ops.QueryLayout` of one call, computed by derived steps of torch.
+    Each array is `[B, T]` int32.
 
     Args:
       query: `[B, T, H, D]`.
-      kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, config, scale: those of
+      kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, config, scale: As in
         `operators.LAYOUT_ARGS`.
       assume_finite: whether rows of padding, and keys and values that no query sees, are finite.
       placed: Whether sequences of a packed row have slots (`nsa_core.varlen`), in which their
@@ -160,7 +160,9 @@ class KernelLayout:
 
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
-    """Return the positions for `given`: `lengths`, `cu_seqlens`, or nothing for `kv_len` keys."""
+    """Return the positions of the queries. `given` has `lengths` or `cu_seqlens`, or is empty
+    if there are `kv_len` keys.
+    """
     number = given[0] if given else None
     layout = geometry(
         *shape,
@@ -175,8 +177,8 @@ def _places(ops, *given, shape, kv_len, packed, config):
 
 @derived(lambda x, *ends, end=0: [like(x)])
 def _cut(ops, x, *ends, end: Any = 0):
-    """Return `x` `[B, S, ...]` with zeros from `end`, or from the last value of `ends`, which holds
-    for all rows or per row.
+    """Return `x` `[B, S, ...]` with zeros from position `end`, or from the last value of
+    `ends`. `ends` has one value for all rows, or one per row.
     """
     there = torch.arange(x.shape[1], device=x.device)
     if ends:
@@ -199,7 +201,7 @@ class KernelPath:
     Args:
       name: name of the implementation.
       steps: the steps on its kernels.
-      masks: whether the kernels never read keys, values and padding that no query sees.
+      masks: Whether the kernels never read keys and values that no query sees, or padding.
         Otherwise these are set to zero in copies.
       list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
         key, value, the number of selected blocks and `select_block`.
@@ -248,9 +250,9 @@ class KernelPath:
             operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
     def kind(self, mode: InputMode, keep: str) -> str:
-        """Return the name of a kind of calls of all steps. Of the residuals that it keeps,
-        `FORWARD` has none, `SAVING` has all, and `RECOMPUTING` has those of a backward pass that
-        computes the branches again.
+        """Return the name of a kind of calls of all steps. A kind `FORWARD` saves no residuals,
+        and `SAVING` saves all. `RECOMPUTING` saves those of a backward pass that computes the
+        branches again.
         """
         return f"attention/{self.name}/{mode.name}/{keep}"
 

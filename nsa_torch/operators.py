@@ -1,5 +1,5 @@
-"""Attention as torch operators `nsa::*`, including bounds and launches. `torch.compile` leaves each
-operator unchanged, and each gradient is a separate operator.
+"""Registers attention as torch operators `nsa::*`, which include bounds and launches.
+`torch.compile` leaves each operator unchanged, and each gradient is a separate operator.
 
     attention, attention_backward                  all steps
     branch_attention, branch_attention_backward    one branch
@@ -9,8 +9,8 @@ operator unchanged, and each gradient is a separate operator.
 The first argument of an operator is the name of its `Kind`, for example
 `attention/mosaic/shared_kv/saving`: the implementation and the form. Tensors follow, then `REST`.
 
-torch's dispatcher needs more time for such a call than a launch. If it would only look up the
-function (`plain`), `call` bypasses it.
+For such a call torch's dispatcher needs more time than a launch. If the dispatcher would only
+look up the function (`plain`), `call` bypasses it.
 """
 
 import functools
@@ -68,17 +68,19 @@ REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 class Kind(NamedTuple):
-    """A kind of call and its functions. Their arguments are flat: tensors or None, then `REST`.
+    """A kind of call and its functions. The arguments of these functions are a flat list. It
+    has tensors or None, followed by `REST`.
 
     Attributes:
-      name: begins with the name of the operator.
-      run: returns the results.
-      shapes: returns uninitialized results.
-      backward: returns gradients of the first `floats` tensors. Its arguments are the gradient of
-        the first result, the results that were `kept`, the gradient of the second result if there
-        is one, then the arguments of the call. None means that there are no gradients.
-      returned: number of results for the caller; the others are for the gradient.
-      composed: whether it only runs operators of torch.
+      name: The name of the kind. It begins with the name of the operator.
+      run: Function that returns the results.
+      shapes: Function that returns uninitialized results.
+      backward: Function that returns the gradients of the first `floats` tensors. Its arguments
+        are the gradient of the first result, the results that were `kept`, the gradient of the
+        second result if there is one, then the arguments of the call. None means that there are
+        no gradients.
+      returned: Number of results that the caller gets. The other results are for the gradient.
+      composed: Whether the kind runs only operators of torch.
     """
 
     name: str
@@ -96,13 +98,13 @@ kind_of = _kinds.__getitem__
 
 
 def define(name: str, run, shapes, backward=None, **attributes) -> None:
-    """Makes a kind of call known."""
+    """Register a kind of call."""
     _kinds[name] = Kind(name, run, shapes, backward, **attributes)
 
 
 def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
-    """Return the function that `dispatch.py` names, of a kind of call of one step, and of one for
-    calls that do not need the log-sum-exp.
+    """Return the function of a step that `dispatch.py` names. `kind` is the step's kind of
+    call, and `without_lse` the kind for calls that do not need the log-sum-exp.
     """
     selects = kind.startswith("select_blocks")
 
@@ -150,14 +152,16 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
 
 
 def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Tensor]:
-    """Calls through torch's dispatcher; `gradient`: that of the output, and the saved results."""
+    """Call through torch's dispatcher. `gradient` has the gradient of the output, and the saved
+    results.
+    """
     name = kind.partition("/")[0] + ("_backward" if gradient else "")
     tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
     return getattr(torch.ops.nsa, name)(kind, *gradient, tensors, *rest)
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
-    """Raises NotImplementedError under unsupported transforms of torch.func, and if one of
+    """Raise NotImplementedError under unsupported transforms of torch.func, or if one of
     `tensors` is a dual number.
     """
     if torch.compiler.is_compiling():
@@ -173,7 +177,10 @@ def refuse_transforms(*tensors: Tensor) -> None:
 
 
 def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
-    """A pull-back of torch.func.vjp runs when the transform has ended; kernels need memory."""
+    """Return the arguments with plain tensors in place of wrappers from an ended transform. A
+    function returned by torch.func.vjp runs after the transform has ended, and kernels need
+    tensors with memory.
+    """
     if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
         return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
     return arguments
@@ -220,7 +227,7 @@ def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | No
 def unpack_layout(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """Return the inverse of `pack_layout`, by name, without the sizes of the boundaries."""
+    """Return the arguments of `pack_layout` by name, without the sizes of the boundaries."""
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -250,19 +257,20 @@ def index_shapes(query, key, *rest):
 
 
 def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
-    """Splits the last arguments of a `Kind.backward` into the gradient of the second result, if
-    any, and the arguments of the call; `count`: tensors among the latter.
+    """Split the last arguments of a `Kind.backward` into the gradient of the second result,
+    which may be missing, and the arguments of the call. `count` is the number of tensors among
+    the latter.
     """
     given = len(flat) - count - REST_COUNT
     return (flat[0] if given else None), flat[given:]
 
 
 class Program:
-    """A kind of call that autograd records, and its arguments that are no tensors.
+    """A kind of call that autograd records, and those of its arguments that are not tensors.
 
     Attributes:
-      alone: Whether only its node holds the saved results.
-      run: returns the results for the caller followed by the saved results.
+      alone: Whether the saved results are held only by the node of the call.
+      run: Function that returns the results for the caller, followed by the saved results.
     """
 
     def __init__(self, kind: Kind, arguments: Sequence[Any]):
@@ -273,26 +281,28 @@ class Program:
         self.run: Any = self._run
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the arguments of the operator, from its tensors."""
+        """Return all arguments of the operator, given its tensors."""
         found = self._others.copy()
         for i, x in zip(self._places, tensors, strict=True):
             found[i] = x
         return found
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Results that are both returned and saved occur twice."""
+        """Run the operator. A result that is both returned and saved occurs twice in the
+        list.
+        """
         found = [*self.kind.run(*self.arguments(tensors))]
         return found[: self.returned] + found[self.kind.kept]
 
     def gradients(
         self, grads, kept, tensors, direct: bool, gives_back: bool
     ) -> Sequence[Tensor]:
-        """Return the gradients, from those of the results, the saved results and the tensors of the
-        call.
+        """Return the gradients of the tensors. They are computed from the gradients of the
+        results, the saved results and the tensors of the call.
 
         Args:
-          direct: Whether the pass runs without a mode or transform.
-          gives_back: whether memory of saved results may be freed after it was read.
+          direct: Whether the backward pass runs without a mode or transform.
+          gives_back: Whether the memory of saved results may be freed after they were read.
         """
         first, *second = grads
         second = [x.contiguous() for x in second if x is not None]
@@ -307,8 +317,9 @@ class Program:
 
 
 class Eager(torch.autograd.Function):
-    """A call without the dispatcher. Only its tensors are arguments, and its node holds the saved
-    results. (torch.library.register_autograd lists all arguments of a schema for each tensor.)
+    """A call that bypasses the dispatcher. Only its tensors are arguments, and its node holds
+    the saved results. (torch.library.register_autograd would list all arguments of the schema
+    for each tensor.)
     """
 
     @staticmethod
@@ -341,7 +352,7 @@ class Eager(torch.autograd.Function):
 
 
 def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> bool:
-    """Whether nothing needs what was saved any more.
+    """Return whether the saved results are not needed any more.
 
     Raises:
       RuntimeError: The memory was already freed.
@@ -361,8 +372,8 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
 
 
 class Dispatched(torch.autograd.Function):
-    """An operator and its gradient through torch's dispatcher, for compiled code and torch.func, to
-    which the saved results are returned.
+    """An operator and its gradient, called through torch's dispatcher. Compiled code and
+    torch.func use it, and get the saved results as further results.
     """
 
     @staticmethod
@@ -395,7 +406,7 @@ class Dispatched(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """The operator of a gradient, which has no gradient itself."""
+    """The operator that computes a gradient. It has no gradient itself."""
 
     @staticmethod
     def forward(kind, count, grad, *inputs):
@@ -416,14 +427,15 @@ class Gradient(torch.autograd.Function):
 
 
 class InputMode(NamedTuple):
-    """The tensors of a call of all steps: query, keys, values, gates, `block_indices`.
+    """The form in which a call of all steps gets its tensors. These are query, keys, values,
+    gates and `block_indices`.
 
     Attributes:
-      name: in the kinds of operators.
+      name: The name of the mode in the kinds of operators.
       compresses: Whether the compressed branch's keys and values are tokens whose windows are
         averaged.
-      shared: the tokens of all branches are the same, given once.
-      joined: the gates are one tensor `[B, T, H, 3]`, not three.
+      shared: Whether all branches have the same tokens, which are then passed once.
+      joined: Whether the gates are one tensor `[B, T, H, 3]` instead of three tensors.
     """
 
     name: str
@@ -437,7 +449,7 @@ class InputMode(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Tensors that have a gradient."""
+        """The number of tensors that have a gradient."""
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
@@ -474,7 +486,8 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
     Args:
       key, value: by branch.
       gates: By branch, or one tensor with all.
-      compressed: keys and values in place of the compressed field; None means its tokens.
+      compressed: Compressed keys and values, which replace the compressed field. None means
+        that the tokens in this field are averaged.
     """
     if compressed is not None:
         mode = PRECOMPRESSED
@@ -518,11 +531,11 @@ def all_steps(
       kind: The mode, and the kind of residuals.
       key, value: The compressed field is not read if `compressed` is given.
       compressed: `(k_cmp, v_cmp)`; None means the means.
-      assume_finite: keys and values that no query may look at are finite, as in a cache, so that
-        they need not be copied to be kept out.
+      assume_finite: Whether keys and values that no query sees are finite, as in a cache. If
+        so, no copies with zeros are needed.
       recompute: Whether the backward pass computes the branches again instead of storing their
         outputs.
-      pages: the selected keys and values are these, of which there is no gradient.
+      pages: Pages with the selected keys and values. They have no gradient.
     """
     mode, tensors = arranged(query, key, value, gates, compressed)
     keep = kept_of(requires_grad(*tensors), recompute)

@@ -1,11 +1,12 @@
-"""Packed orders of rows in which dense kernels for sequences of any length compute NSA.
+"""Computes packed orders of rows. In these orders dense kernels for sequences of any length
+compute NSA.
 
-Everything is found on the device by cumulative sums and searches; arrays are as long as they
-could have to be, so that the host need not know how long they are.
+The orders are computed on the device by cumulative sums and searches. Arrays have the maximum
+possible length, so that the host need not know the actual length.
 
-On CUDA the Triton kernels of `kernels_pallas.triton.pack` move the rows: a selected block is
-one range, 24 bytes of indices. On the CPU, for which Triton has no kernels, torch indexes the
-tensors. Only the device decides between the two.
+On CUDA the Triton kernels of `kernels_pallas.triton.pack` move the rows. A selected block is
+one range, which needs 24 bytes of indices. On the CPU, for which Triton has no kernels, torch
+indexes the tensors. Only the device decides between the two.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ def residue_classes(
 
     Returns:
       row_of: `[B*T]`, the packed row of each query; -1 for a query that sees no key.
-      query_of: `[B*T]`, its inverse; -1 for the packed rows left over.
+      query_of: `[B*T]`, the inverse of `row_of`; -1 for unused packed rows.
       key_of: `[B*d*C]`, the compressed row (of `[B*C]`) in each packed key row; `B*C`: none.
       the `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
     """
@@ -89,10 +90,10 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Runs of consecutive tokens, one after the other in a packed buffer; a source of a Chunk.
-
-    Two runs of one head begin at the same token or have none in common, which is so of the
-    selection blocks of sequences. All methods but `rows` launch kernels.
+    """Runs of consecutive tokens, one after the other in a packed buffer. A `Chunk` can read
+    its keys from them. Two runs of one head either begin at the same token or have no token in
+    common. The selection blocks of sequences have this property. All methods but `rows` launch
+    kernels.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: the first token of a run, in the key array
@@ -106,7 +107,7 @@ class Ranges:
         return self.start.numel() * self.longest
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
+        """Return the runs of `x` `[B, S, Hkv, D]` as `[capacity, D]`. `x` may have any strides.
 
         Rows after the last run are not written.
         """
@@ -117,11 +118,13 @@ class Ranges:
         return packed
 
     def zeros(self, x: Tensor) -> Tensor:
-        """Return the accumulator of the gradient of `x`: float32 zeros of its shape."""
+        """Return the accumulator for the gradient of `x`, which is float32 zeros of the same
+        shape.
+        """
         return x.new_zeros(x.shape, dtype=wide(x.dtype))
 
     def add(self, total: Tensor, grad: Tensor) -> None:
-        """Adds `grad` `[capacity, D]` of the runs to `total`, made by `zeros`.
+        """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`.
 
         It uses atomics, whose order is not fixed. If torch.are_deterministic_algorithms_enabled(),
         the order is fixed and the result is bitwise reproducible.
@@ -153,9 +156,9 @@ class Ranges:
 
     @functools.cached_property
     def _inverse(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The runs sorted by their first token and then by query. Empty runs are first.
-
-        Returns each run's token, its index in the order of runs, and the end of its token's list.
+        """Sort the runs by their first token and then by query. Empty runs come first. For each
+        run the result has its first token, its index in the original order, and the end of the
+        list of runs with the same first token.
         """
         batch, _, heads, _ = self.start.shape
         # A token, be it outside the array, gets 32 bits of the key: no two heads share one.
@@ -184,15 +187,15 @@ def selected_ranges(
     config,
     handed: Tensor | None = None,
 ) -> tuple[Ranges, Tensor]:
-    """Return the packed keys and values of a chunk of queries, ordered by row, query, key/value
-    head.
+    """Return the packed keys and values of a chunk of queries. They are ordered by row, query
+    and key/value head.
 
     Args:
       block_indices: `[B, T, Hkv, n]`. A negative entry, or one after the query, is empty.
-      handed: key ranges of the same selection, which are read in place of the blocks: int32
-        `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots. A range of several
-        blocks is read block by block, so that two runs begin at the same token or have none in
-        common, as `Ranges` requires.
+      handed: The key ranges of the same selection, which are read instead of the blocks. They
+        are int32 `[B, T, Hkv, n, 2]`. Each range begins where a block begins, and empty slots
+        are `(0, 0)`. A range of several blocks is read block by block, so that two runs begin
+        at the same token or have none in common, as `Ranges` requires.
 
     Returns:
       the ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
@@ -222,7 +225,7 @@ def selected_ranges(
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
-    """Return the bytes per query index: `slots` packed keys and values per head, and 64-bit
+    """Return the bytes per query, for `slots` packed keys and values per head and 64-bit
     indices.
     """
     batch, _, heads, width = key.shape
@@ -233,7 +236,8 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     """Gather rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The result
     is `[M, H, D]`.
 
-    An index outside `0 .. B*S - 1` is no row and gives 0. `x` may have any strides.
+    An index outside `0 .. B*S - 1` means no row, and the result is 0 there. `x` may have any
+    strides.
     """
     if torch.compiler.is_compiling():
         return torch.ops.nsa.gather_rows(x, rows)

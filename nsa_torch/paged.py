@@ -45,7 +45,8 @@ ARRAY_OF |= {f"{kind}_scale": f"selected_{kind}_scale" for kind in ("key", "valu
 
 
 class PagedCache(PagedArrays):
-    """Pages for the tokens of one layer (`PagedArrays` lists its tensors), zeros at first.
+    """The pages for the tokens of one layer. `PagedArrays` lists the tensors, which are zeros
+    at first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
@@ -60,7 +61,7 @@ class PagedCache(PagedArrays):
         unrounded.
 
     Attributes:
-      apart: The distance of its pages in its tensors, in pages (`view`).
+      apart: The distance between two pages in the tensors, in pages (`view`).
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -103,10 +104,10 @@ class PagedCache(PagedArrays):
     ) -> Self:
         """Make a cache on pages that another manager owns, without copying them.
 
-        Other pages may be between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
-        layers. If all given arrays have the same distance between pages, kernels read them without
-        a copy. The tensors of the cache then include the pages in between, and tensors that are
-        allocated here have the same length.
+        Other pages may be between the given ones, such as pages of values, `[P, 2, l', Hkv,
+        D]`, or of other layers. If all given arrays have the same distance between pages,
+        kernels read them without a copy. The tensors of the cache then include the pages in
+        between, and tensors that are allocated here have the same length.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
@@ -117,8 +118,8 @@ class PagedCache(PagedArrays):
             such a cache are allocated here.
 
         Raises:
-          ValueError: Shapes or dtypes do not fit, such as pages of another size than
-            `config.select_block`, or of fp8 without scales.
+          ValueError: Shapes or dtypes do not fit. For example, pages do not have
+            `config.select_block` tokens, or fp8 pages have no scales.
         """
         validate.configuration(config)
         given: dict[str, Any] = {"key_pages": key_pages, "value_pages": value_pages}
@@ -209,8 +210,8 @@ class PagedCache(PagedArrays):
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, for example if a row forks within a page: int32 or int64 `[K]` each,
-        counted from 0.
+        """Copy whole pages, for example if a row forks within a page. Both arguments are page
+        numbers, int32 or int64 `[K]`, counted from 0.
 
         Rows share earlier pages through their tables. A shorter length crops a row.
         """
@@ -231,8 +232,9 @@ class PagedCache(PagedArrays):
         return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
-        """Copies the newest tokens of whole rows of a cache in fp8 after a fork: `[K]` slots each.
-        Otherwise the next two means of the fork are computed from rounded tokens.
+        """Copy the newest tokens of whole rows in an fp8 cache, after rows fork. Both arguments
+        are slots `[K]`. Otherwise the next two means of the fork are computed from rounded
+        tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -240,9 +242,7 @@ class PagedCache(PagedArrays):
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
-        """Return the rings of the rows of a call that does not name them, int32 `[rows]`,
-        `0 ..`.
-        """
+        """Return the default rings of the rows of a call, int32 `[rows]`, numbered from 0."""
         found, ring = getattr(self, "_slots", None), self.recent_key
         if found is None or found.shape[0] != ring.shape[0]:
             found = torch.arange(ring.shape[0], dtype=torch.int32, device=ring.device)
@@ -254,7 +254,9 @@ class PagedCache(PagedArrays):
 def _allocated(
     given: dict[str, Any], device: torch.device, dtype, compressed_dtype, *rest: Any
 ) -> dict[str, Any]:
-    """Return the arrays of a cache, zeros where they are not `given`; `rest`: of `new_arrays`."""
+    """Return the arrays of a cache. Arrays that are not `given` are zeros. `rest` are arguments
+    of `new_arrays`.
+    """
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype or dtype)):
         if not isinstance(x, torch.dtype):
             raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
@@ -268,7 +270,7 @@ def _allocated(
 
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
-    """Checks the numbers of copied items, which must be below `count`."""
+    """Check the indices of copied items, which must be below `count`."""
     checks.tensors(source=source)
     checks.tensors(target=target)
     paged_layout.check_copied(source, target)
@@ -288,7 +290,7 @@ def _pages_apart(arrays: Sequence[Tensor]) -> int:
 
 
 def _with_gaps(pages: Tensor, apart: int) -> Tensor:
-    """Return `pages` and the memory between them, contiguous."""
+    """Return `pages` together with the memory between them, as one contiguous tensor."""
     shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
     return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 
@@ -306,7 +308,8 @@ def append(
     slots: Tensor | None = None,
     implementation: Literal["mosaic", "triton", "torch"] | None = None,
 ) -> None:
-    """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
+    """Write new tokens to their pages, and the compressed tokens that they complete. The pages
+    are modified in place.
 
     A token without a page (after the end of the row's table, or with an entry below 0) is not
     written, and rows of length 0 write nothing. An entry beyond the pool is an error if the host
@@ -330,10 +333,10 @@ def append(
         can run; `mosaic` only if its kernel is on disk.
 
     Raises:
-      ValueError: shapes, dtypes or devices that do not fit the cache, or it was filled with
+      ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
         parameters of another kind.
-      NotImplementedError: a gradient is wanted, of `params` too, or the named implementation
-        cannot run. Either is raised before a token is written.
+      NotImplementedError: A gradient is required (also of `params`), or the named
+        implementation cannot run. The error is raised before a token is written.
     """
     paged_layout.check_cache(cache)
     given = page_table, lengths, cu_seqlens_q
@@ -345,7 +348,7 @@ def append(
 def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
-    """Append tokens that were checked."""
+    """Append tokens that have been checked."""
     at, means = (page_table, lengths, cu_seqlens_q), new.are_means
     by_kernel = _kernel(cache, new.key, page_table, cu_seqlens_q, means, implementation)
     if by_kernel is not None:
@@ -360,7 +363,7 @@ def write_tokens(
 
 
 class NewTokens(NamedTuple):
-    """The checked tokens of a call; `contents` describes the cache with them."""
+    """The checked tokens of a call. `contents` describes the cache after they are appended."""
 
     key: Branches[Tensor]
     value: Branches[Tensor]
@@ -369,11 +372,13 @@ class NewTokens(NamedTuple):
 
     @property
     def are_means(self) -> bool:
-        """Whether compressed tokens are means of them."""
+        """Whether compressed tokens are means of these tokens."""
         return self.params == (None, None)
 
     def of(self, tokens: slice, rows: int) -> tuple[Branches, Branches]:
-        """Selected and sliding keys and values `[rows, S, Hkv, .]` of tokens of even rows."""
+        """Return the selected and sliding keys and values `[rows, S, Hkv, .]`. All rows must
+        have the same number of tokens.
+        """
 
         def cut(x: Branches[Tensor]) -> Branches:
             selected, sliding = (
@@ -444,8 +449,8 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
 
 
 def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
-    """Return the reason why the Mosaic kernel does not support this call (arguments of
-    `append_spec`), or None.
+    """Return the reason why the Mosaic kernel does not support this call, or None. The
+    arguments are those of `append_spec`.
     """
     device = cache.selected_key.device
     if device.type != "cuda":
@@ -459,7 +464,7 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
 
 
 def _is_built(*call: Any) -> bool:
-    """Whether the Mosaic kernel needs neither to be built nor to be traced."""
+    """Return whether the Mosaic kernel is on disk and the call is not being compiled."""
     generic = append_spec(*call).for_any_length()
     return not torch.compiler.is_compiling() and loaded.on_disk(specs.append(generic))
 
@@ -472,7 +477,7 @@ def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> s
 
 
 def append_why_not(cache: PagedCache) -> str | None:
-    """Return the reason why Triton's kernels cannot read and write such pages, or None."""
+    """Return the reason why Triton kernels cannot read and write such pages, or None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, got {device.type}"
@@ -499,8 +504,8 @@ def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -
 def append_by_mosaic(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches
 ) -> None:
-    """Writes new tokens to their pages; the means too if compressed tokens are. The cache's tensors
-    are contiguous, and not of 8 bits.
+    """Write new tokens to their pages. If compressed tokens are means, write these too. The
+    tensors of the cache must be contiguous, with more than 8 bits per element.
     """
     spec = append_spec(cache, key, page_table, cu_seqlens_q, means)
     if not spec.N:
@@ -521,7 +526,9 @@ def append_by_mosaic(
 def append_by_triton(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches, ops=OPS
 ) -> None:
-    """The same on Triton's kernels, of caches in fp8 too."""
+    """Write new tokens with Triton kernels, also to caches in fp8. It does the same as
+    `append_by_mosaic`.
+    """
     flags = {"ragged": cu_seqlens_q is not None, "means": means, "slots": slots is not None}
     first, *others = decode_descriptions.append(
         cache, key.selected, value.selected, page_table, **flags

@@ -66,10 +66,11 @@ def paged_attention(
     `[N, H, Dv]`.
 
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Append first and then
-    attend, or pass the new tokens here, which is one launch on `mosaic`. The output of a row
-    depends only on its own tokens, bit for bit. Rows of length 0 and tokens of no row are 0. A
-    table entry of a page that does not exist is an error if the host reads it (on a CPU, or under
-    `debug`). Otherwise it is clamped to the pool. A length beyond the table is clamped to it.
+    attend, or pass the new tokens to this function. On `mosaic` this is then one launch. The
+    output of a row depends only on its own tokens, bit for bit. Rows of length 0 and tokens of
+    no row are 0. A table entry of a page that does not exist is an error if the host reads it
+    (on a CPU, or under `debug`). Otherwise it is clamped to the pool. A length beyond the table
+    is clamped to it.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
@@ -79,10 +80,11 @@ def paged_attention(
         that the tokens are in the cache.
       config: None, or that of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: upper bound of queries per row of `cu_seqlens_q`. A longer row is an error if
-        the host reads them, and has an undefined output otherwise. The tokens of a table limit
-        it. None reads the numbers from the device. Up to 8, rows are padded to it and run on
-        kernels that read pages; it then affects the bits of a row.
+      max_seqlen_q: Upper bound for the queries per row of `cu_seqlens_q`. A longer row is an
+        error if the host reads the boundaries, and has an undefined output otherwise. The
+        capacity of a table also bounds it. None means that the host reads the numbers from the
+        device. If it is at most 8, rows are padded to it and run on kernels that read pages.
+        The rounding of a row then depends on it.
       runs: result of `plan_runs` from the host's copies of `cu_seqlens_q` and `lengths`. The rows
         of each run are processed together, and nothing is read from the device. The lengths may
         be upper bounds. None means one run of all rows.
@@ -90,9 +92,9 @@ def paged_attention(
         queries), or one of `attention`, which then runs on gathered pages. None means automatic.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or it is
-        for more rows or tokens than the call has. If the host can check it, also: `runs` is from
-        another call.
+      ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or `runs`
+        has more rows or tokens than the call. If the host can check it, also if `runs` belongs
+        to another call.
       NotImplementedError: A gradient is required, or the named implementation cannot run this.
         Either is raised before a token is written.
     """
@@ -141,8 +143,8 @@ def finish(
     slots: Tensor | None,
     step: "Step | None",
 ) -> Tensor:
-    """Return the output of the chosen implementation, after the new tokens are appended. A `step`
-    of one launch is remembered.
+    """Return the output of the chosen implementation, after the new tokens are appended. A
+    `step` that is one launch is cached.
     """
     cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
     attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
@@ -165,9 +167,9 @@ def finish(
 def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
-    """Return a function that attends from the last tokens `[B, T, H, D]` of all rows on kernels
-    that read pages, or None. The arguments are those of `cached_attention` and `paged_attention`,
-    checked.
+    """Return a function that computes attention for the last tokens `[B, T, H, D]` of all rows
+    on kernels that read pages, or None. The arguments are the checked arguments of
+    `cached_attention` and `paged_attention`.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -183,8 +185,8 @@ def decide_step(
 def _in_runs(
     inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
 ) -> Callable[[], Tensor]:
-    """Return a function that attends to the rows of each run; `new`: keys and values of the
-    tokens.
+    """Return a function that computes attention for the rows of each run. `new` has the keys
+    and values of the new tokens.
     """
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
@@ -230,7 +232,7 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """Return a function that computes the output; `whole`, `full` as in `gathering`."""
+    """Return a function that computes the output. `whole` and `full` are as in `gathering`."""
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
@@ -246,7 +248,7 @@ def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None
 
 
 class _Launch(NamedTuple):
-    """The launch of a decode step, the same for all steps with its key."""
+    """The launch of a decode step. All steps with the same key use it."""
 
     start: Callable[[int, Sequence[int]], None]
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -317,7 +319,7 @@ class Step(NamedTuple):
         return found and (found, one, self.cache.contents, tuple(self.made_with))
 
     def keep(self, inputs: Inputs, out: Tensor) -> Tensor:
-        """Remember the step that has just run, and return `out`."""
+        """Cache the step that has just run, and return `out`."""
         given, device = self.given(), self.query.device
         as_given = isinstance(self.gates, Tensor) and self.gates.dtype is inputs.gates.dtype
         key = self._key(given) if as_given and device.type in call.DEVICE_TYPES else None
@@ -397,7 +399,7 @@ def with_indices(
     """Return the output from these kernels, and the blocks that each query chose, int32
     `[N, Hkv, n]`.
 
-    `new`, `slots`: keys and values that `mosaic` appends first, and the rings of their rows.
+    `new` has keys and values that `mosaic` appends first, and `slots` the rings of their rows.
     """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":
@@ -423,8 +425,8 @@ def gathering(
     """Return a function that gathers the pages of each row and runs `attention`, once the tokens
     are in their pages.
 
-    `whole`: keys and values of rows without earlier tokens, used instead of their pages. `full`:
-    all rows have the same number of queries.
+    `whole` has the keys and values of rows without earlier tokens. They are used instead of the
+    pages. `full` means that all rows have the same number of queries.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -518,14 +520,15 @@ def side_by_side(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Branches[Pair]:
-    """Return keys and values of each branch, `[B, S, Hkv, .]`, or `[B, C, Hkv, .]` of as many
-    compressed tokens as the pages have room for.
+    """Return the keys and values of each branch as `[B, S, Hkv, .]`. Those of the compressed
+    branch are `[B, C, Hkv, .]`, where C is the number of compressed tokens that fit in the
+    pages.
 
     Args:
       page_table, lengths: as in `paged_attention`.
       queries: The queries of the longest row, which bound the tokens of the sliding branch.
-      at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
-        are copied.
+      at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If they are given,
+        only compressed tokens are copied.
       margin: The number of tokens before those of the sliding branch that must be zeros. Earlier
         ones may be uninitialized. None means that all must be zeros.
       last_page: Whether to copy only the page of each row's last token for the selected branch.

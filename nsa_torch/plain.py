@@ -1,15 +1,16 @@
-"""Whether torch runs operations on tensors directly, and the state of a backward pass.
+"""Finds out whether torch runs operations on tensors directly, and in which state a backward
+pass is.
 
-Second derivatives: nothing but `reference` has them. torch's `once_differentiable` raises nothing
-if the incoming gradient requires none, and the part that depends on the inputs is then missing from
-a Hessian or a gradient penalty.
+Only `reference` has second derivatives. torch's `once_differentiable` raises no error if the
+incoming gradient requires no gradient. A Hessian or a gradient penalty would then lack the part
+that depends on the inputs.
 
-Early release: torch frees the tensors that an operator saved after the operator's backward pass.
-The outputs of the three branches, half of the memory of a call, are read only by one of its first
-launches (`deltas`), so dq can reuse their memory. This happens only in the last pass through a
-graph (no `retain_graph`), and if no hook has seen the saved tensors: a hook may keep one, or move
-it back from another stream. Code that reads the node (`out.grad_fn.saved_tensors`) finds tensors
-without memory after the pass.
+By default, torch frees the tensors that an operator has saved only after the operator's
+backward pass. The outputs of the three branches, half of the memory of a call, are read only by
+one of the first launches (`deltas`), so dq can reuse their memory. They are therefore released
+early, but only in the last pass through a graph (no `retain_graph`), and only if no hook has
+seen the saved tensors. A hook may keep such a tensor, or move it back from another stream. Code
+that reads the node (`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
 """
 
 import contextlib
@@ -27,8 +28,9 @@ TENSORS = frozenset({Tensor, torch.nn.Parameter})  # classes that override no op
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Whether torch runs operations on these tensors directly: `undisturbed`, and no tensor has a
-    subclass or the negative bit. Arguments that are not tensors are ignored.
+    """Return whether torch runs operations on these tensors directly. This requires
+    `undisturbed()`, and that no tensor has a subclass or the negative bit. Arguments that are
+    not tensors are ignored.
     """
     return undisturbed() and all(
         type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
@@ -36,8 +38,8 @@ def plain(tensors: Iterable[Any]) -> bool:
 
 
 def undisturbed() -> bool:
-    """Whether torch runs operations directly: nothing is traced, compiled or transformed, and no
-    mode is active.
+    """Return whether torch runs operations directly. In that case no function is traced,
+    compiled or transformed, and no mode is active.
     """
     return (
         not torch.compiler.is_compiling()
@@ -50,8 +52,9 @@ def undisturbed() -> bool:
 
 
 def traced(tensors: Iterable[Any]) -> bool:
-    """Whether one of them stands for a tensor that a compiled function will be given. Where torch
-    2.11 traces a backward pass, `is_compiling` is false.
+    """Return whether one of the tensors represents an input of a function that is being
+    compiled. `is_compiling` does not suffice, since it is False while torch 2.11 traces a
+    backward pass.
     """
     return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
 
@@ -96,12 +99,14 @@ def is_last_pass() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks`, checkpointing among them, are set."""
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` are set. Checkpointing uses
+    such hooks.
+    """
     return _hooks(True) is not None
 
 
 def release(tensors: Sequence[Tensor]) -> None:
-    """Gives the memory of tensors back that are read no more; they are empty afterwards. Work
+    """Free the memory of tensors that are not read any more. They are empty afterwards. Work
     that is queued on the current stream may still read them.
     """
     for x in tensors:
@@ -163,12 +168,12 @@ class _Once(torch.autograd.Function):
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:
-    """The backward pass of functions that have none."""
+    """Raise NotImplementedError, as the backward pass of functions that have none."""
     raise NotImplementedError(MESSAGE)
 
 
 class Refused(torch.autograd.Function):
-    """A gradient that depends on `inputs`, and has no gradient."""
+    """Marks a gradient as dependent on `inputs`, and refuses its own gradient."""
 
     @staticmethod
     def forward(grad, *inputs):
@@ -182,5 +187,5 @@ class Refused(torch.autograd.Function):
 
 
 def under_transforms() -> bool:
-    """Whether torch.func transforms what runs."""
+    """Return whether the current code runs under a transform of torch.func."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -1,7 +1,6 @@
-"""A selection as half-open key ranges, and how `fa2` may be handed ranges instead of blocks.
-
-Two ways to the same ranges: v1 loops over the rows on the host,
-v2 is a dozen operators on the device. `nsa_jax.ranges` is v2 in JAX.
+"""Converts a selection to half-open key ranges, which `fa2` may read instead of blocks. Two
+methods compute the same ranges. v1 loops over the rows on the host, and v2 runs a dozen
+operators on the device. `nsa_jax.ranges` is v2 in JAX.
 """
 
 import contextlib
@@ -46,8 +45,8 @@ def asked() -> str:
 
 
 def way(mode: str, length: int) -> str:
-    """Return the method that `mode` selects for sequences of `length` queries, which is none, v1 or
-    v2.
+    """Return the method that `mode` selects for sequences of `length` queries: `none`, `v1` or
+    `v2`.
     """
     if mode == "adaptive":
         return "v2" if length >= ADAPTIVE_MIN_LEN else "v1"

@@ -25,7 +25,9 @@ def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
 
 
 def _target(name: str, of_tokens: bool):
-    """Return the function `name` of the oracle, of keys that are tokens, or compressed ones."""
+    """Return the function `name` of the oracle, for keys that are tokens or compressed
+    tokens.
+    """
     function = getattr(reference, name)
 
     def run(

@@ -1,8 +1,10 @@
-"""The three branches through torch's scaled_dot_product_attention, for any device and dtype.
+"""Computes the three branches with torch's scaled_dot_product_attention, on any device and in
+any dtype.
 
 Queries are processed in chunks. A chunk sees a prefix of the compressed tokens, a band of
 the sliding keys, or the gathered blocks of its own selection, under a boolean mask made from
-positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product `q . k`.
+positions. SDPA does not return the log-sum-exp. With `with_lse` it is computed by a second
+product `q . k`.
 """
 
 from typing import Any
@@ -112,8 +114,8 @@ def selected_attention(
 
 
 def block_rows(where, block_indices, queries, num_keys, config):
-    """Return the rows of `[B*S*Hkv]` in the chunk's blocks, and which of them are seen,
-    `[B, Q, Hkv, n*l']`.
+    """Return the rows of `[B*S*Hkv]` that the blocks of the chunk contain, and whether the
+    query sees them, `[B, Q, Hkv, n*l']`.
     """
     blocks = block_indices[:, queries].to(torch.int64)
     batch, _, kv_heads, _ = blocks.shape
@@ -159,7 +161,9 @@ def _dense(seen, scale, with_lse):
 
 
 def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
-    """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
+    """Compute attention of queries `[N, Hkv, R, D]` to keys `[N, Hkv, K, D]`. `seen` is
+    broadcast to `[N, Hkv, R, K]`.
+    """
     empty = ~seen.any(dim=-1, keepdim=True)
     query = query.masked_fill(empty, 0)
     if query.device.type == "cpu" and query.dtype is not torch.bfloat16:
@@ -201,5 +205,7 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
 
 
 def _logsumexp(logits, empty):
-    """-inf of `empty` rows, whose logits are finite: torch's gradient of such a sum is NaN."""
+    """Compute the log-sum-exp, which is -inf for `empty` rows. The logits of these rows are
+    finite, since torch's gradient of a sum of -inf is NaN.
+    """
     return logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

@@ -1,4 +1,6 @@
-"""Small tensors that depend only on a problem's sizes, made once for all calls with them."""
+"""Caches small tensors that depend only on the sizes of a problem. All calls with the same
+sizes share them.
+"""
 
 import collections
 import logging
@@ -25,13 +27,14 @@ class Kept(list[Tensor]):
 
 
 class Shared:
-    """Tensors by key, the least recently used ones dropped first. What was among the last
-    `recent` uses stays: the calls that run now need it, however large it is.
+    """Caches tensors by key. The least recently used ones are dropped first. Tensors among the
+    last `recent` uses are never dropped, regardless of their size, since the current calls need
+    them.
 
-    Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
-    graph may outlive this cache: a tensor that a graph reads is kept until the process ends. A
-    graph makes tensors that did not exist before its capture again at each replay. A call before
-    the capture, which compiled kernels need too, avoids that.
+    The cache is safe on any stream. A stream waits for the stream that computed a tensor. A
+    CUDA graph may outlive this cache, so a tensor that a graph reads is retained until the
+    process ends. If a tensor did not exist before the capture, the graph computes it at each
+    replay. A call before the capture, which compiled kernels need too, avoids that.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
@@ -67,7 +70,7 @@ class Shared:
         return tensors
 
     def _pin(self, key, found):
-        """The tensors are ready now, and stay."""
+        """Wait until the tensors are computed, and keep them in the cache."""
         tensors, _, event = found
         if event is not None:
             # A graph cannot wait for work outside it.
@@ -135,7 +138,7 @@ class Shared:
             return {*self._kept, *self._pinned}
 
     def clear(self) -> None:
-        """Forgets everything but what CUDA graphs read."""
+        """Drop all cached tensors except those that CUDA graphs read."""
         with self._lock:
             self._kept.clear()
             self.size = 0
@@ -155,8 +158,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _made(device, make):
-    """Return the result of `make()`, the address of the stream that made it, and an event at its
-    end.
+    """Return the result of `make()`, the address of the stream that computed it, and an event
+    that marks the end of this work.
     """
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them without a copy.

@@ -181,9 +181,9 @@ def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def readable(x):
     """Return `x`, or a copy where kernels cannot read it in place.
 
-    Only bounds, gates, block indices, tokens that are compressed and nothing else, what
-    torch.compile laid out, and tensors with the negative bit are ever copied: `dispatch.choose`
-    refuses other such tensors of the caller.
+    Copies are made only of bounds, gates, block indices, tokens that are only compressed,
+    tensors from torch.compile, and tensors with the negative bit. `dispatch.choose` refuses
+    other tensors of the caller that kernels cannot read.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x
@@ -191,7 +191,7 @@ def readable(x):
 
 
 def launch_triton(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
-    """Return the outputs; every tensor is stored in memory row by row."""
+    """Run a Triton kernel and return its outputs. Every tensor is stored row by row."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
         for shape, dtype in kernel.outputs

@@ -1,7 +1,7 @@
 """The steps on Triton kernels on torch tensors (implementation `triton`): GPUs from Ampere on.
 
-No length compiles anything. A CUDA graph can capture a call whose layer has run before. Compressed
-tokens are means that torch takes.
+A new length causes no compilation. A CUDA graph can capture a call if the layer has run before.
+Compressed tokens are means, which torch computes.
 """
 
 import types
@@ -18,7 +18,7 @@ def _means_of(ops, key, value, params):
 
 
 def _gradients(ops, compressed, others, length, params):
-    """The same as in `nsa_core.steps.mosaic_compress`."""
+    """Return the gradients of tokens, as in `nsa_core.steps.mosaic_compress`."""
     borders, found = _borders(params), []
     static = {"length": length, "config": params.config, "packed": bool(borders)}
     for i, grad in enumerate(compressed):
@@ -43,7 +43,9 @@ def _means(ops, x, *borders, config):
 
 @derived(lambda x, *rest, length, **static: [like(x, x.shape[0], length, *x.shape[2:])])
 def _of_tokens(ops, x, *rest, length, config, packed):
-    """Return the gradients of tokens from those of means, and from those of other branches."""
+    """Return the gradients of tokens, computed from the gradients of means and of the other
+    branches.
+    """
     borders = rest[0] if packed else None
     others = rest[packed:]
     means = gradient_of_means(x, length, config=config, cu_seqlens=borders)

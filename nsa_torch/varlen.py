@@ -50,9 +50,10 @@ def varlen_metadata(
         tokens of the first call.
       padded: whether `cu_seqlens[-1]` may be less than T. None means that it may, unless the host
         reads it. If False, tokens after the last sequence must be finite.
-      max_sequences: capacity for sequences, up to which `update` accepts any number. None means
-        the next power of two, at least 8. Calls with the same capacity, row and bucket of
-        `max_seqlen` (a power of two) have one signature: nothing is planned or compiled again.
+      max_sequences: The maximum number of sequences that `update` accepts. None means the next
+        power of two, at least 8. Calls with the same `max_sequences`, the same row length and
+        the same bucket of `max_seqlen` (a power of two) have the same signature, so that no
+        plan or kernel is built again.
       config: the sizes of the calls.
       device: the device of the calls; None means that of `cu_seqlens`.
 
@@ -60,7 +61,7 @@ def varlen_metadata(
       A `VarlenMetadata` for calls on such rows.
 
     Raises:
-      ValueError: an argument contradicts another, or numbers that the host reads.
+      ValueError: An argument contradicts another argument, or values that the host reads.
     """
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
@@ -74,7 +75,8 @@ class VarlenMetadata:
     """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`.
 
     Attributes:
-      cu_seqlens: a copy, int32 `[max_sequences + 1]`, in which the last number is repeated.
+      cu_seqlens: A copy, int32 `[max_sequences + 1]`. The last number is repeated in unused
+        entries.
     """
 
     cu_seqlens: Tensor
@@ -133,7 +135,8 @@ class VarlenMetadata:
         earlier call saved for a backward pass become invalid.
 
         Raises:
-          ValueError: the numbers exceed `max_sequences`, `max_seqlen`, `total` or `padded`.
+          ValueError: The sequences do not fit `max_sequences`, `max_seqlen`, `total` or
+            `padded`.
         """
         checks.borders_array(cu_seqlens)
         self._write(cu_seqlens, self._numbers(cu_seqlens))
@@ -160,7 +163,7 @@ class VarlenMetadata:
           implementation: `mosaic` or `triton`.
 
         Raises:
-          ValueError: T is not known yet, or there are no such kernels.
+          ValueError: T is not known yet, or the implementation has no kernels for this layer.
         """
         if self.total is None:
             raise ValueError("varlen must be made with total, or be used in a call before")
@@ -189,7 +192,9 @@ class VarlenMetadata:
         return [x for x in found if x.numel()]
 
     def check(self) -> None:
-        """Raises ValueError where `cu_seqlens` that were given have been written to since."""
+        """Raise ValueError if the caller's `cu_seqlens` have been modified since the metadata
+        was made.
+        """
         if not self._given.is_inference() and self._given._version != self._version:
             raise ValueError(
                 "cu_seqlens must not be modified after varlen was made; call "
@@ -228,7 +233,7 @@ class VarlenMetadata:
         return self.cu_seqlens
 
     def _fix(self, length: int | None) -> None:
-        """The length of the row, which the first call has."""
+        """Set the length of the row to that of the first call."""
         if length is None:
             raise ValueError("varlen must be made with total, the tokens of all ranks")
         self.total = length
@@ -271,7 +276,7 @@ class VarlenMetadata:
         return numbers[-1], longest
 
     def _write(self, given: Tensor, numbers: tuple[int, int] | None) -> None:
-        """Into `cu_seqlens`."""
+        """Write the boundaries into `cu_seqlens`."""
         self._given = given
         self._version = None if given.is_inference() else given._version
         own, count = self.cu_seqlens, given.shape[0]
@@ -297,7 +302,7 @@ def borders_of(
     of `varlen`.
 
     Args:
-      length: tokens of the whole row, where `x` has others.
+      length: The number of tokens of the whole row, if `x` has a different number.
 
     Raises:
       ValueError: Both are given, or `varlen` is from another call.

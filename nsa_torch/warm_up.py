@@ -1,7 +1,7 @@
-"""Compiles and loads the kernels of a layer before its first call, all at once and in parallel.
+"""Compiles and loads all kernels of a layer in parallel, before its first call.
 
-A kernel serves every length, so what is prepared once for a layer (heads, widths, dtype,
-`NSAConfig`) stays, on disk too (`kernels_pallas.runtime.store`).
+A kernel serves every length. Kernels that were prepared once for a layer (heads, widths, dtype,
+`NSAConfig`) therefore remain valid, also on disk (`kernels_pallas.runtime.store`).
 """
 
 from collections.abc import Iterable
@@ -32,15 +32,17 @@ def prepare(
     """Compiles the kernels of a layer that are not on disk yet, and loads all of them.
 
     Args:
-      heads, kv_heads: query heads, and those of keys and values.
-      key_width, value_width: columns of a head; by default those of a value are those of a key.
-      dtype, config, scale: Those of the calls, see `attention`.
+      heads, kv_heads: The numbers of query heads and of key/value heads.
+      key_width, value_width: The numbers of columns per head. `value_width` defaults to
+        `key_width`.
+      dtype, config, scale: As in the calls of `attention`.
       gradients: Whether to include the kernels of the backward pass.
-      packed: For batches with `cu_seqlens`. Otherwise also for compression by means, for tokens
-        that the branches share and for separate tokens.
-      lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
-        long sequences.
-      jobs: processes that build what is not on disk; by default one a core.
+      packed: Whether to prepare the kernels for batches with `cu_seqlens`. Otherwise the
+        kernels of compression by means are included, both for tokens that the branches share
+        and for separate tokens.
+      lengths: Numbers of tokens. A kernel serves all lengths, but short and long sequences run
+        different kernels.
+      jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:
       The number of kernels that are ready.
@@ -48,7 +50,7 @@ def prepare(
     Raises:
       ValueError: `device` is no GPU.
       NotImplementedError: There is no Hopper GPU.
-      RuntimeError: A kernel could not be built. The message is its compiler's.
+      RuntimeError: A kernel could not be built. The message is that of the compiler.
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():

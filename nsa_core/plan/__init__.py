@@ -4,6 +4,6 @@
     planner    PlanOps, the `ArrayOps` that records the operations of the steps, and the offsets of
                the buffers that only kernels read
 
-A buffer is a role of an argument or of a result. Two arguments that are one tensor are two buffers
-with one address.
+A buffer represents one argument or one result. If the same tensor is passed as two arguments,
+it is two buffers with the same address.
 """

@@ -20,12 +20,14 @@ class Memory(enum.Enum):
     """The kind of memory of a buffer.
 
     Attributes:
-      ARGUMENT: the caller's; never written.
-      CONSTANT: depends only on the plan, made once; never written.
-      BATCH: depends on the plan and on the argument that many calls share (`ArrayOps.per_batch`),
-        made once for it; never written.
-      WORKSPACE: in the one allocation of a call.
-      ALONE: has separate memory, from its first step to its last.
+      ARGUMENT: The memory belongs to the caller and is never written.
+      CONSTANT: The contents depend only on the plan. They are computed once and never written
+        again.
+      BATCH: The contents depend on the plan and on the argument that many calls share
+        (`ArrayOps.per_batch`). They are computed once per such argument and never written
+        again.
+      WORKSPACE: The memory is part of the single allocation of a call.
+      ALONE: The buffer has a separate allocation, which exists from its first step to its last.
     """
 
     ARGUMENT = enum.auto()
@@ -53,7 +55,7 @@ class View(NamedTuple):
 
     Attributes:
       buffer: number of the buffer.
-      offset: Its first byte, a multiple of `ALIGNMENT` of `kernels_pallas.kernel`.
+      offset: The first byte of the part, a multiple of `kernels_pallas.kernel.ALIGNMENT`.
     """
 
     buffer: int
@@ -66,7 +68,9 @@ class View(NamedTuple):
         return math.prod(self.shape) * BYTES[self.dtype]
 
     def reshape(self, *shape: Any) -> "View":
-        """The same memory as another shape of the same size; one number may be -1."""
+        """Return a view of the same memory in another shape of the same size. One number may be
+        -1.
+        """
         flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(x for x in flat if x != -1)
         size = math.prod(self.shape)
@@ -96,7 +100,7 @@ class Derived(NamedTuple):
     """A derived step (`nsa_core.array_ops`), which the framework computes.
 
     Attributes:
-      static: its other arguments, by name.
+      static: The arguments of the step that are not arrays, by name.
       writes: The outputs, which are new buffers or the first buffer of `reads`. In the second case
         the function writes into that buffer and returns nothing.
     """
@@ -149,8 +153,8 @@ class Plan(NamedTuple):
         argument `shared`.
       results: whole buffers, each with a separate allocation.
       begins: For each step, the buffers `ALONE` that it writes first.
-      ends: For each step, those buffers and the arguments that no later step uses.
-      released: Arguments whose memory may be freed at their end.
+      ends: For each step, the `ALONE` buffers and the arguments that no later step uses.
+      released: Arguments whose memory may be freed after the last step that uses them.
     """
 
     arguments: int

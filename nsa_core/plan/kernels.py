@@ -90,8 +90,8 @@ def kernels_of_layer(
     compresses: bool = True,
     **layer: Any,
 ) -> list[Kernel]:
-    """Return the kernels of the calls of a layer, each once: without gradients, and with them if
-    `gradients`.
+    """Return the kernels of the calls of a layer, each once. With `gradients`, the kernels of
+    calls with gradients are included.
 
     Args:
       lengths: Lengths of sequences.

@@ -31,9 +31,9 @@ LEAST_RELEASED = 64 * 2**20
 
 
 class PlanOps(ArrayOps):
-    """Records kernels and derived steps on `View`s. An equal derived step of the same buffers
-    runs once. A step that reads only constants, or nothing, makes constants. A step that also
-    reads the shared argument makes batch buffers.
+    """Records kernels and derived steps on `View`s. Equal derived steps on the same buffers run
+    once. The results of a step that reads only constants, or nothing, are constants. If a step
+    also reads the shared argument, its results are batch buffers.
 
     Args:
       capability: The compute capability of the GPU.
@@ -108,7 +108,7 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """Return a new separate array, which may be written."""
+        """Return a new array with separate memory, which may be written."""
         named = tuple(sorted(static.items()))
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
@@ -263,8 +263,8 @@ class PlanOps(ArrayOps):
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
-        """Make results separate whole buffers. A result in the buffer of another result or of
-        an argument is copied.
+        """Give each result a whole buffer of its own. A result is copied if it shares a buffer
+        with another result or with an argument.
         """
         final: list[View] = []
         for x in results:
@@ -296,10 +296,10 @@ class PlanOps(ArrayOps):
         """Move steps that depend only on arguments and constants, so that launches stay
         adjacent.
 
-        A large one is made right before its first read, or at the end if no step reads it. A small
-        one is made before the first launch, or after the launches that do not read it, if those
-        keep the device busy for longer than the host needs. Launches with tensors are separate in
-        any case.
+        A large result is computed right before its first read, or at the end if no step reads
+        it. A small result is computed before the first launch. If the launches that do not read
+        it keep the device busy for longer than the host needs, it is computed after these
+        launches. Launches with tensors are separate in any case.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -364,13 +364,15 @@ def _view_at(x: View, index: Slices) -> View | None:
 
 
 def _row_length(shape: Sequence[int], dtype: str) -> int:
-    """Return the length of the rows of a buffer whose rows begin with arrays of this shape."""
+    """Return the row length of a buffer in which each row begins with an array of this
+    shape.
+    """
     size = BYTES[dtype]
     return -(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT // size
 
 
 def _rows_in(rows: View, shape: Sequence[int]) -> tuple[View, ...]:
-    """Arrays of a shape, each at the start of a row `[count, length]` of a buffer."""
+    """Return arrays of one shape, each at the start of a row of a buffer `[count, length]`."""
     count, length = rows.shape
     row = length * BYTES[rows.dtype]
     return tuple(View(rows.buffer, i * row, tuple(shape), rows.dtype) for i in range(count))
@@ -461,9 +463,9 @@ type Lives = Mapping[int, tuple[int, range]]
 
 
 def workspace_offsets(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Return the offset of each buffer in the workspace, and its total bytes. The workspace exists
-    during the whole call. If less than half of it is in use when memory is at its peak, a small one
-    is used.
+    """Return the offset of each buffer in the workspace, and its total bytes. The workspace
+    exists during the whole call. A smaller workspace is used if less than half of it would be
+    in use at the peak of memory.
 
     Args:
       lives: Buffers in the order of their first steps.

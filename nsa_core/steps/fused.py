@@ -1,13 +1,13 @@
-"""All steps of NSA on kernels in one function, and its gradient, for any framework and any
-kernels.
+"""Runs all steps of NSA on kernels in one function, and computes its gradient, for any
+framework and any kernels.
 
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
 `forward_with_residuals` also stores each branch separately. The kernel of the selected branch then
 computes the sum. Triton, and Mosaic where tiles are gathered, use a separate kernel (`gated_sum`).
-`recomputed` residuals contain only the selection. `backward` then runs the branches again one
-after the other, so that only one output exists at a time.
+Residuals that are `recomputed` contain only the selection. From these, `backward` runs the
+branches again, one after the other, so that only one output exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,17 @@ class Steps(NamedTuple):
     Attributes:
       forward: a module with the functions of `mosaic_forward`.
       backward: a module with the functions of `mosaic_backward`.
-      lists: Names under which the results of `forward.tile_block_lists` are saved for the backward
-        pass. Without names it makes the lists again.
+      lists: Names under which the results of `forward.tile_block_lists` are saved for the
+        backward pass. Without names, the backward pass computes the lists again.
       narrowest: Function of the width of keys. It returns the fewest columns of values with which
         the compressed branch runs if only its log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
         are made elsewhere.
-      reads_places: whether the kernels read packed rows by the slots of `nsa_core.varlen`.
+      reads_places: Whether the kernels read the keys of packed rows from the slots of
+        `nsa_core.varlen`.
       reads_pages: Whether `forward.selected` supports `pages`.
-      gates_together: Whether all gates are cast to float32 in one launch. Otherwise each is cast
-        when a kernel reads it, which needs the memory of one.
+      gates_together: Whether all gates are cast to float32 in one launch. Otherwise each gate
+        is cast when a kernel reads it, so that only one cast gate exists at a time.
     """
 
     forward: Any
@@ -54,7 +55,7 @@ class Steps(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays that have a gradient, or the gradients, which have the same shapes.
+    """The arrays that have a gradient, or their gradients, which have the same shapes.
 
     Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or
     value that a query may not see is NaN.
@@ -95,12 +96,14 @@ class Residuals(NamedTuple):
 
     @classmethod
     def recomputed(cls, block_indices) -> "Residuals":
-        """Return the residuals of `forward`, which are only the selection."""
+        """Return residuals that contain only the selection of `forward`."""
         return cls(block_indices, None, None, None)
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
-    """Return the keys that queries of the compressed or the sliding branch see."""
+    """Return the bounds of the keys that queries see in the compressed or in the sliding
+    branch.
+    """
     return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
 
 
@@ -109,7 +112,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
 
     Args:
       indices: `block_indices` of the selected branch.
-      how: other arguments of the step.
+      how: The other arguments of the step.
     """
     if name == "selected":
         return steps.forward.selected(ops, qkv, *indices, params, **how)
@@ -135,7 +138,7 @@ def _nothing_seen(ops, query, *, width: int):
 def intervals(
     steps: Steps, ops: ArrayOps, do, branches: Sequence[Interval], params: Params
 ) -> tuple:
-    """The same as `steps.backward.intervals`, also for branches without keys."""
+    """Run `steps.backward.intervals`, but also accept branches without keys."""
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     pairs = [None if x.qkv.key.shape[1] else [*map(zeros, x.qkv[1:])] for x in branches]
     some = [x for x, pair in zip(branches, pairs, strict=True) if pair is None]
@@ -181,7 +184,7 @@ def forward(
 
     Args:
       block_indices: None means that they are selected from the compressed scores.
-      num_blocks: The maximum of blocks per sequence.
+      num_blocks: The maximum number of blocks per sequence.
       pages: Pages of the selected keys and values.
     """
     query, key, value, gates = inputs
@@ -255,15 +258,16 @@ def backward(
     params: Params,
     by_places: bool = False,
 ) -> Inputs:
-    """Return the gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in
-    float32.
+    """Return the gradients of the inputs, given the gradient `do` `[B, T, H, Dv]` of the
+    output. The gradients of gates are float32.
 
     dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels read dO, g_c and delta_c.
     dq is one array, to which the branches add in place, in a fixed order.
 
     Args:
-      by_places: Whether kernels that read slots of packed rows may leave the gradients of the
-        selected tokens in them. `gradients_of_tokens` reads these if all branches share tokens.
+      by_places: Whether kernels that read slots of packed rows may return the gradients of the
+        selected tokens in these slots. `gradients_of_tokens` reads the slots if all branches
+        share tokens.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
@@ -278,8 +282,8 @@ def backward(
         ops.release(outputs)
 
     def rows_of(name, *indices, **how):
-        """Return the row statistics of a branch. If the branch must run again for them, its output
-        is dropped.
+        """Return the row statistics of a branch. If the branch must run again to compute them,
+        its output is dropped.
         """
         gate = getattr(gates, name)
         if lses is not None:
@@ -312,7 +316,9 @@ def in_slots(layout, *arrays):
 
 
 def of_slots(layout, count, *arrays):
-    """Gradients for the `count` compressed tokens that were the input of `in_slots`."""
+    """Return the gradients of the `count` compressed tokens that were the input of
+    `in_slots`.
+    """
     return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 
 
@@ -353,7 +359,9 @@ def one_branch_backward(
 
 
 def select_blocks(steps, ops, query, key, params, num_blocks):
-    """Select the blocks that each query reads. The normalisation is a separate pass."""
+    """Select the blocks that each query reads. The log-sum-exp of the compressed branch is
+    computed in a separate pass.
+    """
     (key,) = in_slots(params.layout, key)
     # Only the log-sum-exp is read: the narrowest values do.
     (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))

@@ -1,4 +1,5 @@
-"""The keys that each query sees, as an interval `first .. last - 1`, also by kernel row.
+"""Computes the keys that each query sees, as an interval `first .. last - 1`, per token and per
+kernel row.
 
 A kernel's tile has `tokens` tokens times the `G` query heads of a group; row `token * G + head`
 (`kernels_pallas.specs.tile`).
@@ -18,10 +19,12 @@ from nsa_core.varlen import Capacity, taken
 
 
 def visible_compressed(position: Any, start: Any, config: NSAConfig) -> tuple[Any, Any]:
-    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`: `[B, T]` both.
+    """Return the first compressed token that each query sees, and the end of those that it
+    sees, both `[B, T]`. Position `p` sees compressed token `i` if and only if `p >= i*d + l -
+    1`.
 
     Args:
-      start: the first compressed token of its sequence.
+      start: The first compressed token of the query's sequence.
     """
     block, stride = config.compress_block, config.compress_stride
     return start, start + ((position + (1 + stride - block)) // stride).clip(0, None)
@@ -79,7 +82,9 @@ class VisibleCompressed:
         return cdiv(np.minimum(keys, most), tile)
 
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
-        """The same for a packed row, whose compressed tokens are in slots."""
+        """Return the same bound as `tiles_seen` for a packed row, whose compressed tokens are
+        in slots.
+        """
         # The first one's sequence may begin so long before; each has slots of its own.
         keys = np.minimum(
             capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
@@ -103,7 +108,7 @@ class Window:
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """The same as in `VisibleCompressed`."""
+        """Return an upper bound for the number of key tiles, as in `VisibleCompressed`."""
         seen = np.minimum(keys, end - first + self.config.window - 1)
         return cdiv(seen - 1, tile) + 1  # which may begin anywhere in a tile
 
@@ -139,12 +144,13 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     """Move the compressed keys of packed rows so that no block contains two sequences.
 
     Args:
-      start: index of the first compressed token of each query's sequence `[B, T]`.
+      start: `[B, T]`, the index of the first compressed token of each query's sequence.
       first, last: The first and last compressed token that the query sees.
 
     Returns:
-      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. For each query its sequence's first
-      block, and the first and the last of the moved keys that it sees, `[B, T]`.
+      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. Then three arrays `[B, T]`,
+      with the first block of each query's sequence, and the first and the last of the moved
+      keys that the query sees.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
     if not count:
@@ -164,8 +170,8 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     ]
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
-    """Return the key of each slot, -1 if it is empty. For each query also its first block and the
-    moved keys that it sees.
+    """Return the key of each slot, or -1 if the slot is empty. Also return, for each query, the
+    first block of its sequence and the moved keys that it sees.
     """
     xp, batch = ops.xp, start.shape[0]
     source, target = (
@@ -187,5 +193,5 @@ def _aligned(ops, start, first, last, *, count, length, ratio):
 
 @derived(lambda x: [like(x)])
 def zeros_like(ops, x):
-    """Zeros that no step may modify."""
+    """Return zeros that no step may modify."""
     return [ops.xp.zeros_like(x)]

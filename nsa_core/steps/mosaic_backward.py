@@ -9,13 +9,14 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dK_c    = scale * dS_c^T Q
     dV_c    = gP_c^T dO
 
-A single branch has no gate, and delta_c - dlse_c instead of delta_c.
-dq is query-stationary, by the loop of the forward pass. dk and dv are key-stationary: the
-queries that saw a key tile are found on the device, by search if queries see intervals, and from
-query lists if they chose blocks. Long lists are several work items, whose partial sums
-another kernel merges. For groups from 8 heads, `dkv` of the selected branch also stores dS, and
-dq is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores
-and selection. Every sum has a fixed order.
+If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
+dq is query-stationary and has the loop of the forward pass. The kernel of dk and dv is
+key-stationary. The queries that saw a key tile are found on the device. If queries see
+intervals, they are found by search. If queries chose blocks, they are read from query lists. A
+long list is divided into several work items, and another kernel merges their partial sums. For
+groups from 8 heads, `dkv` of the selected branch also stores dS, and dq is the product of dS
+with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and selection. Every
+sum has a fixed order.
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ from nsa_core.varlen import Capacity
 
 
 class NumpyOps:
-    """The part of `nsa_core.array_ops.ArrayOps` that bounds and work items of intervals need, for
-    arrays that depend only on sizes, computed during tracing.
+    """The part of `nsa_core.array_ops.ArrayOps` that computes bounds and work items of
+    intervals. It computes arrays that depend only on sizes, during tracing.
     """
 
     xp: Any = np
@@ -78,12 +79,12 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
-    """Return the gradients of one or two branches whose queries see intervals of keys: dq in one
-    array or a `LaterDq`, and dk and dv of each branch.
+    """Return the gradients of one or two branches whose queries see intervals of keys. These
+    are dq, as one array or a `LaterDq`, and dk and dv of each branch.
 
     Args:
       do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
-      added: `[B, T, H, D]`, added to dq, perhaps in place.
+      added: An array `[B, T, H, D]` that is added to dq, possibly in place.
     """
     layout, _, scale = params
     first, *others = branches
@@ -123,7 +124,7 @@ def intervals(
 
 
 def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
-    """Return dk and dv of a branch. `seen` has its bounds per token."""
+    """Return dk and dv of a branch. `seen` has the bounds of the visible keys per token."""
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
@@ -149,8 +150,9 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """Return `_interval_items` of rows that are not packed, as constants of a program. Compiling
-    the code that makes them would take longer than the rest of a backward pass.
+    """Return `_interval_items` of rows that are not packed, as constants of a program. If the
+    program computed them, compiling that code would take longer than the rest of a backward
+    pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
     position = np.broadcast_to(index, (spec.B, spec.T))
@@ -181,7 +183,7 @@ def _interval_split(
     stride = bounds.config.compress_stride
 
     def sees(end):
-        """Return the keys that a query sees if all sequences have the maximal length."""
+        """Return the keys that a query sees if all sequences have the maximum length."""
         last = (capacity.key_end(end) - 1) % capacity.max_seqlen
         return cdiv(cdiv(last + 1, stride), base.tile_keys)
 
@@ -199,10 +201,11 @@ def selected(
     block_lists=None,
     by_places: bool = False,
 ) -> Qkv:
-    """Gradients of the selected branch.
+    """Return the gradients of the selected branch.
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
-      by_places: dk and dv of packed rows may be in slots, `[B, places, Hkv, .]`.
+      by_places: Whether dk and dv of packed rows may be returned in slots, `[B, places, Hkv,
+        .]`.
       do, added: as in `intervals`.
     """
     layout, config, scale = params
@@ -260,8 +263,9 @@ def selected(
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
-    """Return dk and dv. `sums` has the first partial sum of each key tile, and their count.
-    `layout` is that of query lists, with the tiles of `mosaic_lists.list_keys`.
+    """Return dk and dv. `sums` has the first partial sum of each key tile and the number of its
+    partial sums. `layout` is the layout of query lists, with the tiles of
+    `mosaic_lists.list_keys`.
     """
     gradients = []
     for part in spec.passes:

@@ -1,4 +1,4 @@
-"""Compression by means on Mosaic kernels, and its gradient, for either framework."""
+"""Computes compression by means on Mosaic kernels, and its gradient, for either framework."""
 
 import dataclasses
 from typing import Any
@@ -11,9 +11,10 @@ from nsa_core.validate import dtype_name
 
 
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
-    """Return `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of
-    their windows, and zeros up to a whole selection block. No query sees these zeros, but the
-    scores' kernel needs them. In packed rows they are in the slots of their sequences.
+    """Return the means of the windows of tokens `[B, S, Hkv, .]`, as `[B, C, Hkv, D]` and `[B,
+    C, Hkv, Dv]`. Zeros follow them up to a whole selection block. No query sees these zeros,
+    but the scores' kernel needs them. In packed rows the means are in the slots of their
+    sequences.
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
@@ -29,9 +30,9 @@ def gradients(
     """Return dk and dv, `[B, length, Hkv, .]`, of the tokens from which `means` computed the means.
 
     Args:
-      compressed: the gradients of these means.
-      others: `(dk, dv)` of each branch that read the same tokens. In packed rows those of the
-        first may be in slots, `[B, places, Hkv, .]`.
+      compressed: The gradients of these means.
+      others: `(dk, dv)` of each branch that read the same tokens. In packed rows the gradients
+        of the first branch may be in slots, `[B, places, Hkv, .]`.
     """
     layout = params.layout
     keys, values = ([pair[i] for pair in others] for i in range(2))
@@ -53,7 +54,9 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """Return the gradient of tokens that no window contains, a sum of the others."""
+    """Return the gradient of tokens that no window contains. It is the sum of the gradients
+    from the other branches.
+    """
     if arrays:
         return ops.derive(_total, *arrays)[0]
     return ops.extend(compressed, 1, length, 0.0)

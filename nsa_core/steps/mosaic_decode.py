@@ -28,11 +28,12 @@ def attention(
 ):
     """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
-    Args are those of `nsa_torch.paged_attention`. `new` has keys and values that the step appends
-    first, in a framework with mutable arrays; `slots` then has each row's ring in an fp8 cache.
+    The arguments are those of `nsa_torch.paged_attention`. In a framework with mutable arrays,
+    `new` may have keys and values that the step appends first. `slots` then has the ring of
+    each row in an fp8 cache.
 
     Raises:
-      NotImplementedError: there is no such kernel (`specs.decode.why_not`).
+      NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
     """
     kernel = step_kernel(query, gates, cache, page_table, scale, new is not None)
     arrays = step_arrays(query, gates, cache, page_table, lengths, new, slots)
@@ -125,8 +126,9 @@ def kernel_of(problem: Any, append: bool = False) -> Kernel:
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """Return the kernels of steps of one token per row, over caches in `dtype` and in fp8, for any
-    number and length of rows. Empty if the kernel does not support the layer's sizes.
+    """Return the kernels of decode steps with one token per row, for caches in `dtype` and in
+    fp8. They serve any number of rows of any length. The result is empty if the kernel does not
+    support the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []

@@ -4,9 +4,9 @@
                              interval (sliding)
 
 Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
-log-sum-exp `[B, T, H]`, float32. It may also add to the gated sum: `gate` `[B, T, H]` scales its
-output, and `added` `[B, T, H, Dv]`, the sum of earlier branches, is added to it, perhaps in place.
-The log-sum-exp is None then.
+log-sum-exp `[B, T, H]`, float32. It may also add its output to the gated sum. In that case
+`gate` `[B, T, H]` scales the output, and `added` `[B, T, H, Dv]`, the sum of earlier branches,
+is added to it, possibly in place. The log-sum-exp is then None.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """Return the rounded keys and values: the argument, or newly computed, or None without
-    `compute_dtype`.
+    """Return the rounded keys and values. They are the argument if it is given, and are
+    computed otherwise. Without `compute_dtype` the result is None.
     """
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
@@ -54,7 +54,7 @@ def interval(
 ) -> OutLse:
     """Compute attention over the keys in `bounds`, for the compressed and the sliding branch.
 
-    `rounded`: the result of `round_tokens` for key and value, if it exists.
+    `rounded` is the result of `round_tokens` for key and value, or None.
     """
     query, key, value = qkv
     longest_first = isinstance(bounds, VisibleCompressed)  # later queries see more keys
@@ -82,14 +82,18 @@ def interval(
 
 
 def _operands(qkv: Qkv, layout, rounded):
-    """Return the keys and values that a kernel reads, and the layout of the queries among them."""
+    """Return the keys and values that a kernel reads, and the layout of the queries relative to
+    these keys.
+    """
     if rounded is None:
         return (qkv.key, qkv.value), layout
     return rounded.operands, mosaic_fp8.of_slots(layout)
 
 
 def _last_inputs(ops, gate, added, rounded):
-    """Return the optional last inputs of a branch's kernel, which `attention.forward` adds."""
+    """Return the optional last inputs of a branch's kernel, which `attention.forward` adds to
+    the output.
+    """
     arrays = [] if gate is None else [ops.to_float32(gate)]
     if added is not None:
         return [*arrays, added]
@@ -107,12 +111,13 @@ def selected(
     pages: Pages | None = None,
     rounded=None,
 ) -> OutLse:
-    """Compute attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be
-    NaN.
+    """Compute attention over the blocks `block_indices` `[B, T, Hkv, n]`. No row of `query` may
+    contain NaN.
 
     Args:
       block_lists: The result of `tile_block_lists`, if it exists.
-      pages: the positions of each row's blocks, if keys and values are pages `[1, S, Hkv, .]`.
+      pages: The positions of each row's blocks, if keys and values are stored in pages `[1, S,
+        Hkv, .]`.
       rounded: as in `interval`; not with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
@@ -179,8 +184,9 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """Return the kernel of `selected` with `pages`, for any lengths, in a layer. None if far blocks
-    of small groups are gathered, which needs keys in order, or if a page has several blocks.
+    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. The
+    result is None if far blocks of small groups are gathered, which needs keys in order, or if
+    a page has several blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -222,7 +228,8 @@ def _selected_spec(qkv: Qkv, block_indices, params: Params, rounded=None):
 
 def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
     """Return the selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
-    log-sum-exp `[B, T, H]` of the compressed branch; sequences have at most `num_blocks`.
+    log-sum-exp `[B, T, H]` of the compressed branch. A sequence has at most `num_blocks`
+    blocks.
     """
     layout, config, scale = params
     batch, length, heads, width = query.shape
@@ -278,8 +285,9 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the layout that `scores.best_blocks` reads: bounds of the compressed tokens per row,
-    the own and the first block of each token, and the number of blocks that a tile's tokens span.
+    """Return the layout that `scores.best_blocks` reads. It consists of the bounds of the
+    compressed tokens per row, each token's own block, the first block of its sequence, and the
+    number of blocks that the tokens of a tile span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -349,8 +357,8 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def combine_spec(outputs) -> combine.Combine:
-    """Return the sizes of kernels that read the outputs of the branches, which have the same
-    shape.
+    """Return the spec of kernels that read the outputs of all branches. The outputs have the
+    same shape.
     """
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])

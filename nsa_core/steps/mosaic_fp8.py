@@ -1,4 +1,6 @@
-"""Keys and values in e4m3 for the forward steps on Mosaic kernels, for either framework."""
+"""Rounds keys and values to e4m3 for the forward steps on Mosaic kernels, for either
+framework.
+"""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
     """Round `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, and move them to slots.
 
     Raises:
-      NotImplementedError: a packed row whose sequences have no slots.
+      NotImplementedError: The row is packed, and its sequences have no slots.
     """
     batch, count, kv_heads, width = key.shape
     places, tiles = cdiv(count, ROWS) * ROWS, ()

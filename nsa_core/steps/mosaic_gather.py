@@ -1,9 +1,11 @@
-"""Selected attention for tokens whose neighbours selected other blocks, for both frameworks.
+"""Computes selected attention for tokens whose neighbours selected other blocks, for both
+frameworks.
 
 If the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
-loops only over the blocks near it, and leaves far blocks to
-`kernels_pallas.specs.gathered`: neighbours are alike, and no output depends on later tokens. The
-device decides, so the host never waits, and each kernel skips the blocks of the other.
+loops only over the blocks near it, and `kernels_pallas.specs.gathered` processes the far
+blocks. The list of one tile decides for the next tile, since neighbouring tiles select similar
+blocks and no output may depend on later tokens. The device makes this decision, so that the
+host never waits. Each kernel skips the blocks of the other kernel.
 
 The gathering kernel is key-stationary. Another kernel merges its partial outputs, one for each far
 block of a token, with those of the loop. Tokens are split into segments to limit the partials.
@@ -36,12 +38,15 @@ SHARED_FIELDS = (
 
 
 def max_heads(block: int) -> int:
-    """Return the maximum of heads per group for which blocks of `block` keys may be gathered."""
+    """Return the maximum number of heads per group for which blocks of `block` keys may be
+    gathered.
+    """
     return MAX_HEADS * block // ROWS
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
-    """Return the maximum of blocks in the list of a tile (`SelectedAttention.gather_limit`).
+    """Return the maximum number of blocks in the list of a tile
+    (`SelectedAttention.gather_limit`).
 
     0 means that nothing is gathered, since no list is too long or the gathering kernel cannot
       run.
@@ -118,8 +123,8 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """Return the kernel `merge` that leaves rows in its output unchanged if they are not
-    gathered.
+    """Return the kernel `merge` for an output that already has values. It does not change rows
+    that are not gathered.
     """
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
@@ -139,7 +144,7 @@ def _positions_in_parts(ops, position, *, parts):
 
 
 class _Segment(NamedTuple):
-    """A segment: tokens whose partials exist at the same time."""
+    """A segment of tokens. The partials of these tokens exist at the same time."""
 
     kernel: GatheredAttention
     segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile

@@ -1,4 +1,4 @@
-"""Index structures of the selected branch, made on the device from the block indices.
+"""Builds the index structures of the selected branch on the device, from the block indices.
 
 | structure | read by | contents |
 |---|---|---|
@@ -22,8 +22,8 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """Return the selection in terms of the blocks over which kernels loop, and the number of keys
-    per block.
+    """Return the selection, expressed in the blocks over which kernels loop, and the number of
+    keys per such block.
     """
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
@@ -53,9 +53,10 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 
 
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
-    """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`: the begin of the list of each key
-    tile, and the concatenated lists that the kernel `fill` of `specs.block_query_lists` makes.
-    `counts` are those of the tiles' block lists, if `spec` has a `limit`.
+    """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`. `edges` has the start of the
+    list of each key tile. `lists` are the concatenated lists, which the kernel `fill` of
+    `specs.block_query_lists` writes. `counts` are those of the tiles' block lists, if `spec`
+    has a `limit`.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
     arrays = block_indices, layout.position, starts, *([] if counts is None else [counts])
@@ -70,8 +71,8 @@ def _running_sum(ops, counts):
 
 
 def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
-    """Return `S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If sequences
-    have slots, tiles of slots are like tiles of the keys of one sequence.
+    """Return `S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If
+    sequences have slots, tiles of slots are treated like the key tiles of a single sequence.
     """
     if layout.varlen is None:
         return keys, layout.packed
@@ -87,8 +88,9 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """Return `spec` for the keys that `list_keys` counts. The last keys of a tile may belong to the
-    next sequence, so tiles of slots are merged, each of which has one sequence.
+    """Return `spec` for the keys that `list_keys` counts. If sequences have slots, tiles of
+    slots are merged. The last keys of a tile of keys may belong to the next sequence, but a
+    tile of slots has only one sequence.
     """
     if layout.varlen is None:
         return spec
@@ -102,7 +104,7 @@ def of_keys(layout: QueryLayout, found) -> list:
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     """Return the work items of the lists with these `edges`. If `spec`, a `WorkItems`, has
-    partials, also the first partial of each key tile and their count.
+    partials, also return the first partial of each key tile and the number of its partials.
     """
     if layout.varlen is None:
         of_tokens = layout.position

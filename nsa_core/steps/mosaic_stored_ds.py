@@ -1,7 +1,8 @@
 """Gradients of the selected branch where `dkv` stores dS, for either framework.
 
-The keys' kernel makes dS of every token and block that it selected. It writes them to memory, and
-the query's gradient is one product per block in place of three, without V, dO and exponentials:
+The kernel `dkv` computes dS of every token and each block that the token selected. It writes dS
+to memory. The gradient of the query is then one product per block instead of three, and needs
+no V, dO or exponentials:
 
     entries of a block ──► dkv ──► dk, dv partials ──► merge
                             │
@@ -36,8 +37,8 @@ MAX_OUTPUTS = (
 
 
 def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
-    """Whether dS is stored. Very long sequences are excluded, whose dS would be too large or
-    whose entries exceed int32.
+    """Return whether dS is stored. It is not stored for very long sequences, for which dS would
+    be too large or the entries would exceed int32.
 
     Args:
       base: The `Dkv` of the branch.
@@ -77,7 +78,8 @@ def gradients(
     block_lists,
     by_places: bool = False,
 ) -> Qkv:
-    """Return the gradients of query, key and value. `added` is added to dq, perhaps in its memory.
+    """Return the gradients of query, key and value. `added` is added to dq, possibly in the
+    memory of `added`.
 
     Args:
       base: as in `serves`.
@@ -159,7 +161,7 @@ def gradients(
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
-    """Return the partial sums by name, and `ds`."""
+    """Return the partial sums of dk and dv by name, and dS."""
     found: dict[str, Any] = {}
     for part in spec.passes:
         outputs = ops.run(dkv.partials(part), *arrays)
@@ -176,7 +178,9 @@ def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> Stor
 
 
 def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """Return the maximum of rows in a chunk: all if dq is not added in place."""
+    """Return the maximum number of rows in a chunk. If dq is not added in place, all rows are
+    in one chunk.
+    """
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
@@ -194,7 +198,7 @@ def _chunks(
     ops, layout, rows: int, max_rows: int, items: int
 ) -> Iterator[tuple[Any, int, int]]:
     """The chunks of dS with at most `max_rows` rows, each with its first row and its end.
-    `items` is the number of work items per row, each of which writes a partial.
+    `items` is the number of work items per row. Each work item writes a partial.
     """
     count = -(-rows // max_rows)
     sizes = {"count": count, "max_rows": max_rows, "items": items}
@@ -213,7 +217,9 @@ def _chunk_words(ops, like, *, count, max_rows, items):
 
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
-    """Return dk and dv by name, from the partials of all rows, which are released."""
+    """Return dk and dv by name, computed from the partials of all rows. The partials are
+    released.
+    """
     spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).passes:
@@ -223,7 +229,8 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
-    """The same as `_merged` for the rows of a chunk. Other rows are those of `before`.
+    """Return dk and dv like `_merged`, for the rows of a chunk. All other rows have the values
+    of `before`.
 
     Args:
       arrays: Further inputs of the kernel.

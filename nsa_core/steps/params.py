@@ -1,4 +1,4 @@
-"""The arguments and the results of the steps of attention, on any kernels."""
+"""The arguments and results of the steps of attention. They are the same for all kernels."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,10 +36,11 @@ BESIDE_SMS = 56  # for kernels that run concurrently with dkv and dq of the sele
 
 @dataclasses.dataclass(frozen=True)
 class LaterDq:
-    """dq of the compressed and the sliding branch, computed on demand for rows of `[B, Hkv]`.
+    """The gradient dq of the compressed and the sliding branch. It is computed on demand, for
+    some rows of `[B, Hkv]`.
 
     Attributes:
-      describe: function that returns the kernel for some rows, given fields of
+      describe: Function that returns the kernel for some rows. Its arguments are fields of
         `IntervalAttention`.
       arrays: Its inputs.
     """
@@ -48,11 +49,13 @@ class LaterDq:
     arrays: Sequence[Any]
 
     def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
-        """Return an array in which rows `first` to `end` are computed."""
+        """Return an array in which the rows `first` to `end - 1` are computed."""
         return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
 
     def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
-        """Return `dq` and an event. The rows exist after `ops.join` of the event."""
+        """Return dq and an event. The rows are computed after `ops.join` is called with the
+        event.
+        """
         some = {"first_row": first, "end_row": end, "sms": BESIDE_SMS, "before": True}
         (dq,), running = ops.run_beside(self.describe(**some), *self.arrays, dq)
         return dq, running
@@ -64,9 +67,9 @@ class RowResiduals:
 
     Attributes:
       lse: Natural log-sum-exp, -inf if the query sees no key.
-      delta: rowsum(dO * O) of the ungated output; also the gate's gradient.
-      gate: g, or None for 1.
-      dlse: the gradient of `lse`, or None for 0.
+      delta: rowsum(dO * O) of the output without its gate. It is also the gradient of the gate.
+      gate: The gate g, or None for 1.
+      dlse: The gradient of `lse`, or None for 0.
     """
 
     lse: Any
@@ -76,7 +79,7 @@ class RowResiduals:
 
 
 class Interval(NamedTuple):
-    """A branch whose queries see an interval of keys, for its gradient."""
+    """A branch whose queries see an interval of keys. The backward pass reads this class."""
 
     qkv: Qkv
     rows: RowResiduals

@@ -1,8 +1,9 @@
 """The backward steps on Triton kernels, for either framework, as in `mosaic_backward`.
 
-Query-stationary kernels compute dq, key-stationary ones dk and dv. If few tiles of keys have much
-work, or a block has a long query list, float32 partials are added in their order. A stable sort
-makes the query lists, so every sum has a fixed order.
+Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
+tiles of keys have much more work than others, or a block has a long query list, float32
+partials are computed and added in a fixed order. A stable sort makes the query lists, so every
+sum has a fixed order.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ PROGRAMS = 1024  # the least number into which dkv of few key tiles is split
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """Return rowsum(dO * O) of each output, float32 `[B, T, H]`; of one or three."""
+    """Return rowsum(dO * O), float32 `[B, T, H]`, of each of the one or three outputs."""
     results = [Array(tuple(do.shape[:-1]), "float32")] * len(outputs)
     name = "delta" if len(outputs) == 1 else "deltas"
     return ops.run(rowwise(name, do, results), do, *outputs)
@@ -40,7 +41,9 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
-    """The same as in `mosaic_backward`, with one kernel per branch for dq."""
+    """Return the same gradients as `mosaic_backward.intervals`. One kernel per branch computes
+    dq.
+    """
     pairs = []
     for branch in branches:
         added, *pair = _interval(ops, do, *branch, params, added)
@@ -127,8 +130,9 @@ def _last_items(ops, like, *, tiles: int, row: int, segments: int):
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
-    """Return int32 `[B, tiles, 4]`: begin and end of the queries that see a key of a tile, and of
-    those that see all its keys. Bounds never decrease along the queries.
+    """Return int32 `[B, tiles, 4]`. The entries of a tile are the start and end of the queries
+    that see at least one of its keys, then the start and end of the queries that see all of its
+    keys. The bounds never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
@@ -190,8 +194,8 @@ class ListSizes(NamedTuple):
     """Sizes of the query lists of tiles of `block` keys, per key/value head and batch row.
 
     Attributes:
-      entries: maximum number of entries.
-      items: maximum number of work items. Every tile has at least one.
+      entries: The maximum number of entries.
+      items: The maximum number of work items. Every tile has at least one.
       packed: Whether sequences may begin at any key. A block is then in two tiles.
     """
 

@@ -25,7 +25,7 @@ def attention(
 ):
     """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
-    Args as in `nsa_torch.paged_attention`.
+    The arguments are those of `nsa_torch.paged_attention`.
     """
     config, (batch, pages) = cache.config, page_table.shape
     tokens, heads, width = query.shape

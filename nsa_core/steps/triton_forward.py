@@ -3,9 +3,9 @@
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)
 
-Functions, arguments and results are those of `mosaic_forward`: the steps that run all of them
-(`fused.py`) know no kernels. `ops` is an `ArrayOps` whose `run` launches a `TritonKernel`, and
-which has the `capability` of the GPU.
+The functions, their arguments and their results are those of `mosaic_forward`, since `fused.py`
+calls either module. `ops` is an `ArrayOps` whose `run` launches a `TritonKernel`, and which has
+the `capability` of the GPU.
 """
 
 import math
@@ -64,7 +64,7 @@ def selected(
 ) -> OutLse:
     """Compute attention over the blocks `block_indices` `[B, T, Hkv, n]`.
 
-    `block_lists`: the result of `tile_block_lists`, if it exists.
+    `block_lists` is the result of `tile_block_lists`, or None.
     """
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
@@ -86,8 +86,8 @@ def selected_and_sum(
 
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
-    """Return the sizes of tiles. A tile has the heads of one token if these fill 16 rows or more,
-    otherwise the heads of the neighbouring tokens that fit in 16 rows.
+    """Return the sizes of tiles. If the heads of one token fill 16 rows or more, a tile has one
+    token. Otherwise it has as many neighbouring tokens as fit in 16 rows.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
     slots = power(n, 1)
@@ -96,7 +96,9 @@ def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
 
 
 def of_tiles(p: Problem, name: str, block_indices, params: Params):
-    """Function, tiling and programs of a kernel over the tiles' block lists, and its constants."""
+    """Return the function, the tiling, the programs and the constants of a kernel that reads
+    the block lists of tiles.
+    """
     sizes = _tiles(p, block_indices, params)
     tokens, block = sizes["TOKENS"], sizes["BLOCK"]
     tiling = p.tiling(name, min(power(p.group), 64), min(power(block), 64))
@@ -179,12 +181,12 @@ def _best_blocks(p: Problem, config) -> TritonKernel:
 
 
 def places(ops: ArrayOps, layout: QueryLayout):
-    """Return `position, key_start`, int32 `[B, T]` both."""
+    """Return `position` and `key_start`, both int32 `[B, T]`."""
     return ops.to_int32(layout.position), ops.to_int32(layout.key_start)
 
 
 def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
-    """Return `first, last` of each query, int32 `[B, T]` both."""
+    """Return the `first` and the `last` key of each query, both int32 `[B, T]`."""
     return [ops.to_int32(x) for x in bounds.of(ops, layout)]
 
 
@@ -207,7 +209,9 @@ def problem_of(ops: ArrayOps, qkv: Qkv, scale: float | None) -> Problem:
 
 
 def rowwise(function: str, like, outputs) -> TritonKernel:
-    """Return a launch of a function of `combine.py` over the rows of `like` `[.., width]`."""
+    """Return the launch of a function in `combine.py` on the rows of arrays like `like` `[..,
+    width]`.
+    """
     *rows, width = like.shape
     count, tile = math.prod(rows), max(4096 // power(width), 1)
     sizes = {"WIDTH": width, "ROWS": tile}

@@ -1,4 +1,6 @@
-"""Block selection and loss of an indexer on Triton kernels, for both frameworks."""
+"""Selects the blocks of an indexer and computes its loss on Triton kernels, for both
+frameworks.
+"""
 
 import functools
 import math
@@ -36,8 +38,8 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks. It includes the block of the last tokens, which may have no key
-    yet but be forced.
+    """Return the number of blocks. It includes the block of the last tokens. This block may
+    have no key yet, but it may be forced.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
@@ -164,8 +166,9 @@ def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
 
 
 class Kept(NamedTuple):
-    """For a gradient of the loss: t of each listed key `[B, T, Hi, n * block]`, the log-sum-exp of
-    the indexer and sum t `[B, T, Hi]`, and the query lists of the blocks.
+    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi,
+    n * block]`, the log-sum-exp of the indexer and the sum of t `[B, T, Hi]`, and the query
+    lists of the blocks.
     """
 
     targets: Any
@@ -188,12 +191,13 @@ def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
 def _kl_tiles(
     narrow: bool, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """Return the rows of a step, warps, and stages.
+    """Return the number of rows per step, of warps and of stages.
 
     Args:
-      narrow: whether numbers have 16 bits.
-      rows: number of rows on GPUs that read operands from shared memory, and on others.
-      wide: warps and stages on GPUs that read operands from shared memory.
+      narrow: Whether the arrays have 16-bit elements.
+      rows: Number of rows on GPUs that read operands from shared memory, and number of rows on
+        other GPUs.
+      wide: Number of warps and of stages on GPUs that read operands from shared memory.
     """
     if not narrow:
         return 32, 8, 1
@@ -231,7 +235,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     """Return the loss `[B, T, Hi]`, and a `Kept`.
 
     Args:
-      arrays: query, key, lse, index_query, index_key; lists: of `lists_for`.
+      arrays: query, key, lse, index_query and index_key. `lists` is the result of `lists_for`.
     """
     query, key, lse, index_query, index_key = arrays
     (heads, width), (keys, kv_heads) = query.shape[2:], key.shape[1:3]
@@ -273,7 +277,9 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
 def gradients(
     ops: ArrayOps, teacher: Teacher, index_query, index_key, lists, position, kept: Kept, grad
 ):
-    """Return the gradients of index_query and index_key from that of the loss, `[B, T, Hi]`."""
+    """Return the gradients of index_query and index_key, given the gradient of the loss, `[B,
+    T, Hi]`.
+    """
     block, scale = teacher.block, teacher.index_scale
     batch, length, heads, n = lists.shape
     keys, width = index_key.shape[1:]

@@ -1,5 +1,5 @@
-"""Block selection of an indexer, and attention to blocks, for rows in pages on Triton kernels,
-for both frameworks.
+"""Selects the blocks of an indexer and attends to blocks, for rows in pages, on Triton kernels
+and for both frameworks.
 """
 
 import math
@@ -38,10 +38,11 @@ class Paged(NamedTuple):
     cu_seqlens_q: Any
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
-        """Return the number of queries per row, 0 if rows differ, and `lengths`, row and position
-        of each token. With equal numbers kernels read only `lengths`, and nothing is launched
-        before them. Otherwise they read row and position. `most` is the capacity of a row's table
-        in tokens.
+        """Return the number of queries per row, `lengths`, and the row and the position of each
+        token. The first value is 0 if rows have different numbers of queries. If the numbers
+        are equal, kernels read only `lengths`, and nothing is launched before them. Otherwise
+        kernels read the row and the position. `most` is the number of tokens for which a row's
+        table has pages.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -71,12 +72,12 @@ def _memory(pages):
 
 
 class _Sizes(NamedTuple):
-    """Sizes of attention to listed blocks, for rows in pages or in one array.
+    """The sizes of attention to listed blocks, for rows in pages or in one array.
 
     Attributes:
       scopes: Number of lists per token, of `n` blocks each.
-      tail: Whether its own block is added if it is incomplete.
-      whole: whether a program processes a whole list, since many queries fill the GPU.
+      tail: Whether the query's own block is added if it is incomplete.
+      whole: Whether a program processes a whole list. This is so if many queries fill the GPU.
     """
 
     H: int
@@ -308,8 +309,10 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     """Return the best blocks, int32 `[tokens, lists, n]`.
 
     Args:
-      scores: float32 `[.., lists, blocks]` of the tokens; places: as in `Paged.places`.
-      most_blocks: Maximum of blocks in any call. `most` is the maximum of tokens per row.
+      scores: float32 `[.., lists, blocks]` of the tokens. `places` is the result of
+        `Paged.places`.
+      most_blocks: The maximum number of blocks in any call. `most` is the maximum number of
+        tokens per row.
     """
     *tokens, lists, count = scores.shape
     items, n = math.prod(tokens) * lists, index.num_selected

@@ -1,21 +1,23 @@
-"""Released models of transformers whose attention chooses key blocks, on our selected attention.
+"""Runs released models of transformers whose attention chooses key blocks on our selected
+attention.
 
-`MiniMaxM3VLAttention` (transformers 5.17) hands an attention function `block_indices`
-[B, heads of its indexer, Sq, n], int64, -1 in empty slots: block `j` is the slots
-`j * block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
+`MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq,
+n] to an attention function. They are int64, with -1 in empty slots. Block `j` has the slots `j
+* block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
 `sdpa` convert them to a dense mask, `[B, H, Sq, Sk]`. The function here runs
 `nsa_torch.block_attention` on them, forward and backward, without an array of `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
-Padding on the left sees no key. Its tokens get the mean of all values, which is what the dense
-mask of `sdpa` comes to; it matters because the model's indexer scores padding too. Their
-gradients reach only the values.
+Padding on the left sees no key. The output of padding tokens is the mean of all values, the
+same as with the dense mask of `sdpa`. This output matters because the model's indexer scores
+padding too. The gradients of these outputs reach only the values.
 
-Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
-the same name the function that makes its mask. Without the latter transformers drops the
-padding and hands None. Under these names the model's indexer runs on `nsa_torch.index_blocks`: its
-own makes scores `[B, index heads, Sq, Sk]` in float32.
+Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
+The function that computes its mask is registered under the same name. Without a mask function,
+transformers drops the padding and passes None. Under this name the model's indexer runs on
+`nsa_torch.index_blocks`. The original indexer would compute scores `[B, index heads, Sq, Sk]`
+in float32.
 """
 
 import functools
@@ -74,12 +76,12 @@ def key_states(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """Make the mask of `block_attention`, which has one state per key slot and not per pair of
-    query and key.
+    """Return the mask of `block_attention`. It has one state per key slot instead of one per
+    pair of query and key.
 
     Args:
-      q_offset: slot of the first query; a tensor with a static cache.
-      attention_mask: `[B, slots]`, True at tokens; may end before `kv_length`.
+      q_offset: The slot of the first query. With a static cache it is a tensor.
+      attention_mask: `[B, slots]`, True at tokens. It may have fewer than `kv_length` slots.
       config: The config of the text model, for `index_block_size`.
 
     Returns:
@@ -88,11 +90,11 @@ def key_states(
       which exists with padding, is 1 at tokens.
 
     Raises:
-      NotImplementedError: Packed rows, a mask from the caller, a sliding cache; a row with
-        padding between its tokens, or with `index_block_size` or more on the left. The
-        model's indexer counts positions from the first token and blocks from slot 0: such a
-        row's first token is left without a key that it may see, and transformers' own paths
-        average all keys then, later ones too.
+      NotImplementedError: The rows are packed, the caller passes a mask, the cache is a sliding
+        one, or a row has padding between its tokens. Also if a row has `index_block_size` or
+        more padding slots on the left. The model's indexer counts positions from the first
+        token, but blocks from slot 0. In such a row the first token sees no key, and
+        transformers' own paths would average all keys, including later ones.
     """
     take_over()  # a model asks for its mask before its layers run
     if mask_function is not causal_mask_function:
@@ -120,9 +122,9 @@ def key_states(
 
 
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
-    """Whether a row of `real` [B, Sk] has padding; waits for the device, once a forward pass.
-
-    Nothing is checked under torch.compile or in a CUDA graph, where the host may not wait.
+    """Return whether a row of `real` [B, Sk] has padding. This waits for the device once per
+    forward pass. Nothing is checked under torch.compile or in a CUDA graph, since the host must
+    not wait there.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -163,18 +165,18 @@ def block_attention(
     Layers without a selection (dense ones, the vision tower) go to transformers' `sdpa`.
 
     Args:
-      module: its `indexer.block_size` and `indexer.topk_blocks` are read.
+      module: The attention module. Its `indexer.block_size` and `indexer.topk_blocks` are read.
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last `Sq` filled slots.
-      attention_mask: what `key_states` returns.
+      attention_mask: The result of `key_states`.
       dropout: must be 0.
       block_indices: `[B, heads, Sq, n]`, any integer dtype and order, negative in empty slots;
-        `heads` divides Hkv. A block after the query does not count; none is named twice.
+        `heads` divides Hkv. Blocks after the query are ignored. No block may be named twice.
       implementation: That of `nsa_torch.block_attention`.
     Raises:
       ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
-      NotImplementedError: dropout where blocks are chosen; sinks, a sliding window,
-        softcapping, a position bias, indices of single tokens, packed rows.
+      NotImplementedError: Dropout together with chosen blocks, or sinks, a sliding window,
+        softcapping, a position bias, indices of single tokens, or packed rows.
     """
     for name in FOREIGN:
         if kwargs.get(name) is not None:
@@ -243,7 +245,8 @@ def block_attention(
 def _dense(module, query, key, value, mask, dropout, scaling, rest):
     """Run transformers' `sdpa` with the mask that transformers would have passed.
 
-    It aligns its own causal mask with the first key, so that fewer queries than keys need one.
+    `sdpa` aligns its own causal mask with the first key. Therefore a mask is needed if there
+    are fewer queries than keys.
     """
     length, num_keys = query.shape[2], key.shape[2]
     index = functools.partial(torch.arange, device=query.device)
@@ -297,7 +300,7 @@ def chosen_blocks(
       indexer: a `MiniMaxM3VLIndexer`; rotate: its `apply_rotary_pos_emb`.
       hidden_states: `[B, Sq, E]`; position_embeddings: cos and sin `[B, Sq, .]`.
       cache: None, or the cache of the indexer's keys of each layer.
-      position_ids: `[B, Sq]`; a query sees the key slots up to its own number.
+      position_ids: `[B, Sq]`. A query sees the key slots up to its own position.
     """
     query, key = (
         norm(projection(hidden_states).unflatten(-1, (-1, indexer.head_dim)))

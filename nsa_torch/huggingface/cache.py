@@ -1,7 +1,7 @@
 """The caches of `generate`. `NSAModelCache` grows, and `NSAPagedModelCache` has static shapes.
 
-transformers counts columns of the batch, padding included (`get_seq_length`). A row's own tokens
-are stored from slot 0 on, without the padding, and its length is its own:
+transformers counts columns of the batch, padding included (`get_seq_length`). The tokens of a
+row are stored from slot 0 on, without the padding, and each row has its own length:
 
     NSAModel.forward -> begin: positions of the new tokens, once for all layers (`Call`)
         each layer: attend, or append if it is dense
@@ -46,8 +46,8 @@ CACHED = (
 
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments`, in which a cache that was passed under either of `NAMES` is replaced by
-    this cache.
+    """Return `arguments` with this cache in place of the one that was passed under either of
+    `NAMES`.
 
     Raises:
       ValueError: Caches are passed under both names.
@@ -113,16 +113,17 @@ class NSALayer:
 
 
 class DenseLayer:
-    """Keys and values of a layer with dense attention, `[B, room, Hkv, .]`.
-
-    Zeros follow the tokens of a row: masked values must be finite.
+    """The keys and values of a layer with dense attention, `[B, room, Hkv, .]`. Zeros follow
+    the tokens of a row, since masked values must be finite.
     """
 
     page = 1  # tokens in an entry of the second axis
     kept: Sequence[Tensor] = ()
 
     def append(self, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
-        """Writes `[B, Hkv, T, .]`; returns the keys and values that the call reads."""
+        """Write keys and values `[B, Hkv, T, .]`, and return the keys and values that the call
+        reads.
+        """
         new = own_tokens(call.count, key.transpose(1, 2), value.transpose(1, 2))
         kept = self.kept or [x[:, :0] for x in new]
         if kept[0].shape[1] < call.room:
@@ -217,11 +218,12 @@ class NSAModelCache(Cache):
 
     Args:
       config: configuration of the model.
-      capacity: maximum of columns, allocated at the first call; more raise a `ValueError`. None
-        means that the cache starts with the prompt's columns and doubles when it is full.
+      capacity: Maximum number of columns, allocated at the first call. More columns raise a
+        `ValueError`. None means that the cache starts with the prompt's columns and doubles
+        when it is full.
 
     Attributes:
-      lengths: int32 `[B]`, real tokens of each row; None before the first call.
+      lengths: int32 `[B]`, the number of real tokens of each row. None before the first call.
     """
 
     is_croppable = True  # read from transformers 5.24 on
@@ -237,9 +239,8 @@ class NSAModelCache(Cache):
         self.clear()
 
     def clear(self) -> None:
-        """Reset the cache to the state before any call.
-
-        The first call of each layer creates its tensors.
+        """Reset the cache to its state before any call. The first call of each layer then
+        creates its tensors again.
         """
         self.layers: list[Any] = [
             DenseLayer() if kind == "dense" else self.nsa_layer()
@@ -260,22 +261,22 @@ class NSAModelCache(Cache):
         return self.lengths is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns seen, including padding."""
+        """Return the number of columns in the cache, including padding."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity or -1
 
     def check_model(self, config: NSAModelConfig) -> None:
-        """Raises ValueError unless the cache was made for layers as the model's."""
+        """Raise ValueError unless the cache was made for layers like those of the model."""
         ours, theirs = (
             [(x, getattr(each, x)) for x in CACHED] for each in (config, self.config)
         )
         Contents(theirs).with_facts(ours, "for a model ")
 
     def reserve(self, num_new: int) -> int:
-        """Return the number of columns after `num_new` more. Raise a ValueError if it exceeds the
-        capacity.
+        """Return the number of columns after `num_new` columns are added. Raise a ValueError if
+        it exceeds the capacity.
         """
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
@@ -287,7 +288,8 @@ class NSAModelCache(Cache):
         its first `count[b]` columns.
 
         Raises:
-          ValueError: there is no room, or the last call did not end and layers have its tokens.
+          ValueError: There is no room, or the last call did not end and some layers already
+            have its tokens.
         """
         needed, lengths = self.reserve(x.shape[1]), self.lengths
         if lengths is None:  # nothing stays of a first call that failed
@@ -372,7 +374,7 @@ class NSAPagedModelCache(NSAModelCache):
     Args:
       config: configuration of the model.
       batch_size: rows, including beams and returned sequences.
-      capacity: maximum of columns, including padding; more raise a `ValueError`.
+      capacity: Maximum number of columns, including padding. More columns raise a `ValueError`.
       dtype: with `torch.float8_e4m3fn`, layers with NSA store their tokens in fp8, like a
         `PagedCache`. None means the model's dtype.
 
@@ -380,7 +382,7 @@ class NSAPagedModelCache(NSAModelCache):
     store keys and values contiguously.
 
     Raises:
-      ValueError: a size that is not a positive int, or another dtype.
+      ValueError: A size is not a positive int, or the dtype is another one.
     """
 
     def __init__(
@@ -464,13 +466,13 @@ def attend_pages(
     before: Callable[[Tensor], Tensor] | None = None,
     **at: Any,
 ) -> Tensor:
-    """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute `attention` of
-    them.
+    """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute
+    `attention` for them.
 
     Args:
       order: as in `Call`; None means the order of `x`.
       before: as in `NSAAttention.project`.
-      at: their rows, arguments of `paged_attention`.
+      at: The rows of the tokens, as arguments of `paged_attention`.
     """
 
     def by_token(x: Tensor) -> Tensor:
@@ -499,7 +501,7 @@ def attend_pages(
 
 
 def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether its steps of one token per row run on kernels that read pages."""
+    """Return whether steps of one token per row run on kernels that read pages."""
     spec = attention.spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
     options: Any = {"dtype": dtype, "device": device}
@@ -515,7 +517,9 @@ def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.
 
 
 def one_name(implementation: Names) -> Name | None:
-    """Return the implementation of all branches. Attention from pages runs all branches at once."""
+    """Return the one implementation that all branches have. Attention from pages runs all
+    branches at once.
+    """
     names = set(Branches.each(implementation))
     if len(names) > 1:
         raise NotImplementedError(

@@ -93,10 +93,12 @@ class NSAModelConfig(SavedConfig):
       vocab_size: size of the vocabulary.
       hidden_size, intermediate_size: width of the model and of the SwiGLU.
       num_hidden_layers: number of layers.
-      num_attention_heads, num_key_value_heads: None means as many of these as of those.
+      num_attention_heads, num_key_value_heads: Numbers of query heads and of key/value heads.
+        If `num_key_value_heads` is None, it is the number of query heads.
       head_dim, v_head_dim: width of query and key heads (even), and of value heads. None means
         `hidden_size // num_attention_heads`, and the width of key heads.
-      max_position_embeddings: intended maximum of tokens; nothing depends on it.
+      max_position_embeddings: The intended maximum number of tokens. No computation depends on
+        it.
       initializer_range: initial standard deviation of all matrices. None means
         `1 / sqrt(3 * inputs)`, for matrices that write to the residual stream divided by
         `sqrt(2 * layers)`, and 0.02 for the embedding. It does not affect gates and `phi`.
@@ -105,18 +107,19 @@ class NSAModelConfig(SavedConfig):
         positions are divided, or "llama3" or "yarn" with the numbers of `nsa_core.rotation`. Pairs
         are interleaved.
       attention_bias: whether the projections of attention, including its output, have biases.
-      qk_norm: whether query and key heads are normed before the rotation, with `rms_norm_eps`.
+      qk_norm: Whether query and key heads are normalized before the rotation, with
+        `rms_norm_eps`.
       attention: "nsa" or "dense", or a list with one of these per layer.
-      compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
+      compress_block ... window: The sizes of NSA, as in `nsa_jax.NSAConfig`.
       phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias, key_taps: as in
         `nsa_core.layer.LayerSpec`, for layers with NSA. By default, models have gates per query
         head, and shared keys and values. A file without `kv` has separate ones.
-      tie_word_embeddings: whether the head's weight is the embedding.
+      tie_word_embeddings: Whether the output head uses the weight of the embedding.
       use_cache: whether a call outside training makes a cache.
 
     Raises:
-      ValueError: a rule is broken, a key is a misspelling of one of these names, or an option of
-        `FIXED` has a value that this model does not support.
+      ValueError: A rule is broken, a key looks like a misspelling of one of these names, or an
+        option of `FIXED` has a value that this model does not support.
     """
 
     model_type = "nsa"
@@ -188,7 +191,9 @@ class NSAModelConfig(SavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Make a configuration from its JSON. Raise a ValueError if it belongs to another model."""
+        """Make a configuration from its JSON dictionary. Raise a ValueError if it belongs to
+        another model.
+        """
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}, got {found!r}")

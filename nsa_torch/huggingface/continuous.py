@@ -4,11 +4,11 @@
         a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
             each layer: project -> append -> paged_attention -> out
 
-The work of a step is planned once for all layers. Steps of one token per row have a block table:
-their shapes depend only on it, nothing is read on the host, and on a GPU the manager captures
-them as CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one
-after the other. Their rows' bounds are read once, padding is left out, and `plan_runs` decides
-which rows are attended together.
+The work of a step is planned once for all layers. Steps of one token per row have a block
+table. Their shapes depend only on this table, and the host reads nothing. On a GPU the manager
+captures them as CUDA graphs, one for each power of two of rows. For other steps the manager
+passes the blocks of all rows one after the other. The host reads the bounds of their rows once,
+padding is left out, and `plan_runs` decides which rows are attended together.
 """
 
 import copy
@@ -44,7 +44,7 @@ FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocato
 
 
 def check_manager() -> None:
-    """Refuse a version of transformers whose manager of pages is not supported.
+    """Raise an error if the manager of pages in this version of transformers is not supported.
 
     Raises:
       NotImplementedError: transformers' manager has no allocators, or its allocators differ from
@@ -58,7 +58,7 @@ def check_manager() -> None:
 
 
 def elements_of_layers(config: NSAModelConfig) -> list[int]:
-    """Return the number of elements in a block of `select_block` tokens, for each layer."""
+    """Return the number of elements in a block of `select_block` tokens for each layer."""
     spec = config.layer_spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
     nsa = paged_layout.page_elements(heads, *widths, spec.config, spec.separate)
@@ -72,22 +72,22 @@ def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
 
 
 class NSACacheAllocator(FullAttentionCacheAllocator):
-    """The allocator for all layers of a model with NSA. The manager passes the arguments.
+    """Allocates blocks for all layers of a model with NSA. The manager passes the arguments.
 
     The manager allocates blocks of `select_block` tokens of all layers, shares prefixes and copies
-    forks. Here a block has room for all of a model's layers: of a layer with NSA the three
-    branches' keys and values and the compressed tokens, of a dense layer its keys and values. The
-    memory is the manager's, so that it is counted. It is carved into arrays over all blocks, as
-    kernels read them:
+    forks. Here a block has room for all layers of a model. A layer with NSA stores the keys and
+    values of three branches and the compressed tokens, and a dense layer stores its keys and
+    values. The memory belongs to the manager, so that it is counted. It is divided into arrays
+    over all blocks, as kernels read them:
 
         block of token p of a request   block_table[request][p // select_block]
 
-    A step reads only block numbers. The manager's lists of token numbers, as long as the context,
-    are lists of blocks here.
+    A step reads only block numbers. Where transformers' allocators return lists of token
+    numbers, as long as the context, this allocator returns lists of blocks.
 
     Raises:
       ValueError: Pages do not have `select_block` tokens.
-      NotImplementedError: heads are split over devices.
+      NotImplementedError: The heads are split over several devices.
     """
 
     def __init__(
@@ -190,16 +190,16 @@ def continuous_batching_config(
     """Make transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
-      options: Other fields of it. `use_cuda_graph` applies to steps of one token per row. It
-        defaults to True on a GPU. Requests longer than `max_blocks_per_request` do not use such
-        steps. It defaults to a bound derived from the prompts of `generate_batch`, otherwise from
-        `max_position_embeddings`.
+      options: Other fields of the configuration. `use_cuda_graph` applies to steps of one token
+        per row, and defaults to True on a GPU. Requests longer than `max_blocks_per_request` do
+        not use CUDA graphs. `max_blocks_per_request` defaults to a bound derived from the
+        prompts of `generate_batch`, otherwise from `max_position_embeddings`.
 
     Raises:
-      ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
-        are to be moved to the host.
-      NotImplementedError: This manager of transformers was not tried, or keys are convolved
-        (`key_taps`).
+      ValueError: `page_size` is not `select_block`, or CUDA graphs are requested for steps of
+        prompts, or pages would be moved to the host.
+      NotImplementedError: The manager of this version of transformers was not tested, or keys
+        are convolved (`key_taps`).
     """
     check_manager()
     options.setdefault("page_size", config.select_block)
@@ -235,7 +235,7 @@ def _check(given: Any, config: NSAModelConfig) -> None:
 
 
 def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
-    """Raises ValueError unless `prompt` is a list of tokens, at least one."""
+    """Raise ValueError unless `prompt` is a list of at least one token."""
     if not isinstance(prompt, list | tuple) or not len(prompt):
         raise ValueError(f"{name} must be a list of tokens, at least one, got {prompt!r}")
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
@@ -260,9 +260,9 @@ def manager_of(
       make: transformers' `init_continuous_batching`.
 
     Raises:
-      NotImplementedError: This version of transformers has a manager that was not tried.
+      NotImplementedError: The manager of this version of transformers was not tested.
       ValueError: `continuous_batching_config` is invalid, or beams are requested.
-      MemoryError: There is less memory than `num_blocks` blocks need.
+      MemoryError: The available memory is less than `num_blocks` blocks need.
     """
     check_manager()
     _batches.ATTN_TYPE_TO_ALLOCATOR[KIND] = AllocatorByConfiguration
@@ -290,8 +290,8 @@ def manager_of(
 
 
 def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
-    """Set a new manager's options and allocate its memory here, not in its thread, so that the
-    caller gets the error if memory is too small.
+    """Set the options of a new manager and allocate its memory. This happens here and not in
+    the manager's thread, so that the caller gets the error if the memory is too small.
     """
     config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = given.max_blocks_per_request
@@ -331,7 +331,7 @@ class ContinuousBatch:
         `read_index` and `write_index` are those of `NSACacheAllocator`.
 
     Attributes:
-      x: The tokens without padding, which needs no logits.
+      x: The tokens without padding. Padding needs no logits.
       page_table, lengths, starts, runs: as in `paged_attention`, of all layers.
     """
 
@@ -407,9 +407,8 @@ class ContinuousBatch:
         scaling: float,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Compute causal attention of a dense layer, on gathered pages.
-
-        query, key, value: `[1, heads, N, .]`, the step's tokens.
+        """Compute causal attention of a dense layer on gathered pages. `query`, `key` and
+        `value` are `[1, heads, N, .]`, the tokens of the step.
         """
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])

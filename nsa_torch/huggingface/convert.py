@@ -1,4 +1,4 @@
-"""Checkpoints with dense attention as `NSAForCausalLM`: Llama, Mistral, Qwen2, Qwen3.
+"""Converts checkpoints with dense attention (Llama, Mistral, Qwen2, Qwen3) to `NSAForCausalLM`.
 
     python -m nsa_torch.huggingface.convert SOURCE TARGET
     python -m nsa_torch.huggingface.convert SOURCE TARGET --set num_selected=64 --check 512
@@ -87,7 +87,7 @@ TIMES_YARDSTICK = 4  # bound of the logits' difference in `--check`
 
 
 class DifferentError(Exception):
-    """The converted model does not compute what its source does."""
+    """The converted model does not compute the same as its source."""
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
@@ -106,10 +106,10 @@ def configuration(
 
     Args:
       dense_layers: indices of layers that retain dense attention.
-      nsa: some of `SETTABLE`.
+      nsa: Values for some of the names in `SETTABLE`.
 
     Raises:
-      ValueError: the source does not convert exactly; the message names the reason.
+      ValueError: The source cannot be converted exactly. The message names the reason.
     """
     validate.one_of("model_type", source.model_type, MODELS)
     for name, plain in PLAIN.items():
@@ -166,8 +166,8 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
 
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
-    """Make the weights that the dense model with weights `source` does not have, which are gates,
-    `phi`, convolutions of keys and some biases.
+    """Make the weights that the dense model with the weights `source` does not have. These are
+    the gates, `phi`, convolutions of keys and some biases.
     """
     found: dict[str, Tensor] = {}
     spec = config.layer_spec
@@ -276,10 +276,11 @@ def convert(
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """Return the files of weights, opened: those that transformers reads, one before several.
+    """Open and return the files of weights that transformers reads. A single file has priority
+    over several files.
 
     Raises:
-      FileNotFoundError: No file of safetensors exists, or one of several is missing.
+      FileNotFoundError: No safetensors file exists, or one of several files is missing.
       ValueError: The index of several files does not name them.
     """
     index, names = folder / INDEX, [SINGLE]
@@ -316,7 +317,9 @@ def _write(
     start: str,
     dtype: torch.dtype | None,
 ) -> None:
-    """The weights of `files`, one file for each; the last one also has added weights."""
+    """Write the weights of `files`, one output file for each. The last one also has the added
+    weights.
+    """
     source = {name: weights for weights in files.values() for name in weights.keys()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for weights that do not start as constants

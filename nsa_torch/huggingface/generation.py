@@ -46,9 +46,10 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """transformers' manager of `generate_batch`, with the errors of `continuous.manager_of`. A
-        persistent manager is destroyed here if weights were replaced or changed since its last use:
-        its prefixes belong to old weights, and its graphs may read old tensors.
+        """Return transformers' manager of `generate_batch`, with the errors of
+        `continuous.manager_of`. A persistent manager is destroyed first if weights were
+        replaced or changed since its last use. Its prefixes belong to the old weights, and its
+        graphs may read old tensors.
         """
         model: Any = self
         weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
@@ -69,13 +70,14 @@ class NSAGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate_batch`. By default a persistent manager warms up, and one of a
-        single call does not: it captures graphs when steps need them, after first tokens.
+        """Run transformers' `generate_batch`. By default a persistent manager captures all
+        graphs before the first request. The manager of a single call captures a graph only when
+        a step needs it, after the first tokens.
 
         Args:
-          persistent_manager: That of transformers. After a change of weights a new one is made.
-            Changes that torch does not count, of `.data` or of which adapter is active, need
-            `destroy_cached_continuous_batching_manager()` first.
+          persistent_manager: As in transformers. After a change of weights a new manager is
+            made. torch does not count changes of `.data` or of the active adapter. After such a
+            change, call `destroy_cached_continuous_batching_manager()` first.
 
         Raises:
           ValueError: A prompt is not a list of at least one token of the vocabulary. If such
@@ -91,9 +93,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
-        """Return the positions from the mask. Padding has position -1 before a row's tokens, and
-        that of the last token after them, so that the next position is right in a row with only
-        padding.
+        """Return the positions that the mask determines. Padding before a row's tokens has
+        position -1. Padding after them has the position of the last token, so that the next
+        position is also right in a row with only padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None:
@@ -105,9 +107,9 @@ class NSAGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """`cache_implementation`: "dynamic" grows; "static" has room for `max_length`. The default
-        is pages if `goes_on_pages`, otherwise "dynamic". "paged" means `generate_batch` in
-        transformers.
+        """Choose the cache by `cache_implementation`. A "dynamic" cache grows, and a "static"
+        one has room for `max_length`. The default is pages if `goes_on_pages` allows them,
+        otherwise "dynamic". In transformers "paged" means `generate_batch`.
         """
         # transformers would name fewer layers in the configuration, and leave it so after an error.
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
@@ -139,8 +141,8 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Whether steps run in `get_compiled_call`: on a paged cache, if steps of the model can be
-        a graph and `disable_compile` is not set.
+        """Return whether steps run in `get_compiled_call`. On a paged cache they do if steps of
+        the model can be a CUDA graph and `disable_compile` is not set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -148,9 +150,10 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """Return the callable that runs the model in one `generate`: steps as one CUDA graph on a
-        paged cache, otherwise transformers' `torch.compile`. Each call has its own graph, since
-        decisions of Python in a model (the active adapter, a scaling) may differ in the next call.
+        """Return the callable that runs the model during one `generate`. On a paged cache it
+        runs each step as one CUDA graph. On other caches it is transformers' `torch.compile`.
+        Each call of `generate` has its own graph, since decisions in Python code (the active
+        adapter, a scaling) may differ in the next call.
         """
         model: Any = self
         base: Any = super()
@@ -179,11 +182,13 @@ class NSAGenerationMixin(GenerationMixin):
 def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
-    """Whether `generate` stores `rows` of `capacity` tokens on pages by default. Steps are then one
-    CUDA graph. Kernels read the pages, which use at most half of the free memory.
+    """Return whether `generate` stores `rows` rows of `capacity` tokens on pages by default.
+    Each step is then one CUDA graph. Kernels read the pages, which use at most half of the free
+    memory.
 
     Args:
-      given: the `GenerationConfig`; mode: a `GenerationMode`; new_tokens: at most.
+      given: The `GenerationConfig`. `mode` is a `GenerationMode`, and `new_tokens` the maximum
+        number of new tokens.
     """
     wanted = (
         mode in ("greedy_search", "sample")

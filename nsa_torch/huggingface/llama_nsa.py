@@ -1,11 +1,12 @@
 """Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`), for example
 zen-E/NSA-1B.
 
-A layer is Llama's with a projection of gates: `sigmoid(x g_proj^T)`, rows (head, branch),
-branches compressed, selected, sliding. All branches read the same rotated keys and the values;
-compressed keys and values are means of `block_size` tokens. A query's own block is always selected,
-and no other block is forced. One call of `nsa_torch.attention` computes the layer except for its
-selection, of which there are two kinds:
+A layer is that of Llama with a projection for gates, `sigmoid(x g_proj^T)`. Its rows are
+ordered by head, then by branch (compressed, selected, sliding). All branches read the same
+rotated keys and the values; compressed keys and values are means of `block_size` tokens. A
+query's own block is always selected, and no other block is forced. One call of
+`nsa_torch.attention` computes the layer except for its selection. There are two kinds of
+selection:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
   selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:
@@ -44,13 +45,13 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
     """The configuration of Llama, with the sizes of NSA.
 
     Attributes:
-      block_size: tokens of a compressed token and of a selection block.
-      block_counts: blocks of a query.
-      window_size: keys of the sliding branch, the query's own included.
+      block_size: The number of tokens per compressed token and per selection block.
+      block_counts: The number of blocks per query.
+      window_size: The number of keys of the sliding branch, including the query's own.
       selection: One of `SELECTIONS`.
     Raises:
-      ValueError: a size that NSA refuses, another selection, a trained one whose chunk of
-        `block_size` blocks is not `block_counts`, or dropout of the attention.
+      ValueError: A size is invalid for NSA, the selection is unknown, the selection is
+        "trained" but `block_counts` is not `block_size`, or attention has dropout.
     """
 
     model_type = "llama-nsa"
@@ -85,7 +86,9 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer. It replaces Llama's, with the same names of weights."""
+    """The attention of a layer. It replaces the attention of Llama and has the same weight
+    names.
+    """
 
     config: LlamaNSAConfig
 
@@ -96,8 +99,8 @@ class LlamaNSAAttention(LlamaAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
     ) -> tuple[Tensor, None]:
-        """Return out `[B, T, E]`, and None for the weights. `rest` has a cache by its name, and
-        other arguments of Llama's layers.
+        """Return out `[B, T, E]`, and None in place of the attention weights. `rest` has the
+        cache and other arguments of Llama's layers, by name.
         """
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -148,7 +151,8 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
     """Select `places` indices of scores `[..., N]`, which are negative if a block is no candidate.
     The result is int32 `[..., places]`, ascending and then -1.
 
-    Chunks of `places` blocks one after the other, up to the last one with a candidate.
+    Chunks of `places` blocks are processed one after the other, up to the last chunk with a
+    candidate.
     """
     blocks, half = scores.shape[-1], places // 2
     scores = F.pad(scores, (0, -blocks % places), value=-1.0)
@@ -177,9 +181,10 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     `position_ids` of one row that start again.
 
     Raises:
-      NotImplementedError: padding; a cache that is not one of transformers' dynamic ones.
-      TypeError: a keyword that the model does not read.
-      ValueError: a packed row with a cache, or of wrong boundaries or positions.
+      NotImplementedError: The batch has padding, or the cache is not a dynamic cache of
+        transformers.
+      TypeError: The model does not read a keyword.
+      ValueError: A packed row has a cache, or wrong boundaries or positions.
     """
 
     config_class = LlamaNSAConfig

@@ -34,8 +34,8 @@ from nsa_torch.module import MLP, KeyConvolution, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
-    """NSA of a decoder layer. It is called as a module with every kind of cache, so that hooks see
-    it.
+    """The NSA layer of a decoder layer. It is called as a module with every kind of cache, so
+    that hooks run.
     """
 
     zeroes_padding = False  # the model has done it
@@ -48,8 +48,8 @@ class SelfAttention(NSAAttention):
         attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """Run the layer as `NSAAttention` does. A layer of a cache passes `attend`, which replaces
-        the call.
+        """Run the layer as `NSAAttention` does. If a cache passes `attend`, this function
+        computes the result instead.
         """
         if attend is None:
             return super().forward(x, kv, **options)
@@ -90,7 +90,7 @@ class DenseAttention(nn.Module):
         Args:
           append: A function of keys, values `[B, Hkv, T, .]` and `paged`. It appends to a cache and
             returns the keys and values of all tokens. None means that there is no cache.
-          attend: An attention function in place of the configuration's.
+          attend: An attention function that replaces the one of the configuration.
           paged: The keywords that transformers passes to attention functions.
         """
         spec = self.spec
@@ -132,7 +132,9 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """The common part of both models: initial weights and checkpoints."""
+    """The common base class of both models. It sets initial weights, and loads and saves
+    checkpoints.
+    """
 
     config: NSAModelConfig
     config_class = NSAModelConfig
@@ -210,12 +212,16 @@ class NSAPreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        """transformers leaves modules without own weights out in code that is not its own."""
+        """Initialize modules without weights of their own too. For code outside of
+        transformers, transformers would skip them.
+        """
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """The start of `module`'s own weights; transformers calls it, children first."""
+        """Set the initial weights of `module` itself. transformers calls this function for the
+        children of a module first.
+        """
         given, residual = self.config.initializer_range, 2 * self.config.num_hidden_layers
         draw = lambda x, default: nn.init.normal_(x, std=default if given is None else given)
         if isinstance(module, HeadGate):
@@ -268,22 +274,24 @@ class NSAModel(NSAPreTrainedModel):
         [B, T, hidden_size].
 
         Args:
-          attention_mask: see `rows.rows`; a row may be padded on the left or on the right.
+          attention_mask: As in `rows.rows`. A row may be padded on the left or on the right.
           position_ids: checked against the mask. Without a mask, a single row whose positions
             restart is a packed row.
-          cache: an `NSAModelCache`, to which the tokens are appended; also as `past_key_values`,
-            its name before transformers 5.24.
-          use_cache: makes a cache if none is given, except for a packed row. None means the
-            value of the configuration outside training.
+          cache: An `NSAModelCache`, to which the tokens are appended. It may also be passed as
+            `past_key_values`, its name before transformers 5.24.
+          use_cache: Whether to make a cache if none is given, except for a packed row. None
+            means the value of the configuration, or False during training.
           cu_seq_lens_q: int `[sequences + 1]`, a packed row, as in transformers'
-            `DataCollatorWithFlattening`. Its tables are computed once for all layers. Also as
-            `cu_seqlens`, `cu_seq_lens_k` or, for each token, `seq_idx` [1, T].
-          max_length_q: tokens of its longest sequence; the last sequence then ends with the row.
+            `DataCollatorWithFlattening`. Its tables are computed once for all layers. The
+            boundaries may also be passed as `cu_seqlens` or `cu_seq_lens_k`, or per token as
+            `seq_idx` [1, T].
+          max_length_q: The number of tokens of the longest sequence of a packed row. If it is
+            given, the last sequence ends with the row.
 
         Raises:
           TypeError: A keyword is unknown.
-          ValueError: errors of `rows.rows`, a cache during training with gradient checkpointing,
-            or a cache in which a call did not end.
+          ValueError: `rows.rows` raises an error, a cache is used during training with gradient
+            checkpointing, or the last call on the cache did not end.
         """
         x = inputs_embeds
         if input_ids is not None and x is None:
@@ -399,7 +407,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         loss function, and:
 
         Args:
-          labels: `[B, T]`, tokens that are predicted one column earlier; -100 is ignored.
+          labels: `[B, T]`, the tokens to predict. Each token is predicted one column earlier.
+            -100 is ignored.
           logits_to_keep: Number of last columns with logits, or their indices. 0 means all.
         """
         of_loss = {*LOSS}
@@ -433,6 +442,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
 
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
-    """config.json records gate and phi: FSDP shards a state_dict, which has only numbers."""
+    """Remove the records of gate and phi from a state_dict, since config.json has them. FSDP
+    shards a state_dict and requires that it has only numbers.
+    """
     for key in [key for key in state_dict if key.endswith(f".{EXTRA_STATE}")]:
         del state_dict[key]

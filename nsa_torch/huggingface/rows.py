@@ -1,4 +1,6 @@
-"""The positions of the tokens of a padded or packed batch, from transformers' arguments."""
+"""Computes the positions of the tokens in a padded or packed batch from transformers'
+arguments.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -108,17 +110,18 @@ def rows(
     Args:
       attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step of one token per row on an
         `NSAPagedModelCache` also accepts `[B, 1]`, the mask of its own column.
-      position_ids: `[B or 1, T]`. The mask determines their values. Without mask and cache they
-        may start again in a single row, which is then a packed row.
-      call: Its keywords. One of `BORDERS`, int `[sequences + 1]`, or `INDEX`, int `[1, T]` (which
-        waits for a GPU), describes a packed row. One of `LONGEST` bounds the tokens of a sequence,
-        and states that nothing follows the last sequence.
+      position_ids: `[B or 1, T]`. The mask determines their values. Without a mask and a cache,
+        positions may restart in a single row, which is then a packed row.
+      call: The keywords of the call. A name in `BORDERS`, int `[sequences + 1]`, or `INDEX`,
+        int `[1, T]`, describes a packed row. With `INDEX` the host waits for a GPU. A name in
+        `LONGEST` bounds the number of tokens per sequence, and states that the last sequence
+        ends with the row.
       config: The config of the layers with NSA.
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries and
         cache contradict each other. On a GPU these checks wait for the device. A decode step does
-        not wait and checks only shapes. Boundaries wait only at the first such call. In a CUDA
-        graph and under `torch.compile` nothing is checked.
+        not wait and checks only shapes. The host waits for boundaries only at the first such
+        call. In a CUDA graph and under `torch.compile` nothing is checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if name := next(iter(told), None):
@@ -216,7 +219,8 @@ def free_to_read(x: Tensor) -> bool:
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. Other entries must
-    agree. On a GPU calls with several entries wait and are compared until one call agrees.
+    agree with it. On a GPU, calls with several entries wait for the device and are compared,
+    until one call agrees.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
@@ -235,9 +239,9 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
 
 
 def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tensor:
-    """Return the description of a packed row as int `[sequences + 1]`; `end` is that of its last
-    sequence. If it is given per token, as sequence numbers or positions, the result is on the host,
-    which waits for the device.
+    """Return the boundaries of a packed row as int `[sequences + 1]`. `end` is the end of its
+    last sequence. If the row is described per token, by sequence numbers or positions, the host
+    waits for the device and the result is on the host.
     """
     if name in BORDERS:
         checks.borders_array(x, name)

@@ -3,9 +3,9 @@
     python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
     python -m nsa_torch.huggingface.serve --help
 
-transformers looks for a model's class among its own. This command adds ours and passes all options
-on. It needs `transformers[serving]`, and 5.19 for `--continuous-batching`. Pages have the
-checkpoint's `select_block` tokens.
+transformers searches for a model's class only among its own classes. This command adds ours and
+passes all options to transformers. It needs `transformers[serving]`, and version 5.19 for
+`--continuous-batching`. Each page has `select_block` tokens, as in the checkpoint.
 """
 
 import sys
@@ -27,12 +27,12 @@ def register() -> None:
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Make the arguments of transformers' command. The first of `arguments` is a checkpoint or an
-    option.
+    """Return the arguments of transformers' command. The first entry of `arguments` is a
+    checkpoint or an option.
 
     Raises:
       NotImplementedError: `--continuous-batching` with transformers before 5.19.
-      OSError: there is no such checkpoint.
+      OSError: The checkpoint does not exist.
     """
     given = list(arguments)
     if BATCHES in given:

@@ -22,15 +22,16 @@ class StepGraph:
     layers, and each later call replays it. The host launches once; rows may grow, be cropped and
     begin again. The next call overwrites the logits.
 
-    A graph reads the weights where they were and runs what Python chose when it was captured:
-    adapters and their scaling, kernels, modes. After a change of these make another one, as each
-    `generate` does.
+    A graph reads the weights at their addresses during capture. It also repeats all choices of
+    Python code during capture, such as adapters and their scaling, kernels and modes. After a
+    change of any of these make another graph, as each `generate` does.
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
 
     Raises:
-      ValueError: the model is elsewhere, sharded, or has forward hooks, which no graph calls.
+      ValueError: The model is not on one CUDA device, is sharded, or has forward hooks, which a
+        graph does not call.
     """
 
     def __init__(self, model: Any, cache: NSAPagedModelCache):
@@ -90,8 +91,8 @@ class StepGraph:
 
 def why_not(model: Any) -> str | None:
     """Return the reason why a step of `model` cannot be a CUDA graph, or None. Hooks are Python
-    code, which a replay does not run. Those that `capture_outputs` leaves in a model do nothing
-    unless hidden states are requested.
+    code, which a replay does not run. The hooks that `capture_outputs` leaves in a model are
+    allowed, since they do nothing unless hidden states are requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"

@@ -1,8 +1,8 @@
 """Converts weights of `NSAForCausalLM` to those of the models of `nsa_bench.train`, and back.
 
-The file is one of `nsa_interop.weights`: its names and its hyper-parameters are those of
-`nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The modules below hold the parameters of a
-model of transformers under these names.
+The file has the format of `nsa_interop.weights`. Its names and hyper-parameters are those of
+`nsa_bench.lm.torch_lm.LM` and of the counterpart in JAX. The modules below contain the
+parameters of a transformers model under these names.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 
 def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
-    """Writes the weights to `path`, all or nothing; tied embeddings twice.
+    """Write the weights to `path`, all or nothing. Tied embeddings are written twice.
 
     Raises:
-      ValueError: `nsa_bench.train` has no such model (nsa and dense layers in one, dense ones with
-        biases or norms of heads).
+      ValueError: `nsa_bench.train` has no such model. Such models mix NSA and dense layers, or
+        have dense layers with biases or norms of heads.
     """
     weights.save(path, _TrainingModel(model))
 
@@ -40,8 +40,9 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
         hyper-parameters, in evaluation mode, like `from_pretrained`.
 
     Raises:
-      ValueError: the file states no hyper-parameters, or they, gate, phi, vocabulary, keys,
-        shapes or dtypes are not the model's, which is then unchanged.
+      ValueError: The file has no hyper-parameters. Or the hyper-parameters, gate, phi,
+        vocabulary, keys, shapes or dtypes are not those of the model. The model is then
+        unchanged.
     """
     if model is None:
         model = NSAForCausalLM(_configuration(path)).eval()
@@ -85,7 +86,7 @@ def _configuration(path: str | Path) -> NSAModelConfig:
 
 
 class _Renamed(nn.Module):
-    """Parameters and modules of others, by these names."""
+    """Holds parameters and submodules of other modules under new names."""
 
     def __init__(self, **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -94,7 +95,7 @@ class _Renamed(nn.Module):
 
 
 class _TrainingModel(_Renamed):
-    """The parameters of `model` as those of `nsa_bench.lm.torch_lm.LM`."""
+    """Holds the parameters of `model` under the names of `nsa_bench.lm.torch_lm.LM`."""
 
     def __init__(self, model: NSAForCausalLM):
         config = model.config

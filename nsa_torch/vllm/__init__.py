@@ -1,8 +1,8 @@
 """A plugin of vLLM, so that `vllm serve` and `LLM(..)` run checkpoints of `NSAForCausalLM`.
 
-Installing the extra `vllm` is enough: vLLM finds `register` by the entry point
-`vllm.general_plugins`. Its own scheduler, block tables, prefix caching, chunked prefill, preemption
-and speculative decoding are used without changes:
+It is enough to install the extra `vllm`, since vLLM finds `register` by the entry point
+`vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked prefill, preemption
+and speculative decoding of vLLM are used without changes. The parts of the plugin are:
   `model.py`    the library's modules under vLLM's model interface
   `backend.py`  vLLM's side of a layer's cache and of a step, the op that attends
   `step.py`     ours, without vLLM

@@ -1,13 +1,15 @@
-"""vLLM's interface of a backend, and the op that appends and attends (`step.py`).
+"""Implements vLLM's interface of a backend, and the operator that appends and attends
+(`step.py`).
 
-A block has `select_block` tokens of one layer. vLLM hands a layer all blocks as `[B, Hkv, N, C]`, C
-elements a token and head, which have room for all that NSA keeps of its tokens:
+A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
+N, C]`. The C elements per token and head have room for all data that NSA stores per token:
 
     C = 3 (D + Dv) + (D + Dv) / d     three branches' keys and values, compressed ones; 1 for 3
                                       where branches share them
 
-`PagedCache.carve` cuts this memory into arrays over all blocks. There is one cache group with one
-block table, and vLLM's accounting, prefix hashes and block tables hold for all of it.
+`PagedCache.carve` cuts this memory into arrays over all blocks. There is one cache group with
+one block table. vLLM's accounting, prefix hashes and block tables therefore cover all of these
+arrays.
 """
 
 from typing import Any
@@ -30,7 +32,7 @@ OP = "nsa_attend"
 
 
 class NSABuilder(AttentionMetadataBuilder[Step]):
-    """Makes a `Step` of vLLM's metadata, once for all layers."""
+    """Makes a `Step` from vLLM's metadata, once for all layers."""
 
     # Steps whose rows have the same 1 to 8 new tokens can be CUDA graphs.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -102,8 +104,8 @@ def cache_spec(spec: LayerSpec, dtype: torch.dtype) -> FullAttentionSpec:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, gates: Tensor, out: Tensor, layer_name: str
 ) -> None:
-    """`out` [N, H, Dv] of `query` [N, H, D]; key and value `[3, N, Hkv, .]`, `[1, ..]` where the
-    branches share them; gates `[N, H, 3]`.
+    """Write the attention of `query` [N, H, D] to `out` [N, H, Dv]. Key and value are `[3, N,
+    Hkv, .]`, or `[1, ..]` if the branches share them. Gates are `[N, H, 3]`.
     """
     context = get_forward_context()
     steps, layer = context.attn_metadata, context.no_compile_layers[layer_name]

@@ -1,5 +1,5 @@
-"""`NSAForCausalLM` for vLLM, built from the library's modules. Their attention is the op
-`nsa_attend`.
+"""`NSAForCausalLM` for vLLM, built from the library's modules. The operator `nsa_attend`
+computes their attention.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no laye
 
 
 class Pages(nn.Module, AttentionLayerBase):
-    """vLLM's view of a layer with NSA, with its cache and its backend.
+    """Represents a layer with NSA in vLLM, with its cache and its backend.
 
     Attributes:
       pages: The pages of the layer; None before vLLM has bound its memory.
@@ -90,9 +90,10 @@ class NSAForCausalLM(nn.Module):
     """The model in vLLM's interface. Weights have the names of `nsa_torch.huggingface`.
 
     Raises:
-      NotImplementedError: several devices, layers with dense attention, a cache of another dtype,
-        blocks that are moved elsewhere, quantized weights, draft tokens of another model.
-      ValueError: blocks of another size than `select_block`.
+      NotImplementedError: The settings require several devices, layers with dense attention, a
+        cache of another dtype, blocks that are moved elsewhere, quantized weights, or draft
+        tokens from another model.
+      ValueError: Blocks do not have `select_block` tokens.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -132,8 +133,9 @@ class NSAForCausalLM(nn.Module):
         """Copy all weights.
 
         Raises:
-          ValueError: one is missing, unknown or of another shape; a head's that is tied and not
-            the embedding, which transformers would not tie.
+          ValueError: A weight is missing, unknown or of another shape. Or the weight of the
+            output head is tied but differs from the embedding, which transformers would not
+            tie.
         """
         own, loaded, head = dict(self.named_parameters()), set(), None
         for name, weight in weights:

@@ -1,6 +1,5 @@
-"""A layer's cache in an engine's memory, and a step from the engine's metadata.
-
-Nothing of vLLM is imported: metadata that were recorded from it drive the same code anywhere.
+"""Makes a layer's cache in an engine's memory, and runs a step from the engine's metadata. The
+module does not import vLLM. Recorded metadata can therefore run the same code without it.
 """
 
 from typing import Any, NamedTuple, Self
@@ -20,9 +19,9 @@ class Step(NamedTuple):
     """The data of a step, which all layers share.
 
     Attributes:
-      page_table, lengths, starts, runs: Those of `paged_attention`. Without `starts` all rows have
+      page_table, lengths, starts, runs: As in `paged_attention`. Without `starts` all rows have
         the same small number of new tokens, which determines all shapes.
-      tokens: of all rows.
+      tokens: The number of tokens of all rows.
     """
 
     page_table: Tensor
@@ -60,7 +59,9 @@ class Step(NamedTuple):
         gates: Tensor,
         out: Tensor,
     ) -> None:
-        """Appends the tokens of a layer to `pages` and attends to all; arguments as of the op."""
+        """Append the tokens of a layer to `pages`, and attend to all tokens. The arguments are
+        those of the operator.
+        """
         n = self.tokens
         keys, values = (
             Branches(*x[:, :n].unbind()) if spec.separate else x[0, :n] for x in (key, value)
@@ -94,8 +95,8 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
     """Make a layer's cache in an engine's blocks `[B, Hkv, N, C]`.
 
     Raises:
-      ValueError: blocks of another size than `select_block`, of other heads, or without room for
-        all that NSA stores of their tokens.
+      ValueError: Blocks do not have `select_block` tokens, have other heads, or are too small
+        for the data that NSA stores per token.
     """
     wanted = spec.n_kv_groups, spec.config.select_block, elements_of_token(spec)
     found = tuple(memory.shape[1:])
