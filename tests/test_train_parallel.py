@@ -286,6 +286,15 @@ def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
         assert (ours[name] - theirs[name]).abs().max() < 1e-4, name
 
 
+@pytest.mark.parametrize(("name", "value"), [("bias", True), ("key_taps", 3)])
+def test_what_is_not_divided_over_heads(name, value, tmp_path):
+    todo = task()
+    layer = dataclasses.replace(todo.model.layer, **{name: value})
+    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
+    with pytest.raises(ValueError, match=f"{name} must be .* if tensor=2, got"):
+        jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo)
+
+
 def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
     """Each device has the rows and biases of its own heads; losses are torch's of one process."""
     todo = task()

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
+from nsa_core.layer import FIELD_OF
+
 from .spec import ModelSpec, Task
 
 type Size = Annotated[int, Gt(0)]
@@ -30,7 +32,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class NSA:
-    """The fields of `NSAConfig` of a layer, its initial gates, and its `kv`."""
+    """The fields of `NSAConfig` of a layer, its initial gates, its `kv` and its `key_taps`."""
 
     compress_block: Size | None = None
     compress_stride: Size | None = None
@@ -39,6 +41,7 @@ class NSA:
     window: int | None = None
     gate_bias: list[float] | None = None
     kv: Literal["separate", "shared"] | None = None
+    key_taps: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class TrainConfig:
         sizes = _given(self.model)
         layer = {name: sizes.pop(name) for name in LAYER if name in sizes}
         own = _given(self.nsa)
-        layer |= {word: own.pop(name) for word, name in SIZES.items() if name in own} | own
+        layer |= {word: own.pop(name) for word, name in FIELD_OF.items() if name in own} | own
         if "dim" in layer:
             sizes.setdefault("hidden", spec.hidden * layer["dim"] // spec.layer.dim)
         return dataclasses.replace(
@@ -108,13 +111,6 @@ class TrainConfig:
 
 
 LAYER = ("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base")
-SIZES = {
-    "l": "compress_block",
-    "d": "compress_stride",
-    "l_sel": "select_block",
-    "n_sel": "num_selected",
-    "w": "window",
-}
 
 
 def _given(section: Any) -> dict[str, Any]:
