@@ -162,18 +162,21 @@ def summary(device: str = "nvidia-h200") -> str:
 def _packed_summary() -> list[str]:
     """Return the row of the first shape of `bench.packed`, compared with separate rows."""
     lines = chosen("packed")
-    about = {"documents": lines[0]["documents"]}
+    about, ok = {"documents": lines[0]["documents"]}, lambda x: x.get("status") == "ok"
     ours, rows = (
         [newest(lines, mode=mode, form=form, **about) or {} for mode in PASSES.values()]
         for form in ("varlen", "rows")
     )
-    more = (x["time_ms"] / y["time_ms"] - 1 for x, y in zip(ours, rows, strict=True))
+    more = (
+        f"{x['time_ms'] / y['time_ms'] - 1:+.1%}" if ok(x) and ok(y) else MISSING
+        for x, y in zip(ours, rows, strict=True)
+    )
     return [
         f"{'; '.join(PASSES.values())}, ms",
         f"packed: {packing(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
         "; ".join(map(_time, ours)),
         MISSING,
-        f"**{'; '.join(f'{x:+.1%}' for x in more)}** of rows' {'; '.join(map(_time, rows))}",
+        f"**{'; '.join(more)}** of rows' {'; '.join(map(_time, rows))}",
         commits([*ours, *rows]),
     ]
 
@@ -461,9 +464,13 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    new = {path: filled(path.read_text(), path.name) for path in documents()}
-    new |= {ROOT / path: drawn((ROOT / path).read_text()) for path, drawn in PICTURES.items()}
-    stale = [path for path, text in new.items() if text != path.read_text()]
+    old = {path: path.read_text() for path in documents()}
+    new = {path: filled(text, path.name) for path, text in old.items()}
+    for name, drawn in PICTURES.items():
+        path = ROOT / name
+        old[path] = path.read_text() if path.exists() else ""
+        new[path] = drawn(old[path])
+    stale = [path for path, text in new.items() if text != old[path]]
     for path in stale:
         if WRITE.value:
             path.write_text(new[path])

@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     )
     chosen, config = choices(runners, settings), settings.nsa
     shape, compared = dataclasses.asdict(shape_of(settings)), []
-    print(f"device: {', '.join(x.device for x in runners)}; {shape}; selection of {config}\n")
+    devices = ", ".join(dict.fromkeys(x.device for x in runners))
+    print(f"device: {devices}; {shape}; selection of {config}\n")
 
     def rows():
         for kind in dict.fromkeys(FLAGS.input):

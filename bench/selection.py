@@ -258,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.preset is not None:  # a file each kind
         for kind in ("dense", "varlen"):
             some = [each for each in results.rows if each["mode"] == kind]
-            command.write_csv(results.folder / f"sel_{kind}.csv", some)
+            command.write_csv(results.folder / f"sel_{kind}.csv", results.columns, some)
     return results.finish()
 
 

@@ -11,6 +11,7 @@ import pytest
 import nsa_torch.dispatch
 from bench import selection
 from bench.harness import (
+    command,
     exit_status,
     problems,
     records,
@@ -214,6 +215,16 @@ def test_a_matrix_without_a_gpu_measures_nothing(tmp_path, capsys):
     for kind, count in (("dense", 2), ("varlen", 4)):
         some = rows(tmp_path / f"sel_{kind}.csv")
         assert len(some) == count and {row["mode"] for row in some} == {kind}
+
+
+def test_a_table_without_rows_has_its_columns(tmp_path):
+    """`bench.tune_thresholds --csv` then reports that there are no rows."""
+    run(selection, tmp_path, *TINY, "--dist=few", "--N=5")
+    some, none = ((tmp_path / f"sel_{kind}.csv").read_text() for kind in ("dense", "varlen"))
+    assert none == some.splitlines(keepends=True)[0] and "fa2_ms" in none
+    run(selection, tmp_path / "none", "--rows=")
+    with pytest.raises(ValueError, match="holds no rows"):
+        command.read_csv(tmp_path / "none/selection.csv", ["tri_ms"])
 
 
 def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from bench import doc_tables
 from bench.harness import records, seed_env
 from nsa_torch import NSAConfig
 from tests import parse_commands, spawned
+from tests.commands import called
 from tests.measured import record
 
 ROOT = doc_tables.ROOT
@@ -171,6 +172,15 @@ def test_pictures_are_what_the_records_give(path):
     assert xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
+def test_a_picture_that_is_missing_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doc_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(doc_tables, "documents", lambda: [])
+    monkeypatch.setattr(doc_tables, "PICTURES", {"a.svg": lambda old: f"{old}drawn"})
+    assert called(doc_tables) == 1 and capsys.readouterr().out == "a.svg: differs\n"
+    assert called(doc_tables, "--write") == 0
+    assert (tmp_path / "a.svg").read_text() == "drawn"
+
+
 def test_a_typed_figure_in_a_table_is_seen():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     marker = next(doc_tables.MARKER.finditer(text))
@@ -225,6 +235,20 @@ def tables(tmp_path, monkeypatch):
         ]
 
     return tables
+
+
+def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
+    """Theirs and those of separate rows are shown where they are right."""
+    lines = [
+        {"mode": mode, "form": form, "documents": [8], "time": "1", "time_ms": 2.0}
+        for mode in doc_tables.PASSES.values()
+        for form in ("varlen", "rows")
+    ]
+    lines = [line | {"status": "ok", "commit": None} for line in lines]
+    lines[0] |= {"status": "wrong", "time_ms": None}
+    monkeypatch.setattr(doc_tables, "chosen", lambda _: lines)
+    found = doc_tables._packed_summary()
+    assert found[2] == "wrong; 2.00" and found[4].startswith("**-; +0.0%** of rows' 2.00; 2.00")
 
 
 def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):

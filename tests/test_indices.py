@@ -69,11 +69,12 @@ def test_one_altered_index_is_caught(inputs, wanted):
 
 
 def test_a_row_of_the_wrong_form_is_reported(inputs, wanted):
-    chosen = wanted.copy()
-    chosen[0, 440, 0, -1] = -1
-    found = compare(chosen, wanted, inputs)
-    assert found.unexplained == 1 and found.worst.shortfall is None
-    assert "empty slots must be -1" in found.report()
+    for token, slot in ((440, -1), (5, -2)):  # a block is missing; an empty slot has a number
+        chosen = wanted.copy()
+        chosen[0, token, 0, -1] = slot
+        found = compare(chosen, wanted, inputs)
+        assert found.unexplained == 1 and found.worst.shortfall is None
+        assert "empty slots must be -1" in found.report()
 
 
 @pytest.mark.parametrize(("scale", "explained"), [(1e-7, True), (0.0, True), (1e-2, False)])
@@ -114,6 +115,13 @@ def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, m
     assert found.report(2).endswith("... and 8 more")
     with pytest.raises(ValueError, match="chosen must have shape"):
         compare(chosen[..., :-1], wanted, inputs)
+
+
+def test_devices_are_named_once(tmp_path, monkeypatch, capsys):
+    """That of both frameworks is one."""
+    monkeypatch.setattr(indices.run, "rows", lambda *_: [])
+    run(indices, tmp_path, "--framework=both", "--config=tiny")
+    assert capsys.readouterr().out.startswith("device: cpu; ")
 
 
 @pytest.mark.parametrize("mutant", [False, True])

@@ -233,10 +233,15 @@ class Results:
         self.rows.append(cells)
         return cells
 
+    @property
+    def columns(self) -> dict[str, None]:
+        """The columns of the table, also without rows."""
+        return dict.fromkeys(itertools.chain(tables.LINES[self.bench]["csv"], *self.rows))
+
     def finish(self) -> int:
         """Writes the table as CSV, and appends the records to those of their device if
         `--save_records` is given; the exit status."""
-        write_csv(self.table, self.rows)
+        write_csv(self.table, self.columns, self.rows)
         outside = self.table.parent != self.folder
         print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
         if self.save:
@@ -253,13 +258,11 @@ class Results:
         return status
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes a CSV file with the columns of all rows; missing values are empty."""
-    rows = list(rows)
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Writes a CSV file with these columns; missing values are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        columns = dict.fromkeys(itertools.chain(*rows))
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, [*columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

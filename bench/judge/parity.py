@@ -214,7 +214,8 @@ def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, n
       own: the block of the query, `[.., 1]`.
     """
     filled = np.arange(config.num_selected) < np.minimum(config.num_selected, own + 1)
-    yield "empty slots must be -1 and stand at the end", ((indices >= 0) == filled).all(axis=-1)
+    of_slots = np.where(filled, indices >= 0, indices == -1)
+    yield "empty slots must be -1 and stand at the end", of_slots.all(axis=-1)
     ascends = (np.diff(indices) > 0) | ~filled[..., 1:]
     yield "blocks must ascend without duplicates", ascends.all(axis=-1)
     yield "no block after the query's own", (indices <= own).all(axis=-1)

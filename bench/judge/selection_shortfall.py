@@ -237,7 +237,7 @@ def _judge(shape, config, row, chosen, wanted, scores, reach, broken) -> Row:
     mine, theirs = ({int(x) for x in each if int(x) in known} for each in (chosen, wanted))
     taken = {block: float(scores[block]) for block in sorted(mine - theirs)}
     left = {block: float(scores[block]) for block in sorted(theirs - mine)}
-    largest = max(0.0, *taken.values(), *left.values())
+    largest = max([0.0, *taken.values(), *left.values()])
     bound = resolution(largest, float(reach), shape, config)
     shortfall, reason = None, broken
     if not broken:
