@@ -113,6 +113,14 @@ def test_faults_of_changes(change, message):
         config_file.read("tiny", [change])
 
 
+@pytest.mark.parametrize("name", ["lr", "clip", "eps", "weight_decay"])
+def test_training_is_of_finite_numbers(name):
+    """They are lines of JSON too."""
+    for value in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(ValueError, match=f"{name} must be >=? 0, got"):
+            spec.Training(1, 1, 1, **{name: value})
+
+
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError, match=r"configs/train/ has \['125m', .*'tiny'\]"):
         config_file.read("none")

@@ -173,7 +173,7 @@ class Training:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         for name in ("weight_decay", "seed"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(f"warmup must be in 0..steps={self.steps}, got {self.warmup}")
