@@ -153,14 +153,17 @@ def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
 
 
 def main(argv: Sequence[str]) -> int:
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
     if FLAGS.under_ncu:
         (row,) = (p for p in run.EAGER if p.name == FLAGS.under_ncu)
         watched(row)
         return exit_status.OK
+    problems = [*run.chosen(FLAGS, run.EAGER)]
     if not shutil.which("ncu"):
         raise NotImplementedError("ncu of the CUDA toolkit must be on PATH")
     commit = records.environment(FLAGS.commit)["commit"]
-    for problem in run.chosen(FLAGS, run.EAGER):
+    for problem in problems:
         for found in measure(problem, commit):
             print(*found.extra.values(), f"{found.time_ms:g} ms", sep="; ", flush=True)
             if FLAGS.out:

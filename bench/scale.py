@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         if not FLAGS.records:
             raise app.UsageError("--predict needs --records")
         asked = {"commit", "link_gb_s", "predict", "records", "timeout_s", "worker"}
-        cli.refuse_beside(FLAGS["predict"], (FLAGS[x] for x in set(FLAGS) - asked))
+        cli.refuse_beside(FLAGS["predict"], (FLAGS[x] for x in FLAGS if x not in asked))
         return predict(FLAGS.records)
     if FLAGS.records or FLAGS.link_gb_s is not None:
         raise app.UsageError("--records and --link_gb_s need --predict")

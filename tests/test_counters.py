@@ -45,6 +45,18 @@ def test_launches_that_ncu_did_not_see_are_an_error():
         list(counters.lines("8k", PRINTED, written(NAMES[:2]), None))
 
 
+def test_an_unknown_row_is_named_where_ncu_is_missing_too(monkeypatch):
+    pretend.gpu(monkeypatch)
+    monkeypatch.setattr(counters.shutil, "which", lambda _: None)
+    with pytest.raises(ValueError, match="known: 64k"):
+        commands.called(counters, "--only=65k")
+    with pytest.raises(NotImplementedError, match="ncu"):
+        commands.called(counters, "--only=8k")
+    pretend.gpu(monkeypatch, None)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        commands.called(counters, "--under_ncu=8k")
+
+
 def test_what_ncu_says_where_it_fails(monkeypatch):
     real = subprocess.run
 

@@ -105,6 +105,12 @@ def test_what_cannot_be_measured_is_refused(words, said):
         called(scale, "--lengths=1024", *words.split())
 
 
+def test_the_first_flag_without_effect_is_named(tmp_path):
+    words = "--recompute", "--samples=3", "--dk=64", "--heads=8", "--lengths=8", "--devices=1"
+    with pytest.raises(ValueError, match="--devices has no effect with --predict"):
+        called(scale, "--predict=8", f"--records={tmp_path}", *words)
+
+
 @pytest.mark.parametrize(
     ("words", "lengths", "documents"),
     [
