@@ -1,7 +1,8 @@
 """Fast kernels, which are functions of arrays and static integers.
 
-`mosaic` kernels are Pallas Mosaic GPU (Hopper), `triton` kernels official Triton. This package
-does not import the packages above it. They call `why_not`, then build a `Kernel` and call it.
+`mosaic` has kernels in Pallas Mosaic GPU (Hopper), and `triton` has kernels in official Triton.
+This package does not import the packages above it. These packages call `why_not`, then build a
+`Kernel` and call it.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ CAPABILITIES = {"mosaic": mosaic_capability, "triton": triton_capability}
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Return the reason why no such kernel can run `problem` (framework, branch, shapes), or
-    None.
+    """Return the reason why no kernel of this kind can run `problem` (framework, branch,
+    shapes), or None.
     """
     return CAPABILITIES[implementation].why_not(problem)

@@ -1,4 +1,4 @@
-"""The description of a kernel, which is its static sizes, and its input and output arrays.
+"""Describes a kernel by its static sizes and its input and output arrays.
 
 The body is imported when the kernel runs. A description imports no JAX, so a framework can plan,
 allocate and look up compiled code without it.
@@ -32,7 +32,7 @@ class Array(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -66,7 +66,7 @@ class Spec:
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The fields that are lengths, with their nominal values."""
+        """The fields that hold lengths, with their nominal values."""
         return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
 
     def for_any_length(self) -> Self:
@@ -93,7 +93,7 @@ class Kernel:
         order. Each part of such an input is read before the same part of the output is written.
       names: Names of the inputs, then of the outputs (`Kernel.named`).
       sizes: Numbers that the body needs and that lengths determine, by name.
-      grid: CTAs, at most two axes.
+      grid: Number of CTAs along each of at most two axes.
       cluster: Number of CTAs, neighbours on the grid's last axis, that run together and access
         each other's shared memory.
       source: `module:function` that describes the kernel from its spec. Kernels without a source
@@ -126,8 +126,9 @@ class Kernel:
     ) -> Self:
         """Return a kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
 
-        Inputs that are False are left out. If the spec is for any length, the kernel begins with an
-        input for each of its `sizes`. `described` adds a name and a body by default.
+        Inputs whose value is False are omitted. If the spec is for any length, the kernel
+        begins with an input for each of its `sizes`. `described` adds a name and a body by
+        default.
         """
         sizes = dict(sizes or {})
         given = {key: x for key, x in inputs.items() if isinstance(x, Array)}
@@ -180,7 +181,7 @@ class Kernel:
         """Reshape arrays of any framework to the shapes of the inputs.
 
         Raises:
-          ValueError: another number of arrays, or an array of another dtype or size.
+          ValueError: The number of arrays is wrong, or an array has the wrong dtype or size.
         """
         if len(arrays) != len(self.inputs):
             raise ValueError(f"{self.name} needs {len(self.inputs)} arrays, got {len(arrays)}")
@@ -195,10 +196,10 @@ class Kernel:
 
 
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
-    """Decorates a function that describes a kernel from its spec: equal specs give one object.
-
-    The function becomes the kernel's source. By default the kernel has the function's name, and its
-    body is the function of this name in the module of `mosaic` that has the name of the spec's.
+    """Decorate a function that describes a kernel from its spec. Equal specs give the same
+    object. The function becomes the kernel's source. By default the kernel has the name of the
+    function. Its body is the function with this name in the module of `mosaic` that has the
+    same name as the module of the description.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

@@ -20,12 +20,14 @@ from kernels_pallas.specs.tile import LANES
 
 
 def write_token(warp: Any, spec: Append, sizes, refs) -> None:
-    """The program of `specs.append.append`."""
+    """The program that each warp of the kernel `specs.append.append` runs."""
 
     entry = functools.partial(fetch_int, warp)
 
     def row_of(token):
-        """Return the last row that begins at or before a token."""
+        """Return the row that contains a token. It is the last row that begins at or before the
+        token.
+        """
 
         def count(i, state):
             row = i * LANES + warp.lane()
@@ -65,7 +67,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         warp.when(there, put)
 
     def finish(side, kind, token, row, begin, position, page, there) -> None:
-        """The mean of the window that ends with a token, if one does."""
+        """Write the mean of the window that ends with a token, if there is such a window."""
         new = getattr(refs, f"{spec.branches[-1]}_{kind}")
         old, compressed = getattr(refs, f"old_{kind}"), getattr(refs, f"compressed_{kind}")
         loads = largest_divisor(spec.compress_block, LOADS)

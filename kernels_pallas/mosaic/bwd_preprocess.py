@@ -31,14 +31,14 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
     query_head = g * spec.group + row % spec.group
 
     def of_head(source):
-        """Load the float32 value of this row from `source` `[B, T, H]`."""
+        """Load this row's float32 value from `source` `[B, T, H]`."""
         at = warp.element(source, (b * sizes.T + token, 4 * spec.H), (query_head, 4))
         return warp.real(warp.fetch(at))
 
     lse, delta = of_head(refs.lse), of_head(refs.delta)
 
     def key_of(source):
-        """Load the int32 value of this row's token. float32 represents it exactly
+        """Load the int32 value of this row's token. It can be represented exactly in float32
         (`capability.LONGEST`).
         """
         key = fetch_int(warp, source, b * sizes.T + token)

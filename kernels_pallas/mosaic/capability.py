@@ -1,4 +1,4 @@
-"""Limits of the Mosaic kernels, checked before any of them is imported."""
+"""Checks the limits of the Mosaic kernels before any of them is imported."""
 
 import contextlib
 import contextvars
@@ -36,8 +36,8 @@ def interpreted(params):
 
 
 def why_not(problem: Any) -> str | None:
-    """Return the reason why no Mosaic kernel can run `problem`, or None. A problem that runs
-    forward also runs backward.
+    """Return the reason why no Mosaic kernel can run `problem`, or None. If the forward pass
+    can run, the backward pass can run too.
     """
     if not interpret.get():
         if problem.platform not in ("gpu", "cuda"):
@@ -71,7 +71,7 @@ def _fp8_why_not(problem: Any) -> str | None:
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """Return the reason for the sizes that do not depend on lengths, as in `why_not`."""
+    """Return the reason of `why_not` that concerns sizes other than lengths, or None."""
     if group > ROWS:
         return f"takes up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):
@@ -100,8 +100,9 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
-    """Shared memory of selected attention, the only kernel whose sizes may not fit: rows of
-    queries, keys, values, and the block list of a tile; the maximum of forward and dq.
+    """Return the shared memory that selected attention needs, in bytes. It is the only kernel
+    that may need too much. The memory holds query rows, keys, values and the block list of a
+    tile. The result is the maximum over forward and dq.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

@@ -21,7 +21,7 @@ from kernels_pallas.specs.combine import Combine
 
 
 def gated_sum(kernel: Kernel) -> Callable:
-    """The body of `specs.combine.gated_sum`."""
+    """The body of the kernel `specs.combine.gated_sum`."""
     spec: Combine = kernel.spec
     rows_of = TileRows(ROWS, 1, 1, bool(spec.interpret))
     branches = range(spec.branches)
@@ -51,7 +51,7 @@ def gated_sum(kernel: Kernel) -> Callable:
 
 
 def deltas(kernel: Kernel) -> Callable:
-    """The body of `specs.combine.deltas`."""
+    """The body of the kernel `specs.combine.deltas`."""
     spec: Combine = kernel.spec
     rows_of = TileRows(ROWS, 1, 1, bool(spec.interpret))
 

@@ -1,9 +1,9 @@
-"""Means of windows of tokens, and the gradients of tokens that were also averaged.
+"""Computes means of windows of tokens, and the gradients of tokens from those of their means.
 
 Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. Forward, a
 warp loops over the stride blocks of a few neighbouring windows and adds each to the windows that
-contain it. Backward, a warp has one stride block: its tokens are in the same windows, which it sums
-once.
+contain it. Backward, a warp has one stride block. All tokens of this block are in the same
+windows, so the warp sums the gradients of these windows once.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
 backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
@@ -22,7 +22,7 @@ LOADS = 16  # that a lane starts before it waits for one of them
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The keys or the values of a lane's columns.
+    """The keys or the values in a lane's columns.
 
     Attributes:
       words: Words of a token.
@@ -91,10 +91,10 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def average(warp: Any, spec: Means, sizes, refs) -> None:
-    """The program of `specs.compress.compress_means`."""
+    """The program that each warp of the kernel `specs.compress.compress_means` runs."""
 
     def windows(side, i, part):
-        """The windows of a part."""
+        """The windows of a warp's part of the sequence."""
         first = part * spec.windows
         tokens = (refs.key, refs.value)[i]
         means = (refs.compressed_key, refs.compressed_value)[i]
@@ -138,11 +138,12 @@ def average(warp: Any, spec: Means, sizes, refs) -> None:
 
 
 def merge(warp: Any, spec: Means, sizes, refs) -> None:
-    """The program of `specs.compress.merge_key_gradients`."""
+    """The program that each warp of the kernel `specs.compress.merge_key_gradients` runs."""
 
     def stride_block(side, i, block):
-        """The tokens of stride block `block`, in windows from `block - l / d + 1` to `block`. The
-        windows of the sequence before have no keys, and so a gradient of 0.
+        """Write the gradients of the tokens in stride block `block`, which are in the windows
+        from `block - l / d + 1` to `block`. Windows of the previous sequence have no keys here,
+        so that their gradient is 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

@@ -41,11 +41,12 @@ FIRST_UNIT = 2.0**120  # factor of the sums before the first strip (`add_rounded
 
 
 def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
-    """Copies the row of the page table to shared memory, with entries clamped to existing pages,
-    and the unchanged entries of the pages of new tokens.
+    """Copy the row of the page table to shared memory, with entries clamped to existing pages.
+    Also copy the entries for the pages of new tokens, unchanged.
 
     Returns:
-      The number of tokens that the query sees: none if its position is negative.
+      The number of tokens that the query sees. It is 0 if the position of the query is
+      negative.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)
@@ -117,9 +118,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.larger(start, 0), m.word(0), m.where(start >= 0, work.seen, 0)
 
     def score(kind: int, times, begin, place, keys) -> list[Words]:
-        """Computes S2 of strips `i` of a branch at turns `begin + i` and stores it from `place` on.
-        `keys(i)` returns the first key of the strip, and the first and the end of the visible
-        keys. Returns maximum and sum.
+        """Compute S2 of the strips `i` of a branch at the turns `begin + i`, and store it from
+        `place` on. `keys(i)` returns the first key of the strip, and the first and the end of
+        the visible keys. Returns maximum and sum.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -134,8 +135,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, exchange.no_keys(lane), unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """Return `state` plus `g P V` of strips at turns from `begin` on. `place` has their S2, or
-        without `norms` their g p.
+        """Return `state` plus `g P V` of the strips at turns from `begin` on. From `place` on,
+        shared memory has their S2, or their g p if `norms` is not given.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
@@ -169,7 +170,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     norms = exchange.told(lane, exchange.COMPRESSED)
 
     def rank_two_strips(i, nothing):
-        """Two strips, so that one continues while the lanes of the other wait for each other."""
+        """Rank two strips at once, so that one continues while the lanes of the other wait for
+        each other.
+        """
         numbers = [i * 2, i * 2 + 1]
         at = [m.smaller(number, work.mine - 1) for number in numbers]
         places = [compressed_s2 + x * TILE_BYTES for x in at]

@@ -1,8 +1,9 @@
 """Writes the new tokens of a decode step, and the means that they complete, to the pages.
 
-A cluster handles its key/value head, for all new tokens of the row up to the cluster's own token.
-Clusters do not wait for each other, so the clusters of later tokens of the row write the same bits
-again. This comes before the first strips, so that its reads do not wait for them.
+A cluster writes the new tokens of its row up to the cluster's own token, for its key/value
+head. Clusters do not wait for each other, so the clusters of later tokens of the row write the
+same bits again. The tokens are written before the first strips are loaded, so that the reads
+here do not wait for these loads.
 
     token p           key and value of every branch, at p % block of its page: the last CTA, a warp
                       per row
@@ -137,11 +138,11 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     # Means.
 
     def add_share(value, begin):
-        """Adds up a warp's share of the window: unchanged tokens of the call, and older tokens from
-        the pages. With fp8, older tokens are read from the row's ring buffer if the pages' tokens
-        may have been rounded from them (`nsa_core.rounding.is_of`).
+        """Add up a warp's share of the window. Tokens of the call are read from the inputs, and
+        older tokens from the pages. With fp8, older tokens are read from the row's ring buffer
+        if the pages' tokens may have been rounded from them (`nsa_core.rounding.is_of`).
 
-        Rows are loaded together, before the first is added.
+        All rows are loaded before the first one is added.
         """
         stride = warps * rows
         share, block = cdiv(spec.compress_block, stride), spec.block

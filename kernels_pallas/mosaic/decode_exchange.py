@@ -40,12 +40,14 @@ def expected_bytes(lane: Lane, work: Work) -> list[Any]:
 
 
 def no_keys(lane: Lane) -> list[Words]:
-    """Maximum and sum of the lane's two rows before the first strip."""
+    """Return the maximum and the sum of the lane's two rows before the first strip."""
     return [[lane.m.word(NOTHING), lane.m.word(0.0)] for _ in range(2)]
 
 
 def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
-    """S2 of a strip that begins with key `first`, with keys outside `low .. high - 1` masked."""
+    """Return S2 of a strip that begins with key `first`. Keys outside `low .. high - 1` are
+    masked.
+    """
     m = lane.m
 
     def unseen_hidden(_, s2):
@@ -61,7 +63,7 @@ def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list
 
 
 def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
-    """Maximum and sum of the lane's rows, with those of a strip."""
+    """Return the maximum and the sum of the lane's rows after a strip is included."""
     m, found = lane.m, []
     for r, (before, total) in enumerate(state):
         mine = [tile[2 * r + e] for tile in s2 for e in range(2)]
@@ -122,7 +124,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def tell(lane: Lane, kind: int, state: list[Words]) -> None:
-    """Pushes this warp's maximum and sum of each row to all CTAs."""
+    """Push this warp's maximum and sum of each row to all CTAs."""
     m, cluster, stats = lane.m, lane.spec.variant.cluster, _stats(lane, kind)
     for r, (top, total) in enumerate(state):
         most = _over_pairs(lane, top, m.larger)
@@ -140,14 +142,17 @@ def _stats(lane: Lane, kind: int) -> Any:
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
-    """Return the offset of a warp's statistics of the lane's row `r` among its 16; `warp`: its
-    index, modulo four. The rows of four warps are permuted so that 16 lanes read from all banks.
+    """Return the offset of the statistics of the lane's row `r` among the 16 of its warp.
+    `warp` is the index of the warp, modulo four. The rows of four warps are permuted so that 16
+    lanes read from all banks.
     """
     return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
-    """Read the maximum and 1 / sum for the lane's rows. The latter is 0 if no key is seen."""
+    """Read the maximum and 1 / sum of the lane's rows. If a row sees no key, its 1 / sum is
+    0.
+    """
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
@@ -176,8 +181,8 @@ def told(lane: Lane, kind: int) -> list[Words]:
 
 
 def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
-    """Pushes the contribution of a strip of compressed slots to the scores of its blocks, to all
-    CTAs, if `there` holds.
+    """Compute the contribution of a strip of compressed slots to the scores of its blocks, and
+    push it to all CTAs if `there` holds.
 
     The token in slot o of a page shares min(o + 1, cover) strides with the page's block and the
     other cover - 1 - o strides, if any, with the block before (Eq. 9), so a block has two sums:
@@ -227,11 +232,11 @@ def _number(m: Any, bits: Words) -> Any:
 
 
 def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
-    """The sum of all warps of the cluster, in the order of their numbers.
+    """Add up the outputs of all warps of the cluster, in the order of the warps.
 
     Yields:
-      Four neighbours of the output `[16, Dv]`, the index of the first, and whether this lane has
-      any.
+      Four neighbouring elements of the output `[16, Dv]`, the index of the first of them, and
+      whether this lane has any.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     warps, width = spec.variant.warps, spec.Dv

@@ -1,4 +1,4 @@
-"""The indices of a lane in a decode step, and the work of its warp."""
+"""Defines the indices of a lane in a decode step, and the work of its warp."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,5 @@
-"""The keys and values of a warp in a decode step: its ring of strips, and products with them.
+"""Loads the keys and values of a warp in a decode step into a ring buffer of strips, and
+multiplies with them.
 
 A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it with 16 bytes per lane,
 and reads it with a different assignment of lanes. A ring buffer is private to its warp, whose lanes
@@ -40,8 +41,9 @@ P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """Return the number that permutes (XOR) the 8 chunks of a row's part, of elements of `size`
-    bytes. It differs in 8 rows, and in 2 neighbours the chunks that K's lanes read differ too.
+    """Return the number whose XOR permutes the 8 chunks of a row's part, for elements of `size`
+    bytes. It is different in each of 8 rows. In 2 neighbouring rows, the lanes of K also read
+    different chunks.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
@@ -52,8 +54,8 @@ class Queue:
     Attributes:
       limit: Number of strips that are known from the length, before the blocks are selected.
       total: Number of all strips.
-      near: Index in the queue of the first strip of values. Those of keys of the compressed and
-        sliding branches come before it.
+      near: Index in the queue of the first strip of values. The strips of keys of the
+        compressed and the sliding branch come before it.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
@@ -124,7 +126,7 @@ class Queue:
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
-        """Loads the first strips that existed before the launch."""
+        """Load those of the first strips whose tokens existed before the launch."""
         last = self.lane.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
@@ -139,15 +141,15 @@ class Queue:
         self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
-        """Loads the selected strips among the next `stages` after `done` turns, which were skipped
-        while the blocks were not known.
+        """Load the selected strips among the next `stages` strips after `done` turns. They were
+        skipped as long as the blocks were not known.
         """
         self.lane.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
         self._first_turns(left_out, True, done)
 
     def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
-        """Loads the strips of `stages` turns after `done` that are `wanted`."""
+        """Load the `wanted` strips among the `stages` turns after turn `done`."""
         m = self.lane.m
 
         def turn(i, nothing):
@@ -233,8 +235,8 @@ class Queue:
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
-        """Zeroes the values of a strip from key `first` on that are outside `low .. high - 1`,
-        since values that were never written may be NaN, and 0 * NaN is not 0.
+        """Set the values of keys outside `low .. high - 1` to zero, in a strip that begins with
+        key `first`. Values that were never written may be NaN, and 0 * NaN is not 0.
         """
         m, lane, spec = self.lane.m, self.lane, self.lane.spec
         row_bytes = spec.token_bytes * spec.Dv
@@ -258,7 +260,9 @@ class Queue:
     def add(
         self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
     ) -> list[Words]:
-        """Return `acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as in `clear`."""
+        """Return `acc + P V` of a strip, where P is `[16 heads, 16 keys]`. The arguments for
+        the keys are as in `clear`.
+        """
         m, spec = self.lane.m, self.lane.spec
         stage, acc = self.take(turn), list(acc)
         self.clear(stage, first, low, high)
@@ -277,7 +281,8 @@ class Queue:
         """Return `add` for values in fp8.
 
         Args:
-          state: `acc`, and its factor, a power of two with which p times scales fits float16.
+          state: `acc` and its factor. The factor is a power of two with which p times scales
+            fits float16.
           p: P in float32.
           most: Largest of the lane's p, from 0.
         """
@@ -319,8 +324,8 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """Return the power of two in the range of float32 by which a number from 0 with these bits
-    becomes at least 2^exponent and less than twice that.
+    """Return the power of two with which a non-negative number with these bits becomes at least
+    2^exponent and less than twice that. The result is in the range of float32.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
@@ -351,11 +356,13 @@ class _Pages:
     scales: Any
 
     def alike(self, other: "_Pages") -> bool:
-        """Whether strips are copied in the same way from both."""
+        """Return whether strips are copied in the same way from both objects."""
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
-        """These pages if `condition` holds, otherwise the other ones, which must be alike."""
+        """Return these pages if `condition` holds, otherwise the other ones. `alike` must hold
+        for both.
+        """
         m, scales = self.lane.m, self.scales
         if scales is not None:
             scales = m.where(condition, scales, other.scales)
@@ -365,8 +372,8 @@ class _Pages:
     def _places(
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
     ) -> list[tuple[Any, int]]:
-        """For byte `column` of rows `row`, `row + step`, .. of a strip, `row` below `step`: an
-        address, and the offset from it. Each row has all heads.
+        """Return an address and an offset from it, for byte `column` of the rows `row`, `row +
+        step`, .. of a strip. `row` is below `step`. Each row has all heads.
 
         All pages are read from the table first, so that these reads are in flight together.
         """
@@ -410,8 +417,8 @@ class _Pages:
             self._copy_scales(to, first)
 
     def _copy_scales(self, to: Any, first: Any) -> None:
-        """Copies the scales behind the strip, four per lane; those of a head are contiguous in a
-        page.
+        """Copy the scales to the memory after the strip, four per lane. The scales of a head
+        are contiguous in a page.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
         row = (lane & 3) << 2
@@ -422,7 +429,9 @@ class _Pages:
 
 
 def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:
-    """Q of the group as left operands, in the order of columns of `Queue.logits`."""
+    """Return Q of the group as left operands. The order of columns is that of
+    `Queue.logits`.
+    """
     m, spec = lane.m, lane.spec
     row_bytes, found = 2 * spec.D, []
     for chunk in range(2 * spec.D // PART):
@@ -447,8 +456,9 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 
 
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
-    """Q in float16, in the order of `query_fragments`, with each row scaled by a power of two to
-    fit; and the factors of products with the lane's two rows, which include the logits' scale.
+    """Return Q in float16, in the order of `query_fragments`. Each row is scaled by a power of
+    two so that it fits. Also return the factors of products with the lane's two rows, which
+    include the scale of the logits.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

@@ -1,4 +1,4 @@
-"""The blocks that a decode step selects: forced ones, and the best of the others.
+"""Selects the blocks of a decode step. These are the forced blocks, and the best of the others.
 
 Every CTA has the scores of all blocks, so all CTAs compute the same list: the warps find the `free`
 best of their own blocks, then each warp ranks its best among those of all warps. A block precedes
@@ -62,8 +62,8 @@ def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any
 
 
 def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
-    """Bits of the scores of a lane's blocks, `NO_SCORE` for blocks that are not free, and the
-    blocks.
+    """Return the bits of the scores of a lane's blocks, and the blocks. Blocks that are not
+    free have `NO_SCORE`.
     """
     m, spec = lane.m, lane.spec
     warps, capacity = spec.variant.warps, spec.variant.capacity
@@ -118,8 +118,8 @@ def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any
 
 
 def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """The same as `_best` for one block per lane. Returns ranks, scores and blocks in the order
-    of the lanes.
+    """Rank one block per lane, with the order of `_best`. Return ranks, scores and blocks in
+    the order of the lanes.
     """
     m, (score,), (block,) = lane.m, scores, blocks
 
@@ -135,7 +135,8 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     """Return the best blocks of all warps of this CTA, which are the best of all blocks.
 
     Args:
-      rank: Rank of the lane's block among its warp's; only the first ones are used.
+      rank: Rank of the lane's block among the blocks of its warp. Only the first ranks are
+        used.
     """
     m, spec = lane.m, lane.spec
     slots, found = spec.found_slots, lane.place("found")

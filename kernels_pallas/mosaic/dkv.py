@@ -1,4 +1,5 @@
-"""dk and dv: key-stationary, of intervals of queries and of query lists, then merged.
+"""Computes dk and dv, key-stationary. Queries come from intervals or from query lists. Partial
+sums are then merged.
 
 A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with a
 warpgroup's 64 keys. Products are transposed, keys x queries, with all rows or first one half of
@@ -86,11 +87,11 @@ def key_index(first_key, wg=0):
 
 
 class KeyTile:
-    """A CTA's work item: a tile of keys, and the query tiles to be summed over.
+    """The work item of a CTA. It is a tile of keys, and the query tiles over which to sum.
 
     Attributes:
       b, g: Batch row and key/value head.
-      begin, end: Bounds of its query tiles, or of its entries in the query lists.
+      begin, end: The bounds of its query tiles, or of its entries in the query lists.
       partial: Index of the partial that it writes.
       steps: Number of steps.
     """
@@ -112,12 +113,13 @@ class KeyTile:
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
-        """Return the first step, the first and the end of the unmasked steps, and the end of all
-        steps.
+        """Return the first step, the first unmasked step, the end of the unmasked steps, and
+        the end of all steps.
 
         Args:
-          column: Index in the work item of the begin of the queries. The begin and the end of the
-            queries that see all keys follow it, then the end of all.
+          column: Index of the integer in the work item that has the begin of the queries. The
+            next three are the begin and the end of the queries that see all keys, and the end
+            of all queries.
           first, last: The first and the end of all steps. Defaults to the bounds in the work item.
         """
         item, per_step = self.refs.cta.item, self.spec.tiles_per_step
@@ -156,14 +158,14 @@ class KeyTile:
         plgpu.copy_gmem_to_smem(refs.row_stats.at[self.b, self.g, tile], stats, full)
 
     def clear_padding_rows(self) -> None:
-        """Zeros for the padding rows of the query tiles."""
+        """Set the padding rows of the query tiles to zero."""
         self.buffers.clear_rows(self.refs.query_s, self.spec.tiles_per_step)
         self.buffers.clear_rows(self.refs.do_s, self.spec.tiles_per_step)
         plgpu.commit_smem()
 
     def sum_steps(self, wg, loop: Callable[..., Sequence[Any]]) -> None:
-        """Writes dK and dV of the 64 keys of warpgroup `wg`: the result of `loop(keys, sums)` for
-        the left operands K and V and for zeros.
+        """Write dK and dV of the 64 keys of warpgroup `wg`. They are the result of `loop(keys,
+        sums)`, where `keys` are the left operands K and V, and `sums` are zeros.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
         for source, ring in ((refs.key, refs.key_s), (refs.value, refs.value_s)):
@@ -196,11 +198,13 @@ class KeyTile:
         Args:
           stage: Stage of the rows.
           keys: The left operands K and V, 64 keys.
-          visible: Function of the first of eight columns, and of the first and last key of their
-            statistics: which query sees which key, `[64, 8]`. None means that all see all.
-          selected: Function of the first of eight columns: whether the token of a column selected
-            the block of its entry, `[8]`. None means that all did, or that `visible` checks it.
-          take_ds: Called with dS^T, in 16 bits.
+          visible: Function that returns which query sees which key, `[64, 8]`. Its arguments
+            are the first of eight columns, and the first and last key in their statistics. None
+            means that all queries see all keys.
+          selected: Function that returns whether the token of a column selected the block of
+            its entry, `[8]`. Its argument is the first of eight columns. None means that all
+            tokens did, or that `visible` checks it.
+          take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
         key, value = keys
@@ -208,7 +212,7 @@ class KeyTile:
         interpret = bool(spec.interpret)
 
         def stats_of_columns(j):
-            """shift, delta, first_key and key_end of eight columns, `[8]`."""
+            """Return shift, delta, first_key and key_end of eight columns, `[8]` each."""
             stats = refs.stats_s.at[stage], j
             if not spec.single_token:
                 stats = refs.stats_s.at[stage, slice(j, j + COLUMNS)], 0
@@ -284,7 +288,7 @@ def _over_steps(step, ranges, sums):
 
 
 def partials_of_intervals(kernel: Kernel) -> Callable:
-    """The body of `specs.dkv.partials` for intervals."""
+    """The body of the kernel `specs.dkv.partials` for intervals."""
     spec: Dkv = kernel.spec
     operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
@@ -361,7 +365,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
 
 
 class Entries:
-    """The entries of a work item in the query lists, `tiles_per_step` per step."""
+    """The entries of a work item in the query lists. A step has `tiles_per_step` of them."""
 
     def __init__(self, spec: Dkv, refs: Any, tile: KeyTile):
         self.spec, self.refs, self.tile = spec, refs, tile
@@ -372,7 +376,9 @@ class Entries:
             self.copies = RowCopies(tile.buffers, self.group, divisor)
 
     def of_step(self, array, i) -> list:
-        """Elements of `array`, the query list or the token bits, for the entries of step `i`."""
+        """Return the elements of `array` for the entries of step `i`. `array` is the query list
+        or the token bits.
+        """
         begin, end = self.tile.begin, self.tile.end
         at = [begin + i * self.per_step + t for t in range(self.per_step)]
         # A work item without entries must not read before the first one of all.
@@ -395,8 +401,8 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """Return the query tiles of step `i`; none if they are single tokens, which are prefetched
-        into L1 for `load`.
+        """Return the query tiles of step `i`. If they are single tokens, the result is empty,
+        and the tokens are prefetched into L1 for `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:
@@ -456,8 +462,9 @@ class Entries:
         return lax.shift_right_logical(bits, token) & 1 == 1
 
     def visible(self, first, token_bits, j, key_begin, key_end):
-        """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end` is from
-        their statistics, `first` is the first entry of the step.
+        """Return which query of the eight columns from `j` on sees which key, `[64, 8]`.
+        `key_end` comes from the statistics of these queries, and `first` is the first entry of
+        the step.
         """
         spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
         key = key_index(first_key)
@@ -476,7 +483,7 @@ class Entries:
 
 
 def partials_of_lists(kernel: Kernel) -> Callable:
-    """The body of `specs.dkv.partials` for query lists."""
+    """The body of the kernel `specs.dkv.partials` for query lists."""
     spec: Dkv = kernel.spec
     stored = StoredDs(spec.query_tile.rows, spec.selection_entries, bool(spec.interpret))
 
@@ -530,8 +537,9 @@ def partials_of_lists(kernel: Kernel) -> Callable:
 
 
 def merge(kernel: Kernel) -> Callable:
-    """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of 64 keys and a slab
-    of columns, in their order. Bandwidth bound, unless a tile has hundreds of partials.
+    """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds the partials of 64
+    keys and a slab of columns, in their order. It is bandwidth bound, unless a tile has
+    hundreds of partials.
     """
     spec: Dkv = kernel.spec
     buffers = Buffers.of(spec, spec.query_tile)

@@ -1,8 +1,8 @@
-"""Numbers in e4m3 as operands of products (`wgmma.py`): pairs of them, int16.
+"""Converts numbers to e4m3 for operands of products (`wgmma.py`), as pairs in int16.
 
 A lane holds four neighbours of a row of a left operand, but two neighbours of a result and two more
-eight columns on. So the columns that are summed over are permuted in groups of 16, in both
-operands, and a result becomes a left operand without a shuffle:
+eight columns on. Therefore the columns over which a product sums are permuted in groups of 16,
+in both operands. A result then becomes a left operand without a shuffle:
 
     column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 """
@@ -20,7 +20,7 @@ MATRIX = plgpu.Layout.WGMMA
 
 
 def pairs(x, interpret: bool):
-    """Return float32 `[64, n]`, rounded and in the order of operands: int16 `[64, n / 2]`."""
+    """Round float32 `[64, n]` and return it in the order of operands, int16 `[64, n / 2]`."""
     rows, columns = x.shape
     if interpret:
         x = x.reshape(rows, -1, 2, 4, 2).swapaxes(2, 3).reshape(rows, -1, 2)
@@ -44,13 +44,13 @@ def pairs(x, interpret: bool):
 
 
 def numbers(x):
-    """Pairs `[.., n]` as float32 `[.., 2 n]` (interpret mode)."""
+    """Convert pairs `[.., n]` to float32 `[.., 2 n]` (interpret mode)."""
     x = lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
     return x.reshape(*x.shape[:-2], -1).astype(jnp.float32)
 
 
 def _word(four):
-    """Four float32, rounded and clamped to the range, in a word."""
+    """Return four float32 in a word, rounded and clamped to the range."""
     text = (
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"

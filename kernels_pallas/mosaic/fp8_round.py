@@ -1,9 +1,9 @@
-"""Keys and values rounded to e4m3, in the order in which products read them.
+"""Rounds keys and values to e4m3, and stores them in the order in which products read them.
 
 Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of the
 first kernel sums a chunk of tokens. A warp of the second kernel adds up the chunks of its columns
-and rounds `TILES` tiles of 64 slots, 16 at a time: 16 numbers of a value's column are four words of
-e4m3, and for two keys two lanes exchange a word each.
+and rounds `TILES` tiles of 64 slots, 16 at a time: For values, 16 numbers of a column are four
+words of e4m3. For keys, two lanes exchange one word for each of two keys.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
 """
@@ -26,7 +26,7 @@ HALF = (1 << 16) - 1  # of a word
 
 
 def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
-    """The program of `specs.fp8.sum_tokens`."""
+    """The program that each warp of the kernel `specs.fp8.sum_tokens` runs."""
 
     def run(side, i, part):
         tokens_of_side = (refs.key, refs.value)[i]
@@ -65,7 +65,7 @@ def _last(warp: Any, sizes, refs) -> Any:
 
 
 def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
-    """The program of `specs.fp8.round_tokens`."""
+    """The program that each warp of the kernel `specs.fp8.round_tokens` runs."""
 
     def run(side, i, part):
         tokens, sums = (refs.key, refs.value)[i], (refs.key_sums, refs.value_sums)[i]

@@ -76,13 +76,13 @@ class Rows(NamedTuple):
 
 
 def partials(kernel: Kernel) -> Callable:
-    """The body of `specs.gathered.partials`."""
+    """The body of the kernel `specs.gathered.partials`."""
     spec = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
     c, dtype = spec.scale * LOG2E, buffers.dtype
 
     def store_lse(refs, rows, lse_log2):
-        """Stores to `[slot, tile, row of the tile]` of the row's token."""
+        """Store one value per row, at `[slot, tile, row of the tile]` of the row's token."""
         slot, tile_tokens = rem(rows.entry, spec.n), spec.tile.tokens
         token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
         index = (slot * tiles + div(token, tile_tokens)) * ROWS
@@ -108,7 +108,7 @@ def partials(kernel: Kernel) -> Callable:
 
 
 def partial_dq(kernel: Kernel) -> Callable:
-    """The body of `specs.gathered.partial_dq`."""
+    """The body of the kernel `specs.gathered.partial_dq`."""
     spec = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
 
@@ -137,8 +137,9 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Return the columns of the result that are in shared memory at a time: all, or an atom if an
-    SM then has room for three CTAs; `loaded`: columns of query rows.
+    """Return the number of result columns that are in shared memory at a time. It is all
+    columns, or those of an atom if an SM then has room for three CTAs. `loaded` is the number
+    of columns of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -149,8 +150,8 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     """Return a kernel of partials.
 
     Args:
-      rows: Widths of the gathered arrays `[B, T, H, .]`. The first is multiplied with the keys, the
-        second, if any, with the values.
+      rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
+        keys. A second one is multiplied with the values.
       work: `work(refs, rows)` starts the other loads of a step and returns a function of its
         products `[64, block]`. The result, float32 `[64, out_width]`, is scattered to
         `refs.partials`.
@@ -289,7 +290,7 @@ def _heads(array, b, index, head, group, columns):
 
 
 def merge(kernel: Kernel) -> Callable:
-    """The body of `specs.gathered.merge` and `specs.gathered.merge_dq`."""
+    """The body of the kernel `specs.gathered.merge` and `specs.gathered.merge_dq`."""
     spec: GatheredAttention = kernel.spec
     forward = "partial_lse" in kernel.names
     width = kernel.outputs[0].shape[-1]
@@ -334,7 +335,7 @@ def _tile_buffers(spec: GatheredAttention) -> Buffers:
 
 
 def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Callable[[], None]:
-    """Merges a tile; a result is a list of slabs, float32 `[64, slab]` each."""
+    """Merge a tile. A result is a list of slabs, float32 `[64, slab]` each."""
     width, buffers, stages = out.shape[-1], _tile_buffers(spec), _stages(spec)
     b, kv_head = div_rem(refs.cta.row, spec.Hkv)
     tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
@@ -393,8 +394,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
                 plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
 
     def merge_slots(first, end):
-        """Merges the loop's result with the slots `first .. end - 1`; forward also carries
-        (row_max, row_sum).
+        """Merge the result of the main loop with the slots `first .. end - 1`. Forward also
+        updates (row_max, row_sum).
         """
         selection = refs.indices, refs.position, b, kv_head
         token = all_tile * spec.tile.tokens

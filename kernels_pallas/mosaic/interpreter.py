@@ -1,7 +1,7 @@
-"""The machine that runs the programs of warps while kernels are interpreted.
+"""Holds the machine that runs the programs of warps while kernels are interpreted.
 
 Pallas' interpreter has no instructions of a warp. The tests, which interpret kernels, pass a
-machine that has them to `use`. Compiled kernels need none.
+machine that has them to `use`. Compiled kernels need no machine.
 """
 
 from collections.abc import Callable, Sequence

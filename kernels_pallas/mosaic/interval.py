@@ -55,7 +55,7 @@ NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
 def forward(kernel: Kernel) -> Callable:
-    """The body of `specs.interval.forward`."""
+    """The body of the kernel `specs.interval.forward`."""
     spec = kernel.spec
     return _build(
         kernel, Tiles(spec, mainloop.forward, {"query": spec.D}, "out", spec.Dv, True)
@@ -63,15 +63,15 @@ def forward(kernel: Kernel) -> Callable:
 
 
 def dq(kernel: Kernel) -> Callable:
-    """The body of `specs.interval.dq`."""
+    """The body of the kernel `specs.interval.dq`."""
     spec = kernel.spec
     rows = {"query": spec.D, "do": spec.Dv}
     return _build(kernel, Tiles(spec, mainloop.dq, rows, "dq", spec.D, False))
 
 
 class KeyBounds(NamedTuple):
-    """The keys of an interval that a work item sees: every row sees `full_from` to `full_to`, some
-    row sees `begin` to `end`.
+    """The keys of an interval that a work item sees. Every row sees `full_from` to `full_to`,
+    and at least one row sees `begin` to `end`.
     """
 
     begin: Any
@@ -90,7 +90,7 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The work items of this CTA: `turns` items at a distance of `ctas`."""
+    """The work items of this CTA. There are `turns` items, at a distance of `ctas`."""
 
     intervals: list  # refs of the kernel for each interval, with its arrays of keys
     turns: Any
@@ -99,7 +99,7 @@ class Scheduler(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The work on the tiles of a warpgroup.
+    """Describes the work on the tiles of a warpgroup.
 
     Attributes:
       mainloop_of: Function of the spec, of refs with the keys of an interval, and of a tile.
@@ -206,9 +206,9 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
-    """Return the number of blocks, at least one, number of masked blocks, and the first key of the
-    i-th block. The block of a work item that sees no key is at a position at which copies read
-    zeros.
+    """Return the number of blocks, which is at least one, the number of masked blocks, and the
+    first key of the i-th block. A work item that sees no key has a block at a position where
+    copies read zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds
@@ -231,7 +231,7 @@ def split(bounds: KeyBounds, spec: IntervalAttention):
 
 
 def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
-    """The loop of a consumer warpgroup over its tiles."""
+    """Run the loop of a consumer warpgroup over its tiles."""
     spec, width, intervals = tiles.spec, tiles.out_width, scheduler.intervals
     buffers = Buffers.of(spec, spec.tile)
     loads = [
@@ -256,8 +256,8 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
         load(work_item, refs.added, out_tile, width, refs.added_ready)
 
     def attend(each, bounds, tile, done):
-        """Return the result of an interval of the tile, `[64, width]`, and its number of blocks;
-        `done`: blocks before it.
+        """Return the result of an interval of the tile, `[64, width]`, and the number of its
+        blocks. `done` is the number of blocks before it.
         """
         blocks, masked, key_at = split(bounds, spec)
         of_tile = (
@@ -334,7 +334,9 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
 
 
 def _produce(spec: IntervalAttention, refs, scheduler: Scheduler) -> None:
-    """The loop of the producer warpgroup: keys and values of every block, in turn."""
+    """Run the loop of the producer warpgroup. It loads the keys and values of every block in
+    order.
+    """
     stages, (keys, values) = spec.stages, rings(spec)
 
     def take(turn, carry):

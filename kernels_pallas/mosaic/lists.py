@@ -127,8 +127,8 @@ class BlockBitmap:
         return cdiv(self.tokens, LANES)
 
     def load(self, token0: Word, most_of=None) -> Tokens:
-        """Return the tokens from `token0` on; `most_of`: function of a token, the largest number of
-        blocks that it may select.
+        """Return the tokens from `token0` on. `most_of` is a function that returns the largest
+        number of blocks that a token may select.
         """
         warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
@@ -150,7 +150,7 @@ class BlockBitmap:
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
-        """Return the number of sequences; tokens of a sequence are neighbours."""
+        """Return the number of sequences. The tokens of a sequence are neighbours."""
         warp = self.warp
         count, before = warp.word(0), warp.word(-1)
         for first_key in tokens.sequence:
@@ -162,8 +162,9 @@ class BlockBitmap:
         return count
 
     def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
-        """Return the first key of the sequence after the one that begins at `before`,
-        `Tokens.bound` of its tokens and 0 for others, and the largest of these.
+        """Return the first key of the sequence after the one that begins at `before`, the
+        bounds `Tokens.bound` of its tokens (0 for other tokens), and the largest of these
+        bounds.
         """
         warp = self.warp
         later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
@@ -211,8 +212,8 @@ class BlockBitmap:
 
     def each(self, token0, visit, state):
         """Compute `state = visit(entry, token, block, exists, state)` for all entries of the
-        tokens' selection, an entry per lane, a few at a time; `exists`: whether the lane has an
-        entry.
+        tokens' selection, with one entry per lane and a few entries at a time. `exists` states
+        whether the lane has an entry.
         """
         warp = self.warp
 
@@ -254,7 +255,7 @@ WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a
 
 
 def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
-    """The block list of tile `WARPS * group + warp`."""
+    """Write the block list of tile `WARPS * group + warp`."""
     lane = warp.lane()
     size, words = spec.block, spec.words
     bitmap = BlockBitmap(warp, spec, refs, sizes.T, spec.tile.tokens)
@@ -373,8 +374,8 @@ BLOCKS = BlockCounts._fields.index("blocks")
 def list_chunk(
     warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False
 ) -> None:
-    """The traversal of chunk `WARPS * group + warp` of row `refs.row`. With `fill` entries are
-    written, otherwise counted; with `gather` they are the entries of `fill_gather_lists`.
+    """Traverse chunk `WARPS * group + warp` of row `refs.row`. With `fill` entries are written,
+    and otherwise they are counted. With `gather` they are the entries of `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv
@@ -452,9 +453,9 @@ def list_chunk(
         warp.repeat(warp.larger(row_to - row_from, 0), row, [])
 
     def gather_entries(token0, own, first, count):
-        """Writes the entries of a sequence, of which `bits` has `count` blocks. Every block is a
-        tile of keys, block 0 the tile `first` of the window. Each lane has an entry of the
-        selection; the bits of the tokens before give its index in the list.
+        """Write the entries of a sequence that has `count` blocks in `bits`. Every block is a
+        tile of keys, and block 0 is the tile `first` of the window. Each lane has an entry of
+        the selection. The bits of earlier tokens determine its index in the list.
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
@@ -583,7 +584,7 @@ NUMBER_BITS = 19  # for the index of a work item in its row, below its entries, 
 
 
 def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
-    """The work items of row `refs.row` and segment `WARPS * group + warp`."""
+    """Write the work items of row `refs.row` and segment `WARPS * group + warp`."""
     lists, lane, row = spec.lists, warp.lane(), refs.row
     tiles, chunks, longest = sizes.key_tiles, sizes.chunks, sizes.longest
     segment = refs.group * WARPS + warp.warp()
@@ -632,7 +633,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
 
     def partials_of(tile, count):
-        """Return the first partials of the tiles in this segment, and `count` after these 32
+        """Return the first partial of each tile in this segment, and `count` after these 32
         tiles.
         """
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
@@ -703,7 +704,7 @@ def _prefix_sum(warp: Any, x):
 
 
 def _of_segments(sizes, name):
-    """Return a size for each segment (`WorkItems.sizes`)."""
+    """Return the values of a size in all segments (`WorkItems.sizes`)."""
     return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
 
@@ -727,7 +728,9 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return (refs.row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
 
     def order(item):
-        """Return a sort key, larger for earlier items: entries, then the lower index."""
+        """Return a sort key, which is larger for earlier items. Items with more entries come
+        first, then those with a lower index.
+        """
         begin, end = (
             warp.fetch(warp.element(refs.table, *at(item, columns.index(name))))
             for name in ("begin", "end")

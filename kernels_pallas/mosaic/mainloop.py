@@ -1,4 +1,4 @@
-"""The loop of forward and dq, in which a tile of queries iterates over blocks of keys.
+"""Defines the loop of forward and dq, in which a tile of queries iterates over blocks of keys.
 
     interval.py   blocks of an interval of keys, which neighbouring tiles share
     selected.py   blocks of a tile's list
@@ -111,8 +111,8 @@ def over_blocks(
     Args:
       block_at: Function that returns a block. Its arguments are whether some keys are masked, and
         the index of the block.
-      boundary: Number of first blocks that are all masked or all unmasked; the other blocks are the
-        opposite.
+      boundary: Number of first blocks. These are either all masked or all unmasked, and the
+        remaining blocks are the opposite.
       masked_first: Whether the first blocks are the masked ones.
       overlap_pv: Whether a factor is multiplied during the next block. At least one block must
         exist then, and the first one is masked.
@@ -186,7 +186,7 @@ class Ring:
 
 
 def rings(spec: Any) -> tuple[Ring, Ring]:
-    """Return the ring buffers of a kernel's keys and values; `spec`: an `AttentionSizes` with
+    """Return the ring buffers of a kernel's keys and values. `spec` is an `AttentionSizes` with
     `tile` and `block`.
     """
     if not spec.fp8:
@@ -263,8 +263,8 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
 
 def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
-    """Return the tile's query times the scales of keys in e4m3, a left operand in registers, and
-    the divisors of its rows, `[64]`.
+    """Return the tile's query multiplied by the scales of keys in e4m3, as a left operand in
+    registers, and the divisors of its rows, `[64]`.
     """
     interpret, slab = bool(spec.interpret), buffers.slab
     slabs = range(spec.D // slab)
@@ -278,7 +278,9 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
 
 
 def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
-    """Return the logit of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
+    """Return the float32 logits `[64]` of the tile's query rows with one key per head, `[B,
+    Hkv, D]`.
+    """
     logit = 0.0
     for i in range(spec.D // buffers.slab):
         logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
@@ -287,7 +289,9 @@ def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
 
 
 def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns, i):
-    """Slab `i` of the tile's query, each column times its number of `[B, Hkv, D]`; float32."""
+    """Return slab `i` of the tile's query in float32, with each column multiplied by its number
+    in `[B, Hkv, D]`.
+    """
     query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
     own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]
     return query * by_column(own, query.shape, bool(spec.interpret))

@@ -1,4 +1,5 @@
-"""Matrix operands in shared memory: one buffer, in the views of the copy engine and of wgmma.
+"""Manages matrix operands in shared memory. A buffer has one view for the copy engine and one
+for wgmma.
 
 A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
 `token * G + head`, so no row is wasted on padding heads. Columns are stored in slabs of 64 (32 or
@@ -64,8 +65,8 @@ def barriers(arrivals: int, count: int = 1):
 
 
 def drain(interpret: bool, stages: int, phases, *waits) -> None:
-    """Waits for the last phases of ring buffers, by `waits` of a phase: the interpreter requires a
-    wait for every completed phase.
+    """Wait for the last phases of ring buffers. `waits` are functions of a phase. The
+    interpreter requires a wait for every completed phase.
     """
     if interpret:
 
@@ -78,7 +79,9 @@ def drain(interpret: bool, stages: int, phases, *waits) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Allocates shared-memory operands and multiplies them; `interpret` as in `plgpu.kernel`."""
+    """Allocates operands in shared memory and multiplies them. `interpret` is as in
+    `plgpu.kernel`.
+    """
 
     dtype: jnp.dtype
     tile: Tile
@@ -111,8 +114,8 @@ class Buffers:
         )
 
     def rows(self, copies: int, width: int, tiles: int = 1):
-        """Scratch of `copies` operands of query rows: `tiles` tiles, one below the other, with
-        padding rows up to a multiple of 64.
+        """Return the scratch type of `copies` operands of query rows. An operand has `tiles`
+        tiles, one below the other, and padding rows up to a multiple of 64.
         """
         slabs = width // self.slab
         if self.interpret:
@@ -122,7 +125,7 @@ class Buffers:
         return self._two_views((copies, slabs, rows, self.slab))
 
     def ring(self, stages: int, keys: int, width: int):
-        """Scratch of `stages` blocks of `keys` keys, `[keys, width]` each."""
+        """Return the scratch type of `stages` blocks of `keys` keys, `[keys, width]` each."""
         shape = (stages, width // self.slab, keys, self.slab)
         return plgpu.SMEM(shape, self.dtype) if self.interpret else self._two_views(shape)
 
@@ -130,7 +133,7 @@ class Buffers:
         return (ref if self.interpret else ref[0]).shape[1]
 
     def _row_boxes(self, ref, copy, width, tile):
-        """The columns and the box of each slab of query rows."""
+        """Return the columns and the box of each slab of query rows."""
         for i in range(width // self.slab):
             if self.interpret:
                 box = ref.at[copy, i, tile]
@@ -160,7 +163,7 @@ class Buffers:
                 ref[0].at[copy, i][...] = zeros
 
     def _key_boxes(self, ring, stage):
-        """The columns and the box of each slab of a stage."""
+        """Return the columns and the box of each slab of a stage."""
         box = ring if self.interpret else ring[1]
         for i in range(self._slabs(ring)):
             yield pl.ds(i * self.slab, self.slab), box.at[stage, i]
@@ -183,16 +186,16 @@ class Buffers:
             ref.at[stage, i][...] = part.astype(self.dtype)
 
     def read_keys(self, ring, stage, i):
-        """Slab `i` of a stage in registers, float32."""
+        """Load slab `i` of a stage into registers, float32."""
         ref = ring.at[stage, i] if self.interpret else ring[0].at[stage, i]
         return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
 
     def read_rows(self, ref, copy, width) -> list:
-        """Query rows in registers, `[64, slab]` each."""
+        """Load query rows into registers, one `[64, slab]` per slab."""
         return [self.read_slab(ref, copy, i) for i in range(width // self.slab)]
 
     def read_slab(self, ref, copy, i):
-        """Slab `i` of query rows in registers, `[64, slab]`."""
+        """Load slab `i` of query rows into registers, `[64, slab]`."""
         if not self.interpret:
             return plgpu.load(ref[0].at[copy, i], layout=MATRIX)
         padding = ((0, 0), (0, self.tile.rows - self.tile.used), (0, 0))
@@ -201,7 +204,9 @@ class Buffers:
         return jnp.pad(box, ((0, -box.shape[0] % ROWS), (0, 0)))
 
     def write_rows(self, ref, copy, value, added=None):
-        """Writes float32 registers `[64, width]`, plus optional slabs, to shared memory."""
+        """Add optional slabs to float32 registers `[64, width]`, and write the sum to shared
+        memory.
+        """
         for i in range(value.shape[1] // self.slab):
             part = value[:, i * self.slab : (i + 1) * self.slab]
             if added is not None:
@@ -247,7 +252,8 @@ class Buffers:
         narrower width is the number of columns that are summed. The result is pending until
         `finish`, and until then no iteration of a loop may begin (`wgmma.py`).
 
-        `some`: first row and number of rows of the right operand that are used; None means all.
+        `some` has the first row and the number of rows of the right operand that are used. None
+          means all rows.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
@@ -278,8 +284,8 @@ class Buffers:
         return matrix if some is None else matrix[some[0] : sum(some)]
 
     def start_sum(self, total, left, right, some=None):
-        """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; in e4m3
-        `total + left @ right.T`. The rest is as in `start_product`.
+        """Start `total + left @ right` of registers and an operand `(ref, copy)`. For operands
+        in e4m3 it is `total + left @ right.T`. Otherwise it behaves like `start_product`.
         """
         if self.interpret:
             if self.is_fp8:
@@ -365,8 +371,8 @@ class Buffers:
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
-    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, if queries are the
-    columns of a product.
+    """Return shift, delta, first_key and key_end `[8]` of the columns from `start` on, for a
+    product whose columns are queries.
 
     Args:
       ref: float32 `[columns, 4]` in shared memory.
@@ -455,7 +461,7 @@ def by_column(ref, shape, interpret: bool):
 
 
 def side_by_side(parts, interpret: bool):
-    """One matrix from its columns, `[64, 8]` each."""
+    """Join the columns `[64, 8]` of a matrix."""
     if interpret:
         return jnp.concatenate(parts, axis=1)
     shape = parts[0].shape[0], sum(part.shape[1] for part in parts)

@@ -1,4 +1,6 @@
-"""Names for the refs of a kernel's body: its inputs, its outputs and its scratch."""
+"""Gives names to the refs of a kernel's body. These are its inputs, its outputs and its
+scratch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ def build_kernel(
     scratch: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`plgpu.kernel` of `body(refs)`, in which each ref has its name: `refs.query`.
+    """Build a `plgpu.kernel` from `body(refs)`. Each ref is an attribute with its name, such as
+    `refs.query`.
 
     `plgpu.kernel` also accepts scratch by name, but lays it out in alphabetical order.
 

@@ -1,4 +1,4 @@
-"""Copies of listed rows by lanes, 16 bytes each, instead of a TMA copy per token.
+"""Copies listed rows by lanes, 16 bytes each, instead of by a TMA copy per token.
 
 A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few heads
 per token, 64 rows need more copies than a step has time for. An instruction of a warp with 16
@@ -39,14 +39,15 @@ class RowCopies:
     divisor: int
 
     def load(self, entries, first, end, place, pairs, stats=()) -> None:
-        """Starts copies of the rows of the entries from `first` on; from `end` on the last entry is
-        repeated.
+        """Start copies of the rows of the entries from `first` on. After `end` the last entry
+        is repeated.
 
         Args:
           entries: The list, int32.
           place: b, kv_head and T.
-          pairs: Arrays `[B, T, H, width]`, and the operand `(ref, copy)` for their rows.
-          stats: `row_stats` of single tokens, and their target in shared memory.
+          pairs: Pairs of an array `[B, T, H, width]` and the operand `(ref, copy)` that
+            receives its rows.
+          stats: The `row_stats` of single tokens, and the memory that receives them.
         """
         sources, targets = zip(*pairs, strict=True)
         targets = [ref[0].at[copy] for ref, copy in targets]
@@ -87,7 +88,8 @@ class RowCopies:
         """Copies rows of an operand to an array, for each entry from `first` to `end - 1`.
 
         Args:
-          place: b, entries of a row of the array, and the number to subtract from an entry.
+          place: The batch row b, the number of entries per row of the array, and the number to
+            subtract from an entry.
           target: Array `[B, count, group, width]`.
           staged: The operand `(ref, copy)`, and the number of its columns.
           column: First column of the array.
@@ -132,7 +134,7 @@ class RowCopies:
         warp.each(call, [*refs, *operands], numbers, types=types)
 
     def _rows(self, warp):
-        """The rows of a thread, and the offset of its 16 bytes of each row in a slab."""
+        """Return the rows of a thread, and the offset of its 16 bytes in each row of a slab."""
         thread = _thread(warp)
         part, first = thread % PARTS, thread // PARTS
         swizzled = (part ^ first % PARTS) * BYTES  # of rows of 128 bytes
@@ -140,13 +142,15 @@ class RowCopies:
             yield first + row, (first + row) * SLAB_ROW_BYTES + swizzled
 
     def _used(self, row):
-        """Whether a row is a head, not padding; None means that all rows are."""
+        """Return whether a row is a head and not padding. None means that all rows are
+        heads.
+        """
         used = ROWS // self.group * self.group
         return row < used if used < ROWS else None
 
     def _address(self, warp, array, at, heads: int, head):
-        """Return the address of a thread's 16 bytes in the first slab of `array[at, head]`; the
-        array is `[.., heads, width]`.
+        """Return the address of a thread's 16 bytes in the first slab of `array[at, head]`,
+        where the array is `[.., heads, width]`.
         """
         width = interpreter.shape_of(array)[-1] * NUMBER_BYTES
         part = _thread(warp) % PARTS

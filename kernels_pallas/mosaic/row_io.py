@@ -1,4 +1,4 @@
-"""Loads and stores of one value per row, for the 64 query rows of a tile, without shared memory.
+"""Loads and stores one value per row, for the 64 query rows of a tile, without shared memory.
 
     TileRows       rows of neighbouring tokens: their addresses follow from the first one
     GatheredRows   rows of tokens from a list: each lane reads its own address
@@ -37,19 +37,21 @@ QUAD = 4  # lanes that hold the same row
 
 @dataclasses.dataclass(frozen=True)
 class GatheredRows:
-    """Rows of the `tokens` tokens, `group` rows each, that a list names for a step."""
+    """The rows of the `tokens` tokens that a list names for a step. Each token has `group`
+    rows.
+    """
 
     group: int
     interpret: bool
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """The number of tokens per step."""
         return ROWS // self.group
 
     def load_entries(self, lists, first, end):
-        """For each row, the entry `first + row // group` of an int32 list that ends at `end`, or
-        the last entry.
+        """Load the entry `first + row // group` of an int32 list for each row. Beyond `end`,
+        the last entry of the list is loaded.
         """
 
         def load(warp, row, refs, words):
@@ -72,8 +74,8 @@ class GatheredRows:
         _by_row(prefetch, [lists], [first, end], [], [])
 
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
-        """Return the statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`:
-        the tokens of a query tile there, and the number of tiles.
+        """Return the statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`
+        has the number of tokens of a query tile in `row_stats`, and the number of tiles.
         """
         stats_tile, count = stats_tiles
 
@@ -117,9 +119,10 @@ class GatheredRows:
         _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
 
     def far_slots(self, indices, position, b, kv_head, first, length):
-        """One bit per slot of int32 `indices` `[B, T, Hkv, n]` for each row. A bit is set if the
-        slot has a block that the row's token may see and that is far from the tile of tokens from
-        `first` on (`specs/selected.py`). Tokens are at `position` `[B, T]`; `length` is T.
+        """Return a word per row, with one bit for each slot of int32 `indices` `[B, T, Hkv,
+        n]`. A bit is set if the slot has a block that the row's token may see and that is far
+        from the tile of tokens from `first` on (`specs/selected.py`). Tokens are at `position`
+        `[B, T]`; `length` is T.
         """
         _, _, heads, n = indices.shape
 
@@ -152,8 +155,8 @@ class GatheredRows:
 
 @dataclasses.dataclass(frozen=True)
 class TileRows:
-    """Rows of `tokens` neighbouring tokens, for float32 arrays `[B, T, H]`. A token has `heads`
-    rows, of which the first `group` are query heads. `length` is T.
+    """The rows of `tokens` neighbouring tokens, for float32 arrays `[B, T, H]`. A token has
+    `heads` rows, of which the first `group` are query heads. `length` is T.
     """
 
     tokens: int
@@ -168,8 +171,9 @@ class TileRows:
         return cls(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
-        """Return the array's value for each row, from token `first` and head `head` on; `otherwise`
-        in padding rows. Rows past the last token have its values.
+        """Return the array's value for each row, from token `first` and head `head` on. Padding
+        rows have the value `otherwise`. Rows past the last token have the values of the last
+        token.
         """
 
         def load(warp, row, refs, words):
@@ -183,7 +187,9 @@ class TileRows:
         return _by_row(load, [array], words, [], [jnp.float32], self.interpret)[0]
 
     def put(self, array, value, b, first, head, length):
-        """Stores a value per row at the addresses of `values`; nothing past the last token."""
+        """Store a value per row at the addresses that `values` reads. Rows past the last token
+        are not stored.
+        """
         if self.interpret:
             heads = pl.ds(head, self.group)
             value = value[: self.tokens * self.heads].reshape(self.tokens, self.heads)
@@ -207,8 +213,8 @@ class TileRows:
         _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, warp, row, array, words):
-        """Return the address of a row's value; past the last token or head, the address of the
-        last.
+        """Return the address of a row's value. Past the last token or head, it is the address
+        of the last one.
         """
         heads = interpreter.shape_of(array)[2]
         b, first, head, length = words
@@ -217,7 +223,9 @@ class TileRows:
         return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
 
     def token(self, first, length):
-        """Return the token of each row, from `first` on, at most the last one."""
+        """Return the token of each row, from `first` on. Rows past the last token have the last
+        token.
+        """
         return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 

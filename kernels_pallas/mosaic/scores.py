@@ -66,8 +66,8 @@ from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 
 def tile_of_cta(spec: Scores, refs) -> tuple:
-    """Batch row, key/value head, index of the tile, its first token, the end of its tokens, and its
-    first block.
+    """Return the batch row, the key/value head, the index of the tile, its first token, the end
+    of its tokens, and its first block.
     """
     b, g = div_rem(refs.cta.bg, spec.Hkv)
     tiles = refs.sizes.tiles
@@ -81,8 +81,8 @@ def tile_of_cta(spec: Scores, refs) -> tuple:
 
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
-    """Return lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
-    probability zero, for padding and for rows that see no key; `length`: T.
+    """Return lse * log2(e) for the rows of `tokens` tokens from `first_token` on. `length` is
+    T. Padding, and rows that see no key, have +inf, which makes every probability zero.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, bool(spec.interpret))
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
@@ -90,8 +90,8 @@ def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
 
 
 def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> None:
-    """Starts copies of the keys of product `q`: one phase of 64 blocks, from `base` on; `place`:
-    the batch row and the key/value head.
+    """Start copies of the keys of product `q`, which are one phase of 64 blocks from `base` on.
+    `place` has the batch row and the key/value head.
     """
     stage = rem(q, spec.tiling.stages)
     blocks, phase = pl.ds(base + div(q, spec.ratio) * KEYS, KEYS), rem(q, spec.ratio)
@@ -100,7 +100,7 @@ def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> 
 
 
 def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
-    """The steps of chunk `k`: `carry = step(under_mask, i, carry)` for each step `i`.
+    """Compute `carry = step(under_mask, i, carry)` for each step `i` of chunk `k`.
 
     A step has `ratio` products, one per phase, of 64 blocks. Only the steps at both ends of the
     visible keys of a tile need a mask.
@@ -108,8 +108,8 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     Args:
       steps: Steps of the whole tile.
       base: First block of the first step.
-      key_begin, key_end: Begin of the keys of the tile's last row, and end of the keys of its first
-        row.
+      key_begin, key_end: The begin of the keys that the tile's last row sees, and the end of
+        the keys that its first row sees.
     """
     chunk = spec.tiling.chunk
     step_keys = jnp.int32(KEYS * spec.ratio)
@@ -134,7 +134,7 @@ FOLDED = plgpu.Layout.TILED(
 
 
 def best_blocks_qk(kernel: Kernel):
-    """The body of `specs.scores.best_blocks` for groups of up to 16 heads."""
+    """The body of the kernel `specs.scores.best_blocks` for groups of up to 16 heads."""
     spec: Scores = kernel.spec
     interpret = bool(spec.interpret)
     tile, r, heads = spec.tile, spec.ratio, spec.tiling.heads
@@ -202,7 +202,9 @@ def best_blocks_qk(kernel: Kernel):
         lag = 1 if stages >= 3 else 0
 
         def probabilities(under_mask, i, phase):
-            """Probabilities of 64 keys of one phase, `[64, 64]`, or folded to `sums_shape`."""
+            """Return the probabilities of 64 keys of one phase, `[64, 64]`, or folded to
+            `sums_shape`.
+            """
             q = i * r + phase
             stage = rem(q, stages)
             plgpu.barrier_wait(refs.key_full.at[stage])
@@ -221,7 +223,7 @@ def best_blocks_qk(kernel: Kernel):
             return _fold(p, interpret) if heads == 16 else p
 
         def step(chunk_begin, under_mask, i, nothing):
-            """Return the scores of 64 blocks: their `r` phases."""
+            """Compute the scores of 64 blocks from their `r` phases."""
 
             def unshared_phase(phase, own):
                 own = own + probabilities(under_mask, i, phase)
@@ -229,7 +231,9 @@ def best_blocks_qk(kernel: Kernel):
                 return own
 
             def shared_phase(phase, carry):
-                """Counts `r - phase` times of `cover` for the block, the rest for the next one."""
+                """Count a phase that two blocks share. Of `cover` times, `r - phase` count for
+                the block and the rest for the next one.
+                """
                 own, following = carry
                 p = probabilities(under_mask, i, phase)
                 times = jnp.asarray(r - phase, jnp.float32)
@@ -252,7 +256,9 @@ def best_blocks_qk(kernel: Kernel):
         own_block = refs.own_block.at[mine]
 
         def take(k, carry):
-            """Return the scores of chunk `k`, and the best of them and of the chunks before."""
+            """Compute the scores of chunk `k`, and select the best of them and of the earlier
+            chunks.
+            """
             step_of_chunk = functools.partial(step, k * chunk)
             run("begin_chunk", [refs.scores_s], [], [wg, k])
             carry = over_chunk(
@@ -307,7 +313,7 @@ def best_blocks_qk(kernel: Kernel):
 def _queries(spec: Scores, query, b, g, token, length):
     """Return the rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
 
-    Padding rows, and tokens past the end, repeat others: their `lse` is +inf.
+    Padding rows and tokens past the end repeat other rows, since their `lse` is +inf.
     """
     dtype = jnp.dtype(spec.dtype)
     if spec.interpret:
@@ -397,7 +403,9 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
 
 
 def _fold(probs, interpret: bool):
-    """Adds rows at distance 8, which are in one lane: `[64, 64]` to `[32, 64]`."""
+    """Add rows at a distance of 8, which are in the same lane. The result of `[64, 64]` is
+    `[32, 64]`.
+    """
     if interpret:
         return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)
     result = plgpu.ShapeDtypeStruct((ROWS // 2, KEYS), jnp.float32, layout=FOLDED)
@@ -414,7 +422,7 @@ def _fold(probs, interpret: bool):
 
 
 def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """Calls the function `name` of `topk` in every warp, with words for `numbers`.
+    """Call the function `name` of `topk` in every warp. `numbers` are passed as words.
 
     Args:
       rows: Rows of tokens, arrays in shared memory.
@@ -434,8 +442,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """`_each_warp` in the interpreter, which only sees the warpgroup's own rows as read and
-    written. Arrays that are not refs are shapes of arrays that are only written, and are returned.
+    """Run `_each_warp` in the interpreter. It only sees the warpgroup's own rows as read and
+    written. An argument that is not a ref is the shape of an array that is only written, which
+    is returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -470,7 +479,7 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
 
 
 def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g, end):
-    """`WarpTopK.write` in the interpreter: the tokens of a warpgroup, one by one."""
+    """Run `WarpTopK.write` in the interpreter, for one token of a warpgroup after the other."""
     count, tokens = ROWS // spec.tiling.heads, spec.tile.tokens
     # In an array of one tile, of one row and one head.
     of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
@@ -486,8 +495,8 @@ def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g
 
 
 def _pairs(matrix: np.ndarray) -> list:
-    """Return `_floats` of a NumPy array `[64, 64]` or `[32, 64]`: words of four warps,
-    `[4, 32]`.
+    """Return `_floats` of a NumPy array `[64, 64]` or `[32, 64]`, as words of four warps, `[4,
+    32]`.
     """
     lane = np.arange(32)
     of_warp = matrix.reshape(4, -1, KEYS)
@@ -501,7 +510,7 @@ def _pairs(matrix: np.ndarray) -> list:
 
 
 def _floats(matrix):
-    """Pairs of neighbours, by row of a lane (`WarpTopK.add`)."""
+    """Return pairs of neighbouring values, by row of a lane (`WarpTopK.add`)."""
     pairs = matrix.registers.reshape(KEYS // 8, -1)
 
     def pair(register):
@@ -517,7 +526,7 @@ ROW_PER_WARP = plgpu.Layout.TILED(
 
 
 def best_blocks_kq(kernel: Kernel):
-    """The body of `specs.scores.best_blocks` for any group."""
+    """The body of the kernel `specs.scores.best_blocks` for any group."""
     spec: Scores = kernel.spec
     tile, r, free = spec.tile, spec.ratio, spec.free
     buffers = operands.Buffers.of(spec, tile)
@@ -589,7 +598,9 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """Return the sum over each token's heads of its groups of 8 columns: `[64, 8]` each."""
+            """Return the sums over each token's heads, `[64, 8]` for each group of 8
+            columns.
+            """
             sums = []
             for token in range(0, rows, heads):
                 folded = p[:, token : token + 8]
@@ -608,14 +619,14 @@ def best_blocks_kq(kernel: Kernel):
                 blocks[...] = score
 
         def step(chunk_begin, under_mask, i, logits):
-            """Return the scores of 64 blocks from the logits of their first phase; returns the next
-            logits.
+            """Return the scores of 64 blocks, given the logits of their first phase, and the
+            logits of the next step.
             """
             place = i * ROWS - chunk_begin
 
             def one_phase(phase, carry):
-                """own += times * P and next += (cover - times) * P of one phase, during the
-                product of the next phase.
+                """Add times * P to own and (cover - times) * P to next, for one phase. This
+                happens during the product of the next phase.
                 """
                 logits, *own = carry
                 times = jnp.minimum(spec.cover, r - phase)
@@ -665,8 +676,9 @@ def best_blocks_kq(kernel: Kernel):
             return plgpu.layout_cast(lax.broadcast_in_dim(row, shape, [0]), ROW_PER_WARP)
 
         def extract(scores, indices, keep):
-            """Calls `keep(four, i, value, index)` with the `i`-th best of each score row, ties
-            to the lower index. All rows are handled together, to hide the latency of reductions.
+            """Call `keep(four, i, value, index)` with the `i`-th best entry of each score row.
+            Among equal scores, the lower index comes first. All rows are handled together, to
+            hide the latency of reductions.
             """
 
             def one(i, scores):
@@ -689,7 +701,9 @@ def best_blocks_kq(kernel: Kernel):
         ahead, _ = multiply(jnp.int32(0), lambda: None)
 
         def take(k, ahead):
-            """Selects the best of chunk `k`; `ahead`: the logits of its first product."""
+            """Select the best blocks of chunk `k`. `ahead` has the logits of its first
+            product.
+            """
             chunk_begin = k * chunk
             for t in range(score_rows):
                 over = refs.next_s.at[t, pl.ds(chunk, ROWS)]
@@ -787,9 +801,9 @@ def best_blocks_kq(kernel: Kernel):
 
 
 def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, length, end):
-    """Writes the blocks of four tokens, a warp each, to `selection` `[B, T, Hkv, n]`. `chosen` has
-    `n` arrays `[4]`; the tile's token `first` is `token`; `length` is T, `end` is the end of the
-    tile's tokens.
+    """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`, one token per warp.
+    `chosen` has `n` arrays `[4]`. `token` is the index of the tile's token `first`, `length` is
+    T, and `end` is the end of the tile's tokens.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)
     if spec.interpret:
@@ -814,7 +828,7 @@ def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, lengt
 
 
 def _batcher(n: int):
-    """Comparisons of Batcher's odd-even merge sort of `n` elements, in order."""
+    """Return the comparisons of Batcher's odd-even merge sort of `n` elements, in order."""
     p = 1
     while p < n:
         k = p

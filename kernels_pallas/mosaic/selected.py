@@ -1,4 +1,4 @@
-"""Selected attention, forward and dq: tiles of queries loop over their block lists.
+"""Selected attention, forward and dq. Each tile of queries loops over its block list.
 
 Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`). Rows
 of tokens that did not select a block have P = 0 and an unchanged maximum, or shift = +inf.
@@ -48,20 +48,20 @@ from kernels_pallas.specs.tile import ROWS
 
 
 def forward(kernel: Kernel) -> Callable:
-    """The body of `specs.selected.forward`."""
+    """The body of the kernel `specs.selected.forward`."""
     spec = kernel.spec
     rows = {"query": spec.D}
     return _build(kernel, mainloop.forward, rows, "out", spec.Dv, spec.overlap_pv)
 
 
 def dq(kernel: Kernel) -> Callable:
-    """The body of `specs.selected.dq`."""
+    """The body of the kernel `specs.selected.dq`."""
     spec = kernel.spec
     return _build(kernel, mainloop.dq, {"query": spec.D, "do": spec.Dv}, "dq", spec.D, False)
 
 
 def list_counts(block_counts, index) -> BlockCounts:
-    """Return the row `index` of `block_counts`."""
+    """Return the `BlockCounts` at row `index` of `block_counts`."""
     # Sums, not loads: under `shard_map` only sums have the type of varying values.
     return BlockCounts(*(block_counts[index, i] + 0 for i in range(COUNTS)))
 
@@ -80,9 +80,9 @@ class LoopBlocks(NamedTuple):
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Whether `specs/gathered.py` handles the far blocks of a tile: the block list of the tile
-    before it is longer than `gather_limit`. Its own list cannot decide, since an output must not
-    depend on later tokens.
+    """Return whether `specs/gathered.py` handles the far blocks of a tile. It does so if the
+    block list of the previous tile is longer than `gather_limit`. The tile's own list cannot
+    decide, since an output must not depend on later tokens.
 
     Args:
       tile: Index of the tile along the tokens.
@@ -235,7 +235,9 @@ def _build(
 
 
 def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
-    """All blocks of the list, or the near blocks of a gathered tile."""
+    """Return the blocks to loop over. These are all blocks of the list, or the near blocks of a
+    gathered tile.
+    """
     counts = refs.block_counts
     index = refs.cta.head * refs.sizes.tiles + tile.index
     found = list_counts(counts, index)
@@ -248,9 +250,9 @@ def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
 
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
-    """Stores the sum of the branches' outputs, each times its gate, in the order of branches, as in
-    `combine.gated_sum`. `result`: the output of this branch, which is being copied from the query's
-    tile.
+    """Store the sum of the branches' outputs times their gates, in the order of branches, as in
+    `combine.gated_sum`. `result` is the output of this branch, which is being copied from the
+    query's tile.
     """
     size, width, out_tile = spec.tile, spec.Dv, refs.query_tile
     buffers = Buffers.of(spec, size)

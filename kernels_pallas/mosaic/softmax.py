@@ -1,4 +1,5 @@
-"""One block of keys of the online softmax and of its gradient, rows of a tile in registers.
+"""Computes one block of keys of the online softmax and of its gradient. The rows of a tile are
+in registers.
 
 With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
 
@@ -29,7 +30,7 @@ ABSENT = 3e38  # as a row's maximum: every probability becomes exactly 0
 
 
 class SoftmaxState(NamedTuple):
-    """State after some blocks; `acc` may be None."""
+    """The state after some blocks. `acc` may be None."""
 
     acc: Any  # [64, width]
     row_max: Any  # [64], in log2
@@ -59,7 +60,7 @@ def initial_state(width: int) -> SoftmaxState:
 
 
 def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float = 0.0):
-    """P `[64, keys]` of a block relative to the new maximum, and that maximum.
+    """Return P `[64, keys]` of a block relative to the new maximum, and this maximum.
 
     Args:
       row_max: Maximum of the blocks before, `[64]`.
@@ -83,7 +84,9 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
-    """Return the state relative to a new maximum; the sum includes a block's P, `acc` does not."""
+    """Return the state relative to a new maximum. The sum includes the P of the new block, but
+    `acc` does not.
+    """
     acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]
     row_sum = row_sum * decay + p.sum(axis=1)
@@ -99,8 +102,8 @@ def online_softmax(state: SoftmaxState, scores, c: float):
 
 
 def normalizer(state: SoftmaxState, offset: float = 0.0):
-    """1 / l and the natural log-sum-exp, `[64]`; 0 and -inf for rows that see no key. `offset`: as
-    in `block_softmax`.
+    """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows that see no key they are
+    0 and -inf. `offset` is as in `block_softmax`.
     """
     _, row_max, row_sum = state
     seen = row_sum > 0
@@ -109,13 +112,15 @@ def normalizer(state: SoftmaxState, offset: float = 0.0):
 
 
 def probabilities(scores, c: float, shift, visible=None):
-    """|g| P = 2^(c S - shift) of scores S, all of one shape; 0 for keys that are not visible."""
+    """Return |g| P = 2^(c S - shift) of scores S, all of the same shape. It is 0 for keys that
+    are not visible.
+    """
     p = jnp.exp2(scores * c - shift)
     return p if visible is None else jnp.where(visible, p, 0.0)
 
 
 def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
-    """dS `[64, keys]` of a block without the sign of the gate: |g| P * (dP - delta).
+    """Return dS `[64, keys]` of a block without the sign of the gate, |g| P * (dP - delta).
 
     Args:
       scores: S, `[64, keys]`.

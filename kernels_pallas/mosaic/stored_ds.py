@@ -69,23 +69,25 @@ class StoredDs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of 64 rows."""
+        """The number of tokens that have 64 rows together."""
         return ROWS // self.group_rows
 
     @property
     def tokens_of_warp(self) -> int:
-        """Tokens whose heads are the 16 rows of a warp, or part of them."""
+        """The number of tokens whose heads are in the 16 rows of a warp."""
         return max(PART // self.group_rows, 1)
 
     @property
     def _by_lane(self):
-        """Shape and layout of a number per token of a warp, by thread."""
+        """Return the shape and layout, by thread, of an array with one number per token of a
+        warp.
+        """
         shape = (WARPS * LANES * self.tokens_of_warp,)
         return shape, plgpu.Layout.WG_STRIDED(shape, self.tokens_of_warp)
 
     def write(self, ds, transposed, places) -> None:
-        """Writes `transposed`, dS^T `[64 keys, 64 rows]`: each token to its index in `ds`, if that
-        is not negative.
+        """Write `transposed`, which is dS^T `[64 keys, 64 rows]`. Each token is written to its
+        index in `ds`, unless the index is negative.
         """
         if self.interpret:
             for t, place in enumerate(places):
@@ -116,8 +118,9 @@ class StoredDs:
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
-          places: `position` `[B, T]`, and for packed rows `key_start` `[B, T]`: blocks are then
-            identified by their first keys, otherwise by their index in the sequence.
+          places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. With
+            `key_start` blocks are identified by their first keys, otherwise by their index in
+            the sequence.
           first: First token.
           length: T.
         """
@@ -171,8 +174,8 @@ class StoredDs:
         return warp.each(load, arrays, scalars, result=result)
 
     def read(self, ds, blocks, block, token):
-        """dS `[64 rows, 64 keys]` of a block; zeros for tokens that did not select it or do not
-        see it.
+        """Return dS `[64 rows, 64 keys]` of a block. It is zero for tokens that did not select
+        the block or do not see it.
 
         Args:
           blocks: The result of `blocks_of_tile`.
@@ -216,18 +219,20 @@ class StoredDs:
         return jnp.concatenate(parts)
 
     def _token(self, warp, half: int):
-        """Token of the tile for the first or the second 8 rows of the warp."""
+        """Return the token of the tile to which the first or the second 8 rows of the warp
+        belong.
+        """
         rows = warp.warp() * PART + half * HEADS
         return rows // self.group_rows
 
     @property
     def _halves(self) -> int:
-        """Number of groups of 8 heads of a token in a lane."""
+        """Return the number of groups of 8 heads of a token that a lane holds."""
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
-        """Return the address of a lane's numbers of 16 keys and 8 or 16 heads; `part`: index of the
-        heads in the tile.
+        """Return the address of a lane's numbers for 16 keys and 8 or 16 heads. `part` is the
+        index of these heads in the tile.
         """
         lane_bytes = HALF_BYTES * self._halves
         keys_bytes = LANES * lane_bytes
@@ -243,7 +248,7 @@ AHEAD = 2  # blocks between the load of dS and its product
 
 
 def dq(kernel: Kernel):
-    """The body of `specs.stored_ds.dq`."""
+    """The body of the kernel `specs.stored_ds.dq`."""
     spec: StoredDsQuery = kernel.spec
     tile, tokens = spec.query_tile, spec.tile.tokens
     interpret = bool(spec.interpret)
@@ -289,7 +294,7 @@ def dq(kernel: Kernel):
                 )
 
         def ds_of(i):
-            """dS of block `i`, `[64, 64]`; zeros past the last block."""
+            """Return dS of block `i`, `[64, 64]`. It is zero past the last block."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
             if not spec.packed:
                 start = div(start, KEYS)

@@ -1,4 +1,4 @@
-"""The instructions of a warp on words: a word is a 32-bit value per lane.
+"""The instructions of a warp on words. A word has a 32-bit value per lane.
 
 They are for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles nor votes. Addresses
 are in bytes. A program with its instructions as an argument also runs in Pallas' interpreter, on an
@@ -30,7 +30,7 @@ type Number = "Word | int | float"
 
 
 def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Callable:
-    """Return a binary operator of `Word`; without `of_floats` it is only for integers."""
+    """Return a binary operator of `Word`. Without `of_floats` it supports only integers."""
 
     def apply(self, other: Number) -> "Word":
         return _apply(of_floats if of_floats and self.real else of_integers, self, other)
@@ -43,7 +43,7 @@ def _comparison(kind: str) -> Callable:
 
 
 class Word:
-    """An integer, a float32 or a truth value of each lane; a Python number is a constant.
+    """An integer, a float32 or a truth value in each lane. A Python number is a constant.
 
     Comparisons are for signed integers; `//` and `%` are for integers from 0; `>>` fills with
     zeros.
@@ -119,7 +119,7 @@ def larger(a: Number, b: Number) -> Word:
 
 
 def number(condition: Word) -> Word:
-    """1 or 0."""
+    """Return 1 where the condition holds, and 0 elsewhere."""
     return Word(arith.extui(i32(), condition.value))
 
 
@@ -154,7 +154,7 @@ def floating(x: Word) -> Word:
 
 
 def pack(low: Word, high: Word, dtype: str) -> Word:
-    """Two float32 as two numbers of `dtype` in one word."""
+    """Convert two float32 to two numbers of `dtype` in one word."""
     return _ptx(f"cvt.rn.{TYPES[dtype]}x2.f32 $0, $2, $1;", low, high)
 
 
@@ -167,7 +167,9 @@ def unpack(x: Word, dtype: str) -> list[Word]:
 
 
 def codes(x: Sequence[Word]) -> Word:
-    """Four float32 of at most 448 as numbers of e4m3 in a word, rounded to the nearest."""
+    """Convert four float32 of at most 448 to numbers of e4m3 in a word, rounded to the
+    nearest.
+    """
     convert = "cvt.rn.satfinite.e4m3x2.f32"
     text = f"{{ .reg .b16 h<2>; {convert} h0, $2, $1; {convert} h1, $4, $3; "
     return _ptx(text + "mov.b32 $0, {h0, h1}; }", *x)
@@ -188,7 +190,8 @@ def warp_of_cta() -> Word:
 
 
 def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads=False) -> Any:
-    """Return an instruction: a word, or a list of words if `result` is a list of types.
+    """Emit an instruction. Return its result as a word, or as a list of words if `result` is a
+    list of types.
 
     Args:
       together: Whether all lanes execute it together.
@@ -201,7 +204,7 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
 
 
 def _to_float32(text: str) -> Callable[..., Word]:
-    """Return an instruction whose result is a float32."""
+    """Emit an instruction whose result is a float32, and return the result."""
     return lambda *operands: _ptx(text, *operands, result=ir.F32Type.get())
 
 
@@ -213,7 +216,7 @@ multiply_add = _to_float32("fma.rn.ftz.f32 $0, $1, $2, $3;")  # `a * b + c`, rou
 
 
 def _do(text: str, *operands: Number, only: "Word | None" = None, together=False) -> None:
-    """An instruction without a result, in lanes in which `only` holds."""
+    """Emit an instruction without a result. It runs in the lanes in which `only` holds."""
     values = [word(x).value for x in operands]
     predicate = None if only is None else only.value
     utils.inline_ptx(text, *values, predicate=predicate, convergent=together)
@@ -247,7 +250,7 @@ def smallest(x: Word) -> Word:
 
 
 def votes(condition: Word) -> Word:
-    """One bit per lane, set if the condition holds."""
+    """Return a word with one bit per lane, which is set if the condition holds."""
     return _ballot("ne", number(condition), 0)
 
 
@@ -304,7 +307,7 @@ def element(ref, *places: tuple[Number, int]):
 
 
 def fetch(address: Word, offset: int = 0) -> Word:
-    """32 bits from global memory, which the kernel never writes."""
+    """Load 32 bits from global memory. The kernel must never write this memory."""
     return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
 
 
@@ -365,10 +368,11 @@ def when(condition: Word, body) -> None:
 
 
 def repeat(times: Number, body, state, *, unrolled: bool = True):
-    """Compute `state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
+    """Compute `state = body(i, state)` for `i` below `times`. `state` has nested lists of
+    words.
 
     `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
-    execute together deadlock. `unrolled`: the compilers may unroll the loop.
+    execute together deadlock. `unrolled` allows the compilers to unroll the loop.
     """
     if not unrolled:
         times = _ptx("mov.b32 $0, $1;", times, reads=True)  # which LLVM cannot count
@@ -389,7 +393,7 @@ def repeat(times: Number, body, state, *, unrolled: bool = True):
 
 
 def widened(codes: Word) -> list[Word]:
-    """Four numbers of e4m3 as float16, two in a word."""
+    """Convert four numbers of e4m3 to float16, two in each word."""
     halves = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.rn.f16x2.e4m3x2 $0, h%d; }"
     return [_ptx(halves % i, codes) for i in range(2)]
 
@@ -421,9 +425,9 @@ def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
 
 
 def read_transposed(address: Word, offset: int = 0) -> list[Word]:
-    """Four matrices of 8 rows of 16 bytes in shared memory, transposed. Lane `l` has the address of
-    row `l % 8` of matrix `l // 8`, and receives the 16-bit column `l // 4` of rows `2 (l % 4)` and
-    `2 (l % 4) + 1` of each matrix.
+    """Read four matrices of 8 rows of 16 bytes from shared memory, and transpose them. Lane `l`
+    has the address of row `l % 8` of matrix `l // 8`, and receives the 16-bit column `l // 4`
+    of rows `2 (l % 4)` and `2 (l % 4) + 1` of each matrix.
     """
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
     text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
@@ -449,7 +453,9 @@ def fetch_words(address: Word) -> list[Word]:
 
 
 def fetch_half(address: Word, dtype: str) -> Word:
-    """Return a number of 16 bits of global memory, which the kernel never writes, as float32."""
+    """Load a 16-bit number from global memory as float32. The kernel must never write this
+    memory.
+    """
     load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
     return _to_float32(f"{{ .reg .b16 h; {load} }}")(address)
 
@@ -480,7 +486,7 @@ def copy(
 
 
 def end_copies() -> None:
-    """The copies started since the last call are a group, which may be empty."""
+    """Commit the copies since the last call as a group, which may be empty."""
     _do("cp.async.commit_group;")
 
 
@@ -498,8 +504,8 @@ def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False
     """Opens barriers from `address` on, 8 bytes each. Each completes once, when its bytes have
     arrived.
 
-    `publish`: Writes of this lane to global memory become visible to every warp of the cluster
-    that has called `wait_for_cluster`.
+    With `publish`, this lane's writes to global memory become visible to every warp of the
+    cluster that has called `wait_for_cluster`.
     """
     first = same(warp_of_cta() * 32 + lane(), 0)
     for i, _ in enumerate(bytes_):
@@ -547,8 +553,8 @@ def scalar(number) -> Word:
 
 
 def each(function, refs, numbers, matrices=(), layout=None, *, types=(), result: Any = ()):
-    """Calls `function` in every warp of a Pallas kernel: with references, with scalars as words,
-    and with matrices of this layout.
+    """Call `function` in every warp of a Pallas kernel. Its arguments are references, scalars
+    as words, and matrices of this layout.
 
     Args:
       types: Types of the last references. Defaults to references without transforms.

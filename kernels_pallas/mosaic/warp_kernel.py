@@ -1,9 +1,9 @@
-"""Kernels whose warps each run a program, on a grid of rows and CTAs of a row.
+"""Builds kernels in which each warp runs a program, on a grid of rows and CTAs of a row.
 
     program(instructions, spec, sizes, refs)
 
-`instructions` is the module `warp`, which emits PTX, or in interpret mode an object with the
-same functions (`interpreter.py`): one source for two machines. `sizes` has the numbers of
+`instructions` is the module `warp`, which emits PTX. In interpret mode it is an object with the
+same functions (`interpreter.py`), so that one source serves both. `sizes` has the numbers of
 `Kernel.sizes`: integers, or words that the kernel reads at launch. `refs` has the arrays of the
 kernel and those in shared memory by name, and the CTA's indices: `group` among the CTAs of `row`,
 or of head `g` of `[B, kv_heads]` in `b`.
@@ -35,17 +35,18 @@ def warp_kernel(
 ) -> Callable[[Kernel], Callable]:
     """Return the body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
 
-    The kernel states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; in clusters rows
-    times cluster). With `spec.interpret`, `interpreter.machine` runs the warps on the host, from
-    NumPy or JAX arrays, also in `jit`.
+    The kernel's description determines inputs, outputs, sizes and the grid. The grid is that of
+    `specs.tile.warp_grid`, or rows times the cluster size in clusters. With `spec.interpret`,
+    `interpreter.machine` runs the warps on the host, from NumPy or JAX arrays, also in `jit`.
 
     Args:
       program: The program described above. Idle lanes must not write.
-      shared: Function of a spec: names and shapes of the int32 arrays in shared memory, for the
-        whole CTA.
+      shared: Function of a spec that returns names and shapes of the int32 arrays in shared
+        memory, for the whole CTA.
       by_head: Whether rows are those of `[B, spec.Hkv]`.
-      in_clusters: Whether it uses the instructions of clusters; `group` is the CTA's index in one.
-      warps: Function of a spec: warps of a CTA, a multiple of 4.
+      in_clusters: Whether the program uses the instructions of clusters. `group` is then the
+        CTA's index in its cluster.
+      warps: Function of a spec that returns the number of warps per CTA, a multiple of 4.
     """
 
     def build(kernel: Kernel) -> Callable:

@@ -1,4 +1,5 @@
-"""Top-k of a token's block scores by one warp: iterated extraction of the maximum.
+"""Selects the top k of a token's block scores with one warp, which extracts the maximum
+repeatedly.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
@@ -8,15 +9,15 @@ Scores of a token are in its score row in shared memory, in stripes of 32 entrie
 
 A lane owns a column and knows its best entry, or its best two. To extract a winner, a warp finds
 the maximum of its lanes (`redux`) and the lowest entry among equals. Then all lanes read the
-winner's column again, a stripe each, for its best remaining entry; if two entries were known, only
-after both are extracted.
+winner's column again, one stripe each, to find its best remaining entry. If two entries were
+known, this happens only after both are extracted.
 
 With a single chunk, a token with at most `free` blocks to choose from selects all of them without
 their scores.
 
-Cost: at the start a read and a few instructions for each stripe, more if two entries are known.
-Then two reductions for each winner; for each column that is read again a read, and a reduction and
-a vote for each known entry. A warp extracts for up to four tokens at once, to hide latency.
+The start costs a read and a few instructions per stripe, and more if two entries are known.
+Each winner costs two reductions. Each column that is read again costs a read, and a reduction
+and a vote per known entry. A warp extracts for up to four tokens at once, to hide latency.
 
 A single warp does all of this (`warp.py`), without waiting for others. Scores, which are not
 negative, are compared as integers; -1.0 is below all of them.
@@ -63,7 +64,7 @@ class WarpTopK:
 
     @property
     def front(self) -> int:
-        """Entries for the winners of the chunks before."""
+        """The number of entries for the winners of earlier chunks."""
         return self.winner_slots if self.several_chunks else 0
 
     @property
@@ -104,7 +105,9 @@ class WarpTopK:
         return warp.shared(winners) + number * (4 * self.winner_slots)
 
     def begin_chunk(self, scores, wg, k) -> None:
-        """Begins a chunk with the carry of the one before; the first one has no earlier winners."""
+        """Begin a chunk with the carry of the previous one. The first chunk has no earlier
+        winners.
+        """
         warp = self.warp
         lane, is_first = warp.lane(), warp.same(k, 0)
         warp.sync()
@@ -125,10 +128,10 @@ class WarpTopK:
     def add(self, scores, wg, place, own, following) -> None:
         """Writes the scores of 64 blocks to the score rows, from index `place` of the chunk on.
 
-        `own` and `following` are sums over phases, in the layout of a product's registers: for each
-        token of the lane (one, or two at a distance of 8 rows) and 8 columns the pair of neighbours
-        `8 * j + 2 * (lane % 4)`. A block's score is its `own` and the `following` of the block
-        before.
+        `own` and `following` are sums over phases, in the layout of a product's registers. A
+        lane has one token, or two at a distance of 8 rows. For each token and each 8 columns,
+        it has the two neighbours from column `8 * j + 2 * (lane % 4)` on. A block's score is
+        its `own` and the `following` of the block before.
         """
         warp = self.warp
         lane = warp.lane()
@@ -161,10 +164,9 @@ class WarpTopK:
             )
 
     def extract(self, scores, winners, own_block, base_block, wg, k, begin) -> None:
-        """Extracts the best blocks of the score rows of a chunk, ties to the lower block.
-
-        `own_block` and `base_block` `[score_rows]`: as in `specs.scores.best_blocks`; `begin`: the
-        first block of the tile.
+        """Extract the best blocks of the score rows of a chunk. Among equal scores, the lower
+        block comes first. `own_block` and `base_block` `[score_rows]` are as in
+        `specs.scores.best_blocks`. `begin` is the first block of the tile.
         """
         warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
@@ -180,7 +182,7 @@ class WarpTopK:
             warp.repeat(self.tokens // together, some, [])
 
     def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
-        """`extract` for the score rows with these indices."""
+        """Run `extract` for the score rows with these indices."""
         warp = self.warp
         spec, lane, front = self.spec, warp.lane(), self.front
         places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
@@ -230,8 +232,9 @@ class WarpTopK:
     def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
         """Adds the forced blocks to the winners and writes them, ascending.
 
-        Blocks are distinct: the index of a block is the number of smaller ones. `selection`:
-        `[B, T, Hkv, n]`; `length` is T; the tile has at most the tokens `first .. end - 1`.
+        Blocks are distinct, so that the index of a block is the number of smaller blocks.
+        `selection` is `[B, T, Hkv, n]`, and `length` is T. The tile has at most the tokens
+        `first .. end - 1`.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -296,7 +299,9 @@ class _Columns:
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:
-        """Score and stripe of the best entry of a lane's column, and of the second, if known."""
+        """Return the score and the stripe of the best entry of a lane's column, and of the
+        second best if it is known.
+        """
         warp = self.of.warp
         lane, front = warp.lane(), self.of.front
         best, second = warp.word(NO_SCORE), warp.word(NO_SCORE)
@@ -313,8 +318,8 @@ class _Columns:
         return [best, at, second, second_at][: 2 * self.known]
 
     def refilled(self, entry, most, known) -> list:
-        """Return `known` after `entry` was extracted with the score `most`: a lane that knows no
-        more entries reads the best remaining entries of its column.
+        """Return `known` after `entry` was extracted with the score `most`. If a lane has no
+        known entry left, it reads the best remaining entries of its column.
         """
         warp = self.of.warp
         if self.of.stripes <= self.known:
@@ -359,8 +364,8 @@ class _Columns:
 
 
 def _take(warp, hits, known, values, entries):
-    """Return the next winner of a score row: its entry and score, the known entries without it, and
-    `values` and `entries` with it, in the lane that `hits`.
+    """Extract the next winner of a score row. Return its entry and score, the remaining known
+    entries, and `values` and `entries`, into which the lane that `hits` has put the winner.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()
@@ -376,7 +381,9 @@ def _take(warp, hits, known, values, entries):
 
 
 def _sums_of_heads(warp, pairs, lane, sharing: int):
-    """Pairs summed over `sharing` lanes at distance 4; each lane keeps one in `sharing` pairs."""
+    """Sum pairs over `sharing` lanes at a distance of 4. Of every `sharing` pairs each lane
+    keeps one.
+    """
     distance = 4
     while distance < 4 * sharing:
         lower = warp.same(lane & distance, 0)

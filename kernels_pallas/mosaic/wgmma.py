@@ -1,8 +1,8 @@
-"""Asynchronous products of Hopper's tensor cores: wgmma as inline PTX.
+"""Starts asynchronous products of Hopper's tensor cores, as wgmma instructions in inline PTX.
 
 `plgpu.wgmma` multiplies into accumulators that were zeroed, and adds the offset of every step to
-a 64-bit descriptor in registers. Here a product that adds to nothing starts from nothing
-(scale-d 0), and offsets are constants of the instruction's text.
+a 64-bit descriptor in registers. Here a product without a sum to add to needs no zeroed
+accumulator (scale-d 0), and offsets are constants in the text of the instruction.
 
 A product is pending from `product` or `added` until `wait` returns its registers. Until then no
 instruction may access them or the registers of its left operand, and no iteration of a loop may
@@ -41,10 +41,11 @@ MAX_COLUMNS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A matrix in shared memory: its slabs `[slabs, rows / 8, 1, 8, slab]`, in Mosaic's tiling.
+    """A matrix in shared memory. Its slabs are `[slabs, rows / 8, 1, 8, slab]`, in Mosaic's
+    tiling.
 
     Attributes:
-      ref: Its memory.
+      ref: The memory of the matrix.
       transposed: Whether it is read as `[width, rows]`; only for right operands.
       some: First row and number of rows that are used, multiples of 8; None means all.
     """
@@ -72,7 +73,7 @@ class Operand:
 
     @property
     def _stride(self) -> int:
-        """Bytes from eight rows to the next eight."""
+        """Return the number of bytes from one group of eight rows to the next."""
         return 8 * self._shape[2] * BYTES
 
     @property
@@ -89,7 +90,9 @@ class Operand:
         return arith.ori(word, number(leading >> 4 << 16)) if leading else word
 
     def descriptor(self, name: str, word: str, step: int) -> str:
-        """PTX that computes the descriptor `name` of a step; `word` is the register of `word()`."""
+        """Return PTX that computes the descriptor `name` of a step. `word` is the register with
+        the result of `word()`.
+        """
         high = self._stride >> 4 | SWIZZLES[self._shape[2] * BYTES] << 30
         offset = self._offset(step)
         low = f"add.u32 low, {word}, {offset};" if offset else f"mov.b32 low, {word};"
@@ -104,8 +107,8 @@ class Operand:
 
 
 def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
-    """Starts `left @ right.T`; `left` may be in registers. The width of the narrower operand is the
-    number of columns that are summed.
+    """Start `left @ right.T`. `left` may be in registers. The product sums over as many columns
+    as the narrower operand has.
 
     Returns:
       Pending registers, in the order of `registers`.
@@ -138,12 +141,16 @@ def added(
 
 
 def _depth(left: Sequence[ir.Value]) -> int:
-    """Return the columns of a left operand in registers, each of which holds two numbers."""
+    """Return the number of columns of a left operand in registers. Each register holds two
+    numbers.
+    """
     return len(left) * 2 * THREADS // ROWS
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:
-    """The same as `of_step`, for a left operand in registers."""
+    """Return the PTX and the left operand of a step, like `of_step`, for a left operand in
+    registers.
+    """
     first = int(word.removeprefix("$")) + 4 * step
     return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
 
@@ -162,8 +169,8 @@ def _start(
     Args:
       total: Registers to add to; may be empty.
       words: Registers of the left operand.
-      of_step: Function of a step and the first of these registers: the PTX before its instruction,
-        and the left operand in the instruction.
+      of_step: Function that returns the PTX before the instruction of a step, and the left
+        operand in this instruction. Its arguments are the step and the first of `words`.
       columns, depth: Columns of the result, and of the sum.
       flags: Which operands are transposed.
     """
@@ -194,18 +201,22 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the registers again; products that start after the fence may read and add to them."""
+    """Return the registers again. Products that start after this fence may read them and add to
+    them.
+    """
     return _hold("wgmma.fence.sync.aligned;", groups)
 
 
 def wait(running: int, *groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the registers of products, once at most the `running` newest products are pending."""
+    """Wait until at most the `running` newest products are pending. Return the registers of the
+    finished products.
+    """
     return _hold(f"wgmma.wait_group.sync.aligned {running};", groups)
 
 
 def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Return the 32-bit registers of `[64, columns]` in the layout of products, in the order of the
-    instruction, a float32 or two 16-bit numbers each.
+    """Return the 32-bit registers of an array `[64, columns]` in the layout of products, in the
+    order of the instruction. Each register has one float32 or two 16-bit numbers.
     """
     float32 = isinstance(array.mlir_dtype, ir.F32Type)
     kind = ir.F32Type.get() if float32 else i32()
@@ -218,7 +229,7 @@ def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
-    """Return float32 `[64, columns]` from its registers."""
+    """Build a float32 array `[64, columns]` from its registers."""
     layout = mgpu.WGMMA_LAYOUT
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     vectors = np.empty(len(registers) // 2, object)
@@ -232,7 +243,7 @@ def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
 
 
 def array_of_pairs(registers: Sequence[ir.Value], dtype: ir.Type) -> mgpu.FragmentedArray:
-    """16-bit `[64, columns]` from its registers, in the order of `registers`."""
+    """Build a 16-bit array `[64, columns]` from its registers, in the order of `registers`."""
     layout = mgpu.WGMMA_LAYOUT
     pair, single = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32())
     vectors = np.empty(len(registers), object)
@@ -254,12 +265,12 @@ def number(value: int) -> ir.Value:
 
 
 def fragments(registers: np.ndarray, layout, signed: bool | None = None):
-    """Return an array of these registers; `signed` is for integers."""
+    """Return an array that consists of these registers. `signed` applies to integers."""
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
 def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[ir.Value]]:
-    """Registers that compilers do not move across an instruction."""
+    """Return registers that compilers do not move across an instruction."""
     values = [value for group in groups for value in group]
     letters = ["f" if value.type == ir.F32Type.get() else "r" for value in values]
     constraints = [f"={letter}" for letter in letters] + [str(i) for i in range(len(values))]

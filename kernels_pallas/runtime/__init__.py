@@ -1,4 +1,5 @@
-"""Mosaic kernels compiled ahead of time, stored on disk, launched without JAX.
+"""Compiles Mosaic kernels ahead of time, stores them on disk and launches them without JAX. The
+modules are:
 
 description   a kernel in JSON, for keys and for the processes that build it
 build         kernels to machine code, in child processes (`build_child`, `lowering`: JAX)

@@ -1,4 +1,4 @@
-"""A kernel bound to the sizes of a problem; a launch only adds the addresses.
+"""Binds a kernel to the sizes of a problem. A launch only adds the addresses.
 
 `BoundKernel` computes everything that does not depend on addresses. The first launch with given
 addresses encodes their tensor maps and lays out the parameters. Allocators return the same
@@ -20,8 +20,8 @@ REMEMBERED = 256  # launches of a kernel that differ in stream or addresses
 
 
 class _Bound(NamedTuple):
-    """The arguments of `cuLaunchKernelEx`: a pointer to `launch`, and `parameters`, which refer to
-    `memory`.
+    """The arguments of `cuLaunchKernelEx`. These are a pointer to `launch`, and `parameters`,
+    which refer to `memory`.
     """
 
     config: Any
@@ -31,7 +31,7 @@ class _Bound(NamedTuple):
 
 
 class BoundKernel:
-    """A loaded kernel with the sizes of a problem; any thread may launch it.
+    """A loaded kernel with the sizes of a problem. Any thread may launch it.
 
     Args:
       cubin: The kernel's machine code.
@@ -111,7 +111,7 @@ class BoundKernel:
             self._check(error, "cuLaunchKernelEx")
 
     def node(self, addresses: Sequence[int]) -> tuple[driver.KernelNode, _Bound]:
-        """Return a run as a node of a graph, and the memory that it refers to."""
+        """Return one run as a node of a graph, and the memory to which the node refers."""
         bound = self._bind((0, *addresses))
         launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
         handle, shared_bytes = self._handle.value, launch.shared_bytes
@@ -121,7 +121,7 @@ class BoundKernel:
         )
 
     def _remembered(self, key: tuple[int, ...]) -> _Bound:
-        """Return `_bind`, cached for the next launches."""
+        """Return the result of `_bind`, which is cached for the next launches."""
         bound = self._bind(key)
         with self._lock:
             if len(self._bound) >= REMEMBERED:
@@ -169,8 +169,8 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the arguments of a tensor map for a shape: type and rank; dims, strides, box, steps,
-    interleave, swizzle, l2, oob.
+    """Return the arguments of a tensor map for a shape. These are type, rank, dims, strides,
+    box, steps, interleave, swizzle, l2 and oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank

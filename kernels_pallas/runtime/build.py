@@ -1,9 +1,10 @@
-"""Kernels to machine code for Hopper, in child processes; no GPU is needed.
+"""Compiles kernels to machine code for Hopper in child processes. No GPU is needed.
 
-A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's plugin,
-with the recorder in place of the CUDA driver. Processes are faster than threads, in which only the
-plugin runs in parallel: on two cores of a server 21 kernels need 20 s in two processes and 25 s in
-two threads, and more cores do not shorten the 15 s of Python in the threads (2026-11).
+A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's
+plugin. In the child a recorder replaces the CUDA driver. Processes are faster than threads, in
+which only the plugin runs in parallel: on two cores of a server 21 kernels need 20 s in two
+processes and 25 s in two threads, and more cores do not shorten the 15 s of Python in the
+threads (2026-11).
 """
 
 import base64
@@ -47,8 +48,8 @@ class Built(NamedTuple):
 
 def progress(waited_for: bool = False) -> Progress | None:
     """Return a function that prints to stderr how many kernels are done and an estimate of the
-    remaining time: on a terminal in one line that is overwritten, otherwise in a line per kernel if
-    `waited_for`, otherwise None.
+    remaining time. On a terminal it overwrites one line. Otherwise it prints a line per kernel
+    if `waited_for`. In all other cases return None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()
 
@@ -108,7 +109,7 @@ def build(
 
 
 class Child(NamedTuple):
-    """A process that builds one kernel after the other; `log` has its output."""
+    """A process that builds one kernel after the other. `log` has its output."""
 
     process: subprocess.Popen[str]
     log: IO[str]
@@ -116,7 +117,7 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def started(variables: dict[str, str]) -> Iterator[Child]:
-    """A process, killed at exit."""
+    """Start a child process, which is killed when this process exits."""
     # -P: modules of the working directory must not hide others.
     command = [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child", *PLACES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -144,7 +145,9 @@ def _read(child: Child) -> Built | str:
 
 
 def why_not() -> str | None:
-    """Return the tool that this machine lacks to build kernels, in a sentence, or None."""
+    """Return a sentence that names the tool that this machine lacks to build kernels, or
+    None.
+    """
     if _compiler() is None:
         return "a C compiler is missing, which builds kernels: install gcc"
     if not has_plugin():
@@ -155,8 +158,8 @@ def why_not() -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Environment variables with which a process finds the recorder, built in `folder`, ptxas, and
-    the modules of this process.
+    """Return environment variables with which a process finds ptxas, the modules of this
+    process, and the recorder, which is built in `folder`.
 
     Raises:
       RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.
@@ -183,7 +186,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def has_plugin(*names: str) -> bool:
-    """Whether JAX's CUDA plugin is installed; it is not imported."""
+    """Return whether JAX's CUDA plugin is installed, without importing it."""
     with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
         return any(map(importlib.util.find_spec, names or PLUGINS))
     return False
@@ -194,7 +197,9 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """Return the ptxas of the plugin, otherwise one on PATH or of a CUDA toolkit."""
+    """Return the path of ptxas. The ptxas of the plugin comes first, then one on PATH or in a
+    CUDA toolkit.
+    """
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:

@@ -1,9 +1,9 @@
 """A process that compiles kernels to machine code, with the recorder as its CUDA driver.
 
 `build` starts it with the names of the modules that may describe kernels. It reads one line of JSON
-per kernel and writes one per reply. The launch parameters do not come from Mosaic: the plugin's
-launcher runs with an address for each argument that identifies it, and the recorder logs the
-launcher's calls.
+per kernel and writes one per reply. The launch parameters do not come from Mosaic. The plugin's
+launcher runs with addresses that identify the arguments, and the recorder logs the launcher's
+calls of the driver.
 """
 
 import base64
@@ -81,7 +81,8 @@ def recorded(call: str) -> list[dict[str, Any]]:
 
 
 def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
-    """Build the machine code of `kernel` for Hopper, which is its launch parameters and the image.
+    """Build the machine code of `kernel` for Hopper. It consists of the launch parameters and
+    the image.
 
     Raises:
       ValueError: The same as in `lowering.lower`.
@@ -170,9 +171,9 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
-    """Return the launch that the plugin's launcher makes with these addresses of inputs and
-    outputs, as the recorder logs it: the numbers that `cuLaunchKernelEx` receives, parameters in
-    hexadecimal digits.
+    """Run the plugin's launcher with these addresses of inputs and outputs. Return the launch
+    that the recorder logs. It has the numbers that `cuLaunchKernelEx` receives, with parameters
+    in hexadecimal digits.
     """
     expect(compiled.layout)
     recorder().recorder_clear()
@@ -184,12 +185,12 @@ def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dic
 
 
 def expect(layout: Sequence[int]) -> None:
-    """Sets the bytes of the parameters of the launches to come in the recorder."""
+    """Tell the recorder the sizes of the parameters of the next launches, in bytes."""
     recorder().recorder_expect(len(layout), (ctypes.c_int * len(layout))(*layout))
 
 
 class Map(NamedTuple):
-    """A tensor map as the recorder packs it."""
+    """A tensor map in the format in which the recorder packs it."""
 
     base: int
     dims: tuple[int, ...]
@@ -200,7 +201,7 @@ class Map(NamedTuple):
 
 
 def unpacked(packed: bytes) -> Iterator[Map]:
-    """The tensor maps of a parameter."""
+    """Return the tensor maps in a parameter."""
     for start in range(0, len(packed), cubin.MAP_BYTES):
         base, *rest = struct.unpack_from("<10Q5H11B", packed, start)
         kind, rank, *others = rest[19:]
@@ -210,7 +211,9 @@ def unpacked(packed: bytes) -> Iterator[Map]:
 
 
 def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
-    """Return a recorded map, with the axis of `array`, argument `index`, for each dimension."""
+    """Return a recorded tensor map of `array`, which is argument `index`. The map has the axis
+    of `array` for each dimension.
+    """
     item_bytes = jnp.dtype(array.dtype).itemsize
     strides = cubin.byte_strides(array.shape, item_bytes)
     axes = []
@@ -230,10 +233,10 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """Return the figures in a log of ptxas, summed over the functions of a kernel.
+    """Return the numbers in a log of ptxas, summed over the functions of a kernel.
 
     Raises:
-      RuntimeError: The figures are missing or not for Hopper.
+      RuntimeError: The numbers are missing or not for Hopper.
     """
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log

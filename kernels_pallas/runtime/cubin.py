@@ -1,7 +1,8 @@
-"""The launch parameters of a kernel's machine code, to JSON and back.
+"""Describes the launch parameters of a kernel's machine code, which are stored as JSON.
 
-A kernel is compiled for shapes, but a cubin contains none: a tensor map names the axis of an
-argument for each of its dimensions, and a launch adds the sizes (`bound_kernel.BoundKernel`).
+A kernel is compiled for shapes, but a cubin contains no shapes. A tensor map names the axis of
+an argument for each of its dimensions, and a launch adds the sizes
+(`bound_kernel.BoundKernel`).
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ class TensorMap(NamedTuple):
       item_bytes: Bytes of an element.
       axes: Axis of the argument for each dimension, the last axis first. Missing axes have size 1.
       enums: The driver's type, interleave, swizzle, l2, oob.
-      box: Elements that a copy moves, by dimension.
-      steps: Distance between these, by dimension.
+      box: Number of elements that a copy moves, by dimension.
+      steps: Distance between these elements, by dimension.
     """
 
     argument: int
@@ -45,8 +46,8 @@ class Cubin(NamedTuple):
         the first launch.
       parameters: Parameters of the function, in order. A number stands for the address of an
         argument: inputs, then outputs, without scalar arguments. A name is one of `Kernel.sizes`,
-        passed as an address: `value << 8`. The others are tensor maps by value, one after the
-        other.
+        passed as an address: `value << 8`. All other parameters are tensor maps, passed by
+        value one after the other.
       registers: Registers of a thread.
       stack_bytes, spill_store_bytes, spill_load_bytes: Bytes of a thread, reported by ptxas.
       remarks: Warnings and performance losses reported by ptxas, such as serialised wgmma.
@@ -69,7 +70,7 @@ class Cubin(NamedTuple):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Return the inverse of `_asdict`, which went through JSON."""
+        """Build a `Cubin` from the result of `_asdict` after it was stored as JSON."""
         fields = {name: _tuples(value) for name, value in data.items()}
         fields["parameters"] = tuple(
             tuple(TensorMap(*x) for x in each) if isinstance(each, tuple) else each

@@ -1,7 +1,8 @@
-"""A kernel in JSON, from which keys are computed and other processes describe it again.
+"""Describes a kernel in JSON. Keys are computed from this description, and other processes
+build the kernel from it.
 
 A kernel is a function of its spec. `Kernel.source` names the function; the spec is stored as its
-class and its fields. No other name is resolved, and only names that modules of `PLACES` define.
+class and its fields. Only names that modules of `PLACES` define are resolved.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ def kernel_of(description: dict[str, Any]) -> Kernel:
 
 
 def canonical(value: Any) -> str:
-    """JSON that is equal if the values are equal."""
+    """Return the values as JSON. Equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

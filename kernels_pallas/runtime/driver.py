@@ -51,7 +51,7 @@ class KernelNode(ctypes.Structure):
 
 
 class Function(NamedTuple):
-    """Machine code in the primary context of a device, until the process ends."""
+    """Machine code that is loaded in the primary context of a device until the process ends."""
 
     handle: int
     context: int
@@ -59,10 +59,10 @@ class Function(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the driver, for calls that may block: without Python's lock.
+    """Return the driver for calls that may block. They release Python's lock.
 
     Raises:
-      RuntimeError: There is no driver.
+      RuntimeError: No driver is installed.
     """
     try:
         return ctypes.CDLL(DRIVER)
@@ -72,7 +72,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """Return the driver, for calls that return immediately: with Python's lock, which is
+    """Return the driver for calls that return immediately. They hold Python's lock, which is
     cheaper.
     """
     library()
@@ -103,8 +103,8 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
     """Loads machine code into the primary context of a GPU, which the frameworks also use. Another
     thread may capture a CUDA graph meanwhile.
 
-    Loaded code stays loaded until the process ends: CUDA graphs and queued launches refer to it,
-    and their end is not observable.
+    Loaded code stays loaded until the process ends. CUDA graphs and queued launches refer to
+    it, and it is not known when they end.
 
     Raises:
       RuntimeError: The driver reports an error. If the driver is older than the compiler of the
@@ -144,7 +144,7 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
 
 @contextlib.contextmanager
 def current(context: int, of: str = "") -> Iterator[None]:
-    """Makes a context current."""
+    """Make a context current in this thread."""
     call("cuCtxPushCurrent_v2", ctypes.c_void_p(context), of=of)
     try:
         yield
@@ -154,7 +154,7 @@ def current(context: int, of: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed(of: str) -> Iterator[None]:
-    """Allows calls of this thread during a capture of another thread."""
+    """Allow calls of this thread while another thread captures a CUDA graph."""
     mode = ctypes.c_int(RELAXED)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
     try:

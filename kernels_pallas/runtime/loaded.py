@@ -1,9 +1,9 @@
-"""Kernels for any length, loaded once per GPU and shared by the frameworks.
+"""Loads kernels for any length once per GPU, and shares them between the frameworks.
 
     Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
 
-Loaded code stays loaded, and its kernel alive, until the process ends: CUDA graphs and queued
-launches refer to the machine code, and their end is not observable.
+Loaded code stays loaded, and its kernel object alive, until the process ends. CUDA graphs and
+queued launches refer to the machine code, and it is not known when they end.
 """
 
 import functools
@@ -27,8 +27,8 @@ def bound(
     """Return `kernel` on a GPU, loaded.
 
     Args:
-      prefetch: Returns the kernels that are launched next. If a kernel must be built, they are
-        built and loaded with it.
+      prefetch: Function that returns the kernels that are launched next. If a kernel must be
+        built, these are built and loaded with it.
 
     Raises:
       RuntimeError: The same as in `load`.
@@ -53,7 +53,7 @@ def load(
     """Loads kernels for any length, and builds those that are not on disk.
 
     Args:
-      jobs: Processes that build. Defaults to one per core.
+      jobs: Number of processes that build. Defaults to one per core.
       prefetch: As in `bound`.
 
     Raises:

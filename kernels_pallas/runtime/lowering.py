@@ -1,4 +1,4 @@
-"""Kernels to MLIR for the compiler of JAX's CUDA plugin. Imports JAX."""
+"""Lowers kernels to MLIR for the compiler of JAX's CUDA plugin. This module imports JAX."""
 
 from typing import Any
 

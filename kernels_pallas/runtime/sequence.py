@@ -1,7 +1,8 @@
-"""Consecutive launches, as one CUDA graph if their addresses repeat.
+"""Runs consecutive launches as one CUDA graph if their addresses repeat.
 
-A launch costs the host several microseconds, a graph of many launches as much as one. Allocators
-return the same addresses repeatedly, and a graph contains the addresses of its launches:
+A launch costs the host several microseconds. A graph of many launches costs as much as one
+launch. Allocators return the same addresses repeatedly, and a graph contains the addresses of
+its launches:
 
     addresses new          launch, launch, ..
     ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels
@@ -37,7 +38,8 @@ class LaunchSequence:
 
     Args:
       kernels: Two or more kernels.
-      arguments: For each kernel, the indices of its addresses among the sequence's.
+      arguments: For each kernel, the indices of its addresses among the addresses of the
+        sequence.
     """
 
     def __init__(self, kernels: Sequence[BoundKernel], arguments: Sequence[Sequence[int]]):
@@ -59,7 +61,7 @@ class LaunchSequence:
           stream, addresses: As in `BoundKernel.launch`.
 
         Raises:
-          The same as `BoundKernel.launch`.
+          The same errors as `BoundKernel.launch`.
         """
         graph = self.graphs.get(addresses)
         if graph is not None and graph.launch(stream):
@@ -95,7 +97,7 @@ class LaunchSequence:
 
 
 class _Graph:
-    """The launches of a sequence with given addresses, as one graph of the driver."""
+    """The launches of a sequence with given addresses, as one CUDA graph."""
 
     def __init__(self, sequence: LaunchSequence, addresses: tuple[int, ...]):
         self.of, context = sequence.name, sequence.kernels[0][0].context
@@ -118,7 +120,9 @@ class _Graph:
         end.atexit = False  # the context may no longer exist
 
     def _add(self, graph: ctypes.c_void_p, sequence: LaunchSequence, addresses) -> None:
-        """The launches, each after the one before; the graph copies their parameters."""
+        """Add the launches to the graph, each after the previous one. The graph copies their
+        parameters.
+        """
         before, count = ctypes.c_void_p(), 0
         for kernel, pick in sequence.kernels:
             given, _kept = kernel.node(pick(addresses))

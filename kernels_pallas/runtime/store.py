@@ -1,11 +1,12 @@
-"""Machine code of kernels on disk, so that each kernel is compiled once per machine.
+"""Stores the machine code of kernels on disk, so that each kernel is compiled once per machine.
 
 A file holds one kernel: a line with a checksum, a line of JSON (the `Cubin`), the image. Its name
 has a key: the hash of the kernel (source and spec), of the sources that determine its machine code,
 and of the architecture. Any change of these sources, even of a comment, rebuilds all kernels. A
 damaged file counts as missing, so a damaged folder only costs a compilation. The same holds for a
-file that another version of JAX built, if this machine can rebuild it. Kernels of the package were
-built by any JAX and run with any or none.
+file that another version of JAX built, if this machine can rebuild it. Kernels that are part of
+the package may have been built with any version of JAX. They run with any version, or without
+JAX.
 
 A folder that others may write to, or that belongs to another user, is refused, since its contents
 are executed. If the folder cannot be used, kernels stay in memory.
@@ -58,7 +59,9 @@ def key_of(kernel: Kernel) -> str:
 
 @functools.cache
 def sources(folder: Path) -> str:
-    """SHA-256 of the names and contents of all sources of a package except Triton's."""
+    """Return the SHA-256 of the names and contents of all sources of a package, except the
+    sources of Triton kernels.
+    """
     found = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
         name, content = path.relative_to(folder).as_posix(), path.read_bytes()
@@ -68,7 +71,7 @@ def sources(folder: Path) -> str:
 
 
 class Entry(NamedTuple):
-    """A file of a store; `used` is in seconds since the epoch."""
+    """A file of a store. `used` is the time of its last use, in seconds since the epoch."""
 
     path: Path
     name: str
@@ -97,7 +100,9 @@ class Store:
         self._memory: dict[str, Built] = {}
 
     def get(self, kernel: Kernel) -> Built | None:
-        """Return the stored machine code of `kernel`, or None if there is none that may be used."""
+        """Return the stored machine code of `kernel`, or None if there is none or it must not
+        be used.
+        """
         key = key_of(kernel)
         if built := self._memory.get(key):
             return built
@@ -177,8 +182,8 @@ class Store:
         _write_whole(self.folder / LAYERS, json.dumps(known, indent=1).encode())
 
     def serves(self, layer: dict[str, Any]) -> bool:
-        """Whether the kernels of a layer are stored, or may be: a folder with kernels but without
-        recorded layers may contain them.
+        """Return whether the kernels of a layer are stored or may be stored. A folder with
+        kernels but without recorded layers may contain them.
         """
         if self._presets is not None and layer in _layers(self._presets):
             return True
@@ -242,8 +247,8 @@ class Store:
         return sorted(found, key=lambda entry: -entry.used)
 
     def _lock(self, key: str) -> filelock.BaseFileLock:
-        """Return a lock, held so that no other process builds this kernel; not held if the folder
-        cannot contain locks.
+        """Return a lock that prevents other processes from building this kernel. If the folder
+        cannot contain locks, the lock has no effect.
         """
         folder = self.folder / "locks"
         lock = filelock.FileLock(folder / key)
@@ -288,7 +293,9 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
-    """Return the layers recorded in a folder; none if the record is missing or damaged."""
+    """Return the layers recorded in a folder. The result is empty if the record is missing or
+    damaged.
+    """
     try:
         return json.loads((folder / LAYERS).read_bytes())
     except (OSError, ValueError):

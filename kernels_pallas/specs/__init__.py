@@ -1,1 +1,3 @@
-"""Descriptions of the Mosaic kernels: static sizes, arguments, results. No JAX is imported."""
+"""Describes the Mosaic kernels by static sizes, arguments and results. No module here imports
+JAX.
+"""

@@ -61,7 +61,7 @@ class Append(TokenWords, Spec):
         return BRANCHES if self.separate else BRANCHES[:1]
 
     def pairs(self, name: str, *shape: int) -> dict[str, Array]:
-        """Return the keys and values of each branch; `name` is a format of their names."""
+        """Return the keys and values of each branch. `name` is the format of their names."""
         return {
             name.format(branch=branch, kind=kind): Array((*shape, self.Hkv, width), self.dtype)
             for branch in self.branches
@@ -100,7 +100,7 @@ def append(spec: Append) -> Kernel:
 
 
 def why_not(spec: Append) -> str | None:
-    """Return the reason why there is no such kernel, or None."""
+    """Return the reason why no kernel supports these sizes, or None."""
     if spec.dtype not in DTYPES:
         return f"needs pages of {' or '.join(DTYPES)}, got {spec.dtype}"
     if odd := [words for words in (spec.Hkv * spec.D, spec.Hkv * spec.Dv) if words % 2]:

@@ -1,4 +1,4 @@
-"""The sizes that all kernels of attention share, and the descriptions of query-stationary kernels.
+"""Defines the sizes that all attention kernels share, and describes query-stationary kernels.
 
 AttentionSizes   forward and gradients of each branch, gathered or not
 forward, dq      kernels whose queries loop over the keys: `interval.py`, `selected.py`
@@ -37,17 +37,19 @@ class AttentionSizes(Spec):
         return self.H // self.Hkv
 
     def rows(self, width: int, tokens: int | None = None) -> Array:
-        """Return `[B, tokens, H, width]`: query, output or a gradient of them; by default all T
-        tokens.
+        """Return the array `[B, tokens, H, width]` of a query, an output or a gradient of one.
+        `tokens` defaults to T.
         """
         return Array((self.B, self.T if tokens is None else tokens, self.H, width), self.dtype)
 
     def by_head(self, tokens: int | None = None) -> Array:
-        """Return `[B, tokens, H]`, float32: a value of each query head; by default all T tokens."""
+        """Return the float32 array `[B, tokens, H]` with a value per query head. `tokens`
+        defaults to T.
+        """
         return float32(self.B, self.T if tokens is None else tokens, self.H)
 
     def keys(self, width: int) -> Array:
-        """Return `[B, S, Hkv, width]`: key, value or a gradient of them."""
+        """Return the array `[B, S, Hkv, width]` of a key, a value or a gradient of one."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
     @property
@@ -59,8 +61,9 @@ class AttentionSizes(Spec):
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
-    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`. Keys in
-    e4m3 without `added` have the mean that was subtracted from them. `more`: further outputs.
+    """Describe a kernel that returns an output and a log-sum-exp. Its inputs are `inputs`, the
+    gate if `gated`, and the sum if `added`. For keys in e4m3 without `added`, the mean that was
+    subtracted from the keys follows. `more` has further outputs.
     """
     out = spec.rows(spec.Dv)
     return Kernel.named(
@@ -80,8 +83,9 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
 
 
 def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
-    """dq for `inputs`, dO, the statistics of query rows in tiles of `spec.stats_tile`, and the sum
-    if `added`. With `before`, dq is written into an existing array.
+    """Describe a kernel that returns dq. Its inputs are `inputs`, dO, the statistics of query
+    rows in tiles of `spec.stats_tile`, and the sum if `added`. With `before`, dq is written
+    into an existing array.
     """
     out = spec.rows(spec.D)
     return Kernel.named(

@@ -1,4 +1,5 @@
-"""The query lists of blocks: which queries selected the keys of each tile of keys.
+"""The query lists of blocks. The list of a tile of keys states which queries selected keys of
+this tile.
 
 Key-stationary kernels loop over them: `dkv` (dk, dv) and `gathered`. The tokens are
 cut into chunks, and the lists are stored one after the other:
@@ -9,8 +10,8 @@ cut into chunks, and the lists are stored one after the other:
                                             running sum of the counts, which begins with 0
     lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
-A list is the same in every run: chunk after chunk, and within one in the order of the queries
-unless blocks end within tiles.
+A list is the same in every run. It has one chunk after the other. Within a chunk it is in the
+order of the queries, unless blocks end within tiles.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ class BlockQueryLists(Spec):
       tokens: Neighbouring tokens of a query tile, which the reader of the lists copies together.
         An entry is a query tile and a block that some of its tokens selected. It is in the list
         of every tile of keys that the block touches.
-      packed: Whether sequences may begin at any key. Tiles of slots of packed rows
-        (`nsa_core.varlen`) are like tiles of keys of one sequence.
+      packed: Whether sequences may begin at any key. Tiles of slots in packed rows
+        (`nsa_core.varlen`) are treated like tiles of keys of one sequence.
       tile, limit: With `limit` only tokens of gathered tiles have entries, for blocks that are far
         from their tile (`specs/selected.py`). `tile` is the number of tokens of a tile, `limit`
         the `gather_limit` (`selected.tile_is_gathered`).
@@ -121,7 +122,7 @@ class BlockQueryLists(Spec):
 
     @property
     def query_tiles_of_word(self) -> int:
-        """Query tiles whose tokens have their bits in one word."""
+        """The number of query tiles whose tokens have their bits in the same word."""
         return LANES // self.tokens
 
     @property

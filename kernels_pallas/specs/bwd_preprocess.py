@@ -21,8 +21,9 @@ from kernels_pallas.specs import tile
 
 @dataclasses.dataclass(frozen=True)
 class RowStats(Spec):
-    """Static sizes. A query tile has `tokens` tokens and `rows` rows; the first `tokens * group`
-    rows are query heads, the others padding. With `interval` rows have a first key, otherwise 0.
+    """Static sizes. A query tile has `tokens` tokens and `rows` rows. The first `tokens *
+    group` rows are query heads, and the others are padding. With `interval` each row has a
+    first key. Without it the first key is 0.
     """
 
     B: int

@@ -13,7 +13,9 @@ from kernels_pallas.specs.tile import ROWS, cdiv
 
 @dataclasses.dataclass(frozen=True)
 class Combine(Spec):
-    """Static sizes: `branches` outputs of `rows` rows, one per token and query head."""
+    """Static sizes. There are `branches` outputs with `rows` rows, one row per token and query
+    head.
+    """
 
     rows: int
     width: int
@@ -26,17 +28,19 @@ class Combine(Spec):
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Sizes and grid: a tile of 64 rows per CTA."""
+        """Return the sizes and the grid. Each CTA has a tile of 64 rows."""
         return {"sizes": {"rows": self.rows}, "grid": (cdiv(self.rows, ROWS),)}
 
     @property
     def out(self) -> Array:
-        """O, dO or the output O_c of a branch."""
+        """The array of O, of dO or of the output O_c of a branch."""
         return Array((self.rows, self.width), self.dtype)
 
     @property
     def per_row(self) -> Array:
-        """A gate g_c or a delta_c; the leading and last axis are those of `row_io.TileRows`."""
+        """The array of a gate g_c or of a delta_c. Its first and last axis are those of
+        `row_io.TileRows`.
+        """
         return float32(1, self.rows, 1)
 
 

@@ -1,4 +1,5 @@
-"""Compression by means: compressed tokens, and the gradients of the tokens that they average.
+"""Describes compression by means. The kernels compute compressed tokens, and the gradients of
+the tokens that these average.
 
 A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi = mean):
 
@@ -21,8 +22,8 @@ WINDOWS = 4  # of a warp, at most
 
 
 class TokenWords:
-    """Distribution of a token's keys and values over the lanes of warps, two 16-bit columns per
-    word.
+    """The distribution of a token's keys and values over the lanes of warps. A word has two
+    16-bit columns.
     """
 
     Hkv: int
@@ -50,9 +51,10 @@ class Means(TokenWords, Spec):
       block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
       others: Branches whose gradients of the same tokens `merge_key_gradients` adds.
       placed: Number of first branches whose gradients are stored by slot.
-      multiple: Divisor of the number of compressed tokens; zeros follow the last window's.
-      places, unit: The slots of packed rows, and the divisor of each sequence's number of slots. 0
-        means rows of one sequence.
+      multiple: The number of compressed tokens is a multiple of this number. Zeros follow the
+        last window.
+      places, unit: The number of slots of packed rows, and the divisor of each sequence's
+        number of slots. 0 means that a row has one sequence.
     """
 
     B: int
@@ -81,7 +83,7 @@ class Means(TokenWords, Spec):
 
     @property
     def C(self) -> int:
-        """Windows; there must be one."""
+        """The number of windows. There must be at least one."""
         return (self.S - self.block) // self.stride + 1
 
     @property
@@ -98,12 +100,16 @@ class Means(TokenWords, Spec):
 
     @property
     def strides(self) -> int:
-        """Stride blocks of a window: it begins with one and ends with one."""
+        """The number of stride blocks of a window. A window begins and ends at boundaries of
+        stride blocks.
+        """
         return self.block // self.stride
 
     @property
     def windows(self) -> int:
-        """Windows of a warp, neighbours: tokens in several of them are read once."""
+        """The number of neighbouring windows of a warp. Tokens in several of these windows are
+        read once.
+        """
         most = min(self.strides, WINDOWS)
         if not self.packed:
             return most
@@ -166,7 +172,9 @@ def _key_tiles(spec: Means) -> dict[str, Array]:
 
 
 def _kernel(spec: Means, inputs, outputs, parts: int) -> Kernel:
-    """Each lane of a warp has a word of one of `parts` parts of a sequence."""
+    """Return the kernel in which each lane of a warp has a word of one of `parts` parts of a
+    sequence.
+    """
     count = {"key_tiles": spec.key_tiles} if spec.packed else {"C": spec.C}
     return Kernel.named(
         spec,

@@ -1,12 +1,13 @@
-"""One decode step over a paged cache: three branches, their gates and the choice, in one launch.
+"""Describes one decode step over a paged cache. One launch computes the three branches, their
+gated sum and the selection.
 
 A page is a selection block: `block` raw tokens and `block / stride` compressed ones. Compressed
 token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at index
 `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
-warp handles strips of 16 keys. `capacity` is the only size that is compiled in: the pages of a
-row, for which shared memory holds the numbers, the scores and the logits.
+warp handles strips of 16 keys. `capacity` is the only length that is compiled in. It is the
+maximum number of pages of a row. Shared memory holds their page numbers, scores and logits.
 """
 
 import dataclasses
@@ -78,7 +79,7 @@ HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Spec):
-    """Static sizes; `B`, `pages` and `table_pages` are only numbers at a launch.
+    """Static sizes. `B`, `pages` and `table_pages` are not compiled in, but passed at a launch.
 
     Attributes:
       q_len: Tokens of a row, the last of which is the row's newest.
@@ -88,7 +89,8 @@ class Decode(Spec):
       variant: Cluster, warps, stages and capacity.
       append: Whether the step writes its new tokens to their pages.
       fp8: Whether all pages except those of compressed keys are in 8 bits, with scales.
-      rings: Ring buffers of the newest tokens of rows, if a step appends to such pages.
+      rings: Number of ring buffers for the newest tokens of rows, if a step appends to pages in
+        fp8.
     """
 
     B: int
@@ -135,12 +137,12 @@ class Decode(Spec):
 
     @property
     def cover(self) -> int:
-        """Strides of a compressed token."""
+        """The number of strides that a compressed token covers."""
         return self.compress_block // self.stride
 
     @property
     def free(self) -> int:
-        """Blocks that are chosen by score."""
+        """The number of blocks that are chosen by score."""
         return self.n - self.num_initial - self.num_local
 
     @property
@@ -176,7 +178,7 @@ class Decode(Spec):
 
     @property
     def sliding_strips(self) -> int:
-        """Without `spare_strips`."""
+        """The number of strips of the sliding branch, without `spare_strips`."""
         return cdiv(cdiv(self.window, STRIP), self.cluster_warps)
 
     @property
@@ -193,12 +195,14 @@ class Decode(Spec):
 
     @property
     def kept_strips(self) -> int:
-        """Strips whose logits a warp stores: compressed, later selected, then sliding."""
+        """The number of strips whose logits a warp stores. These are compressed strips, which
+        selected strips replace later, then sliding strips.
+        """
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
     @property
     def stage_bytes(self) -> int:
-        """A strip of keys or of values."""
+        """The number of bytes of a strip of keys or of values."""
         return STRIP * max(self.D, self.Dv) * 2
 
     @property
@@ -208,8 +212,8 @@ class Decode(Spec):
 
     @property
     def slice(self) -> int:
-        """Floats of the output `[16, Dv]` that a CTA adds up, a multiple of 4; the last CTA may
-        have fewer.
+        """The number of elements of the output `[16, Dv]` that a CTA adds up. It is a multiple
+        of 4, and the last CTA may have fewer.
         """
         return 4 * cdiv(HEADS * self.Dv // 4, self.variant.cluster)
 
@@ -254,7 +258,9 @@ class Decode(Spec):
 
     @property
     def resident(self) -> int:
-        """Clusters that an H100 runs at once: two CTAs per SM if registers and memory allow."""
+        """The number of clusters that an H100 runs at once. An SM runs two CTAs if registers
+        and shared memory allow it.
+        """
         shared = self.variant.warps == 4 and self.offsets["end"] <= HALF_SM
         return CLUSTERS[self.variant.cluster] * (2 if shared else 1)
 
@@ -391,9 +397,9 @@ def decode(spec: Decode) -> Kernel:
 def with_variant(spec: Decode) -> Decode:
     """Return `spec` with the variant for its batch and its page table.
 
-    Of the variants with the least sufficient capacity, the first one with the fewest rounds of
-    clusters, since clusters that wait for others add a round. If none fits, the variant with the
-    most pages, for which `why_not` gives the reason.
+    Among the variants with the smallest sufficient capacity, it is the first one with the
+    fewest rounds of clusters. Clusters that wait for others add a round. If no variant fits, it
+    is the one with the most pages, for which `why_not` returns the reason.
     """
     clusters, found = spec.tokens * spec.Hkv, []
     for variant in VARIANTS:

@@ -1,4 +1,5 @@
-"""Gradients of keys and values: key-stationary, split over work items, then merged.
+"""Describes the kernels for gradients of keys and values. They are key-stationary, split over
+work items, and merged afterwards.
 
 A work item is a tile of keys and some consecutive query tiles that see it. `partials` sums over
 one work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
@@ -59,13 +60,13 @@ class Dkv(AttentionSizes):
       block: Keys of a selected block, if each list entry has token bits: the start of its block
         and the tokens of the query tile that selected it. 0 means that all tokens of an entry
         selected all keys of the tile.
-      single_token: Whether a list entry is one token, not neighbours that share a copy; for groups
-        of up to `ROW_STATS_MIN_ROWS` query heads.
+      single_token: Whether a list entry is one token instead of neighbouring tokens that share
+        a copy. It applies to groups of up to `ROW_STATS_MIN_ROWS` query heads.
       want_dk, want_dv: Which gradients this kernel computes.
       selection_entries: If not 0, list entries are positions in a selection of this number of
         blocks per token, otherwise query tiles.
-      stored_rows: If not 0, the rows of `[B, Hkv]` whose dS is written (`specs/stored_ds.py`),
-        which needs `selection_entries`.
+      stored_rows: If not 0, the number of rows of `[B, Hkv]` whose dS is written
+        (`specs/stored_ds.py`). This needs `selection_entries`.
     """
 
     work_items: int
@@ -94,30 +95,33 @@ class Dkv(AttentionSizes):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups of 64 keys each, which share the query tiles in shared memory."""
+        """The number of warpgroups, with 64 keys each. They share the query tiles in shared
+        memory.
+        """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
     @property
     def keys_in_registers(self) -> bool:
-        """Whether the first two products read their left operands K and V from registers, not
-        from shared memory: the sums must leave room for them.
+        """Whether the first two products read their left operands K and V from registers
+        instead of shared memory. This requires that the sums leave enough registers.
         """
         return self.D + self.Dv <= 128
 
     @property
     def item_ints(self) -> int:
-        """int32 of a work item."""
+        """The number of int32 per work item."""
         return WORK_ITEM_INTS if self.gathered else INTERVAL_ITEM_INTS
 
     @property
     def tile_keys(self) -> int:
-        """Keys of a work item."""
+        """The number of keys per work item."""
         return ROWS * self.consumers
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """The rows of one TMA copy per slab: neighbouring tokens, or a single one. Gathered tiles
-        have the fewest rows that hold the tokens of a copy.
+        """The rows that one TMA copy per slab moves. They belong to neighbouring tokens, or to
+        a single one. Gathered tiles have the smallest number of rows that holds the tokens of a
+        copy.
         """
         slab = tile.slab_width(self.D, self.Dv)
         if self.single_token:
@@ -131,13 +135,13 @@ class Dkv(AttentionSizes):
 
     @property
     def tiles_per_step(self) -> int:
-        """Query tiles of a step, which has 64 rows."""
+        """The number of query tiles per step of 64 rows."""
         return ROWS // self.query_tile.rows
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a step that are multiplied together: half of them if the sums of both gradients
-        leave too few registers.
+        """The number of rows of a step that are multiplied together. It is half of the rows if
+        the sums of both gradients leave too few registers.
         """
         both = not self.gathered and self.want_dk and self.want_dv
         wide = self.D + self.Dv > WHOLE_STEP_WIDTHS
@@ -145,13 +149,13 @@ class Dkv(AttentionSizes):
 
     @property
     def stats_rows(self) -> int:
-        """Rows of statistics that are copied with a query tile."""
+        """The number of rows of statistics that are copied with a query tile."""
         return ROW_STATS_MIN_ROWS if self.single_token else self.query_tile.rows
 
     @property
     def stages(self) -> int:
-        """Steps in flight. Gathered rows are scattered in memory, so they use all stages that two
-        CTAs on one SM have room for.
+        """The number of steps in flight. Gathered rows are scattered in memory, so they use all
+        stages for which two CTAs on one SM have room.
         """
         if not self.gathered:
             return 2
@@ -161,8 +165,8 @@ class Dkv(AttentionSizes):
 
     @property
     def passes(self) -> list[Self]:
-        """The specs of the kernels: one for dk and dv, or one for each. The kernel of dk writes
-        dS.
+        """The specs of the kernels. There is one for dk and dv together, or one for each. The
+        kernel of dk writes dS.
         """
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
@@ -183,7 +187,9 @@ class Dkv(AttentionSizes):
 
     @property
     def merged_slabs(self) -> int:
-        """Slabs of the wanted gradients' columns, one per CTA of `merge`."""
+        """The number of slabs of the wanted gradients' columns. A CTA of `merge` has one
+        slab.
+        """
         return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
@@ -198,7 +204,9 @@ class Dkv(AttentionSizes):
 
     @property
     def partials(self) -> dict[str, Array]:
-        """Float32 sums: one per work item of lists, `interval_partials` of intervals."""
+        """The number of float32 partial sums. Lists have one per work item, and intervals have
+        `interval_partials`.
+        """
         count = self.work_items if self.gathered else self.interval_partials
         return {
             f"{name}_partials": float32(count, self.tile_keys, width)

@@ -1,14 +1,16 @@
-"""Keys and values in e4m3, as the products of the forward pass read them.
+"""Describes the rounding of keys and values to e4m3, for the products of the forward pass.
 
     fp8_sums    sum and largest absolute value of each column in each chunk of tokens
     fp8_round   K8 = (K - mean) / key_scale,  V8 = V / value_scale
 
-The mean of the keys of a row, by head and column, cancels in the softmax. Scales are powers of two,
-by head and column: the scale of keys multiplies the query, the scale of values the output.
+The mean of the keys of a row, by head and column, cancels in the softmax. Scales are powers of
+two, one per head and column. The scale of keys multiplies the query, and the scale of values
+multiplies the output.
 
-Numbers are stored in pairs, int16, keys by token, values by column. Products sum over the columns
-of a key and over the keys of a value's column. These are permuted in groups of 16, so that a
-product's result becomes a left operand without a shuffle (`mosaic/fp8.py`):
+Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Products
+sum over the columns of a key and over the keys of a value's column. These are permuted in
+groups of 16, so that a product's result becomes a left operand without a shuffle
+(`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 
@@ -39,7 +41,7 @@ class Rounding(TokenWords, Spec):
 
     Attributes:
       places: Slots of a row, a multiple of 64.
-      packed: Whether they are the slots of `nsa_core.varlen`.
+      packed: Whether the slots are those of `nsa_core.varlen`.
     """
 
     B: int
@@ -57,7 +59,7 @@ class Rounding(TokenWords, Spec):
 
     @property
     def chunk(self) -> int:
-        """Tokens, a multiple of `LOADS`."""
+        """The number of tokens per chunk, a multiple of `LOADS`."""
         return tile.cdiv(tile.cdiv(self.S, CHUNKS), LOADS) * LOADS
 
     @property
@@ -76,7 +78,9 @@ class Rounding(TokenWords, Spec):
 
     @property
     def sums(self) -> dict[str, Array]:
-        """Sums of two neighbouring columns, then their largest absolute values."""
+        """The array with the sums of two neighbouring columns, followed by their largest
+        absolute values.
+        """
         key, value = (float32(self.B, CHUNKS, words, 4) for words in self.words)
         return {"key_sums": key, "value_sums": value}
 
@@ -128,7 +132,9 @@ def round_tokens(spec: Rounding) -> Kernel:
 def _kernel(
     name: str, function: str, spec: Rounding, inputs, outputs, sizes, parts: int
 ) -> Kernel:
-    """Each lane of a warp has a word of one of `parts` parts of a row."""
+    """Return the kernel in which each lane of a warp has a word of one of `parts` parts of a
+    row.
+    """
     return Kernel.named(
         spec,
         inputs,

@@ -1,4 +1,5 @@
-"""Selected attention block by block: for each block, the queries that selected it are gathered.
+"""Describes selected attention block by block. For each block, the queries that selected it are
+gathered.
 
 These kernels handle tiles whose tokens chose different blocks (`mosaic.selected.tile_is_gathered`),
 so that the block list of a tile would be long. The loop of `specs/selected.py` covers the blocks
@@ -6,8 +7,8 @@ near the tile, which its tokens share; far blocks are gathered. There are two ke
 (`partials`, `merge`) and two for dq (`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block
-    merge      a result for each token: that of the loop and those of its far blocks, in a fixed
-               order
+    merge a result for each token, from the loop's result and those of its far blocks, in a
+               fixed order
 
 Partials need memory, so the tokens are processed in segments, one after the other.
 Bodies: `mosaic/gathered.py`.
@@ -36,7 +37,9 @@ SEGMENT_WORDS = 64  # int32 words that name the segment; 256 bytes, the alignmen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredAttention(AttentionSizes):
-    """Sizes; a selection block has `parts` times 64 keys, positions count in `parts` tokens."""
+    """Sizes. A selection block has `parts` times 64 keys. Positions count in units of `parts`
+    tokens.
+    """
 
     n: int  # selected blocks of a token
     gather_limit: int  # as in `SelectedAttention`
@@ -100,7 +103,7 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def partial_lse(self) -> Array:
-        """lse_log2 of partial outputs, by slot and row of `tile`."""
+        """The array with lse_log2 of partial outputs, by slot and row of `tile`."""
         return float32(self.B, self.Hkv, self.n * self.tiles * ROWS)
 
     def partial_rows(self, width: int) -> Array:
@@ -153,7 +156,7 @@ def partials(spec: GatheredAttention) -> Kernel:
         it. Empty items are the last of their row. The tokens see the whole block. Keys count in
         `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
-      segment: int32 `[64]`: its index, first token and first tile.
+      segment: int32 `[64]`, with the index of the segment, its first token and its first tile.
 
     Outputs, undefined without an entry:
       partials: `[B, segment_tokens * Hkv * n, G, Dv]`.
@@ -197,22 +200,24 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge(spec: GatheredAttention) -> Kernel:
-    """added + gate * O of a segment. In gathered tiles O = sum_j 2^(lse_j - lse) O_j, in which j is
-    the loop or a far block; in other tiles O is the loop's output.
+    """Describe the kernel that computes added + gate * O of a segment. In gathered tiles O =
+    sum_j 2^(lse_j - lse) O_j, where j is the loop or a far block. In other tiles O is the
+    loop's output.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       partials, partial_lse: of `partials`.
-      items: as in `partials`, if `stays`: a row without any is skipped.
+      items: As in `partials`, if `stays`. A row without work items is skipped.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
-      position: int32 `[B, T]`, of each token among the keys, in `parts`.
+      position: int32 `[B, T]`, the position of each token among the keys, in units of `parts`
+        tokens.
       gate: float32 `[B, T, H]`, if `gated`.
       segment: as in `partials`.
       looped: `[B, segment_tokens, H, Dv]`, the output of the loop.
       added: `[B, segment_tokens, H, Dv]`, if `added`.
-      looped_lse: float32 `[B, segment_tokens, H]`, natural, of the loop.
+      looped_lse: float32 `[B, segment_tokens, H]`, the natural log-sum-exp of the loop.
 
     Outputs, in place of the last two inputs:
       out: `[B, segment_tokens, H, Dv]`.
@@ -241,7 +246,8 @@ def merge(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """dQ of a segment: dQ of the loop, in gathered tiles plus sum_j dQ_j over far blocks j.
+    """Describe the kernel that computes dQ of a segment. It is the dQ of the loop. In gathered
+    tiles, the sum of dQ_j over the far blocks j is added.
 
     Inputs:
       partials: of `partial_dq`.

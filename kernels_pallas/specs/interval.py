@@ -1,4 +1,5 @@
-"""Attention of every query to one interval of keys: the compressed and the sliding branch.
+"""Describes attention of every query to one interval of keys, for the compressed and the
+sliding branch.
 
 Token `t` sees the keys `first_key[t] <= i < key_end[t]`; neither bound decreases along `t`.
 Bodies: `mosaic/interval.py`.
@@ -66,19 +67,21 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def consumers(self) -> int:
-        """Consumer warpgroups of a CTA: each has a tile, all share the keys."""
+        """The number of consumer warpgroups of a CTA. Each has one tile, and all share the
+        keys.
+        """
         return consumers(self.D, self.Dv)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread in a consumer warpgroup and in the producer."""
+        """The number of registers of a thread in a consumer warpgroup and in the producer."""
         if self.consumers == 3:
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
 
     @functools.cached_property
     def tiles(self) -> int:
-        """Tiles along the tokens, a multiple of `consumers`."""
+        """The number of tiles along the tokens, a multiple of `consumers`."""
         return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers
 
     @property
@@ -121,7 +124,9 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def has_room_for_dq(self) -> bool:
-        """Whether `dq` has a tile of the result in addition to those that it reads."""
+        """Whether `dq` has room for a tile of the result in addition to the tiles that it
+        reads.
+        """
         return self.has_room(self.D, self.Dv, self.D)
 
     @property
@@ -143,8 +148,8 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """Return the number of consumers (`IntervalAttention.consumers`): three if narrow heads need
-    few registers, so that more warps hide the latency of a block's steps.
+    """Return the number of consumers (`IntervalAttention.consumers`). It is three if narrow
+    heads need few registers, since more warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 
@@ -152,7 +157,7 @@ def consumers(key_width: int, value_width: int) -> int:
 def forward_blocks(
     group: int, key_width: int, value_width: int, window: int | None, fp8: bool = False
 ) -> dict[str, int]:
-    """Keys of a block and stages of the ring buffer.
+    """Return the number of keys per block and of stages of the ring buffer.
 
     Args:
       group: Query heads per key/value head.
@@ -178,7 +183,7 @@ def forward_blocks(
 
 
 def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
-    """The same as `forward_blocks`, for `dq`."""
+    """Return the same numbers as `forward_blocks`, for `dq`."""
     width = key_width + value_width
     return {"block": 64, "stages": 3 if width <= 256 else 2 if width <= 384 else 1}
 

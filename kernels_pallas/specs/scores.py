@@ -45,7 +45,7 @@ KQ_WARPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tiling of a CTA.
+    """The tiling of a CTA's work.
 
     Attributes:
       heads: Query rows of a token: its heads, and padding.
@@ -98,7 +98,7 @@ class Scores(Spec):
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The number of candidates becomes the largest one that has this tiling."""
+        """The nominal number of candidates is the largest one with the same tiling."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
         query_tiles = NOMINAL_LENGTH if self.query_tiles else 0
         return lengths | {"query_tiles": query_tiles, "candidates": self.most_candidates}
@@ -117,12 +117,14 @@ class Scores(Spec):
 
     @property
     def free(self) -> int:
-        """Blocks to choose by score; with fewer candidates than forced blocks, all are forced."""
+        """The number of blocks to choose by score. If there are fewer candidates than forced
+        blocks, all candidates are forced.
+        """
         return self.n - self.num_initial - self.num_local
 
     @property
     def swap_ab(self) -> bool:
-        """Whether the product is K Q^T, since a token has more rows than one warp."""
+        """Whether the product is K Q^T. This is so if a token has more rows than one warp."""
         return self.group > MAX_GROUP_QK
 
     @functools.cached_property
@@ -139,13 +141,13 @@ class Scores(Spec):
 
     @property
     def chunks(self) -> int:
-        """Chunks of `most_candidates`."""
+        """The number of chunks of `most_candidates`."""
         return cdiv(self.most_candidates, self.tiling.chunk)
 
 
 @described
 def best_blocks(spec: Scores) -> Kernel:
-    """Return the blocks that each token selects.
+    """Describe the kernel that selects the blocks of each token.
 
     Inputs:
       query `[B, T, H, D]`;
@@ -185,18 +187,20 @@ def best_blocks(spec: Scores) -> Kernel:
 
 
 def winner_slots(free: int) -> int:
-    """Return the words for the winners of a score row, a multiple of the lanes."""
+    """Return the number of words for the winners of a score row, a multiple of the number of
+    lanes.
+    """
     return cdiv(max(free, 1), LANES) * LANES
 
 
 def _entries_in(words: int) -> int:
-    """Return the entries of a score row of this number of words."""
+    """Return the number of entries of a score row with this number of words."""
     return min((words - 2) // STRIPE_WORDS, MAX_STRIPES) * LANES
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Tiling of Q K^T: the fewest padding rows with room for the scores of all tokens, or four rows
-    per token.
+    """Return the tiling of Q K^T. It has the fewest padding rows with which the scores of all
+    tokens fit, or four rows per token.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -207,8 +211,8 @@ def tiling_qk(spec: Scores) -> Tiling:
 
 
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
-    """Tiling with `heads` rows per token: the fewest chunks that fit in shared memory, then the
-    most stages.
+    """Return the tiling with `heads` rows per token. It has the smallest number of chunks that
+    fits in shared memory, and then the largest number of stages.
     """
     sm_bytes = 228 * 1024  # shared memory of an SM; the system uses 1 KB per CTA
     # Four warpgroups have 128 registers per thread. They are two CTAs if the compiler needs no
@@ -237,8 +241,9 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Tiling of K Q^T: heads are a multiple of 8, the columns of a register, that divides the 64
-    rows of a load; score rows are a multiple of the warps, which handle one each.
+    """Return the tiling of K Q^T. The number of heads is rounded to a multiple of 8, the
+    columns of a register, that divides the 64 rows of a load. The number of score rows is a
+    multiple of the warps, since each warp handles one.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)

@@ -1,7 +1,8 @@
-"""Attention of every query to its selected blocks: a tile loops over its block list.
+"""Describes attention of every query to its selected blocks. A tile loops over its block list.
 
-Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they loop
-over the blocks near them, which their tokens share, and `specs/gathered.py` adds the far blocks.
+A tile is gathered if the previous tile has a block list longer than `gather_limit`. Here a
+gathered tile loops only over the blocks near it, which its tokens share. `specs/gathered.py`
+adds the far blocks.
 
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
@@ -50,15 +51,18 @@ COUNTS = len(BlockCounts._fields)
 
 
 def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
-    """Return the first block near a tile, except block 0: the block before that of the tile's first
-    token, which is at `position`. `larger` returns the maximum of two numbers.
+    """Return the first block near a tile, except block 0. It is the block before the one that
+    contains the tile's first token, which is at `position`. `larger` returns the maximum of two
+    numbers.
     """
     return larger(larger(position, 0) // block - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockListSizes(AttentionSizes):
-    """Sizes of the problem, whose query rows go in tiles with a block list each."""
+    """The sizes of the problem. Its query rows are divided into tiles, and each tile has a
+    block list.
+    """
 
     n: int  # selected blocks of a token
     parts: int = 1  # blocks that are gathered or skipped together
@@ -73,12 +77,12 @@ class BlockListSizes(AttentionSizes):
 
     @property
     def entries(self) -> int:
-        """Room in a tile's block list, a multiple of `LIST_CHUNK`."""
+        """The capacity of a tile's block list, a multiple of `LIST_CHUNK`."""
         return cdiv(self.tile.tokens * self.n, LIST_CHUNK) * LIST_CHUNK
 
     @property
     def words(self) -> int:
-        """int32 words that have a bit for each token of a tile."""
+        """The number of int32 words that have a bit for each token of a tile."""
         return cdiv(self.tile.tokens, LANES)
 
 
@@ -145,8 +149,8 @@ class SelectedAttention(BlockListSizes):
 
 
 def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
-    """Return the spec for `n` selection blocks per token, cut as the kernels cut them; `sizes`: the
-    fields of `AttentionSizes`.
+    """Return the spec for `n` selection blocks per token, which are split as in the kernels.
+    `sizes` has the fields of `AttentionSizes`.
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
@@ -173,9 +177,10 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the stages for `dq`: 2 and 2 if two CTAs then fit on an SM, otherwise 2 or 1 of keys,
-    1 of values. Only the sizes for one CTA include the longest block list: a long list (small G,
-    large n) may leave room for a single CTA.
+    """Return the numbers of stages of keys and of values for `dq`. They are 2 and 2 if two CTAs
+    then fit on an SM, otherwise 2 or 1 for keys and 1 for values. Only the sizes for one CTA
+    include the longest block list: a long list (small G, large n) may leave room for a single
+    CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:

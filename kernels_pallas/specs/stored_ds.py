@@ -1,4 +1,5 @@
-"""dS of the selected branch in memory: `dkv` writes it, and `dq` multiplies it with the keys.
+"""Describes dS of the selected branch in memory. `dkv` writes it, and `dq` multiplies it with
+the keys.
 
     ds  [rows * T * n, group_rows, 64]    index (row * T + token) * n + slot: heads of the group x
                                           keys of the block in this slot of the token's selection
@@ -30,7 +31,7 @@ MAX_SELECTION_ENTRIES = LANES  # one per lane of a warp
 
 
 def array(rows: int, length: int, selection_entries: int, group_rows: int, dtype: str) -> Array:
-    """ds of `rows` rows of `[B, Hkv]` and `length` tokens."""
+    """Return the array ds of `rows` rows of `[B, Hkv]` and `length` tokens."""
     return Array((rows * length * selection_entries, group_rows, KEYS), dtype)
 
 
@@ -56,7 +57,7 @@ class StoredDsQuery(BlockListSizes):
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """The rows of one token: its heads, and padding rows."""
+        """The rows of one token, which are its heads and padding rows."""
         slab = slab_width(self.D, self.Dv)
         if self.group == HEADS:
             return Tile(HEADS, slab, HEADS)
@@ -64,14 +65,16 @@ class StoredDsQuery(BlockListSizes):
 
     @functools.cached_property
     def tile(self) -> Tile:
-        """64 rows: `query_tile.rows` for each token. The tokens share a block list."""
+        """A tile of 64 rows, with `query_tile.rows` rows per token. The tokens share a block
+        list.
+        """
         return Tile(self.query_tile.rows, self.query_tile.slab)
 
 
 @described
 def dq(spec: StoredDsQuery) -> Kernel:
-    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Nothing is
-    written for other rows, which in place keep the values of `added`.
+    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Other
+    rows are not written. If the kernel runs in place, they keep the values of `added`.
 
     Inputs:
       key: `[B, S, Hkv, D]`.

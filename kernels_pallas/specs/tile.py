@@ -1,4 +1,4 @@
-"""Tiles of query rows, and the constants that kernels and descriptions share.
+"""Defines tiles of query rows, and the constants that kernels and descriptions share.
 
 A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
 `token * G + head`, so no row is wasted on padding heads.
@@ -30,7 +30,9 @@ WARPS = 4  # of a CTA of one warpgroup, the least that Mosaic launches
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """`tokens` tokens x `group` query heads in `rows` rows; columns in slabs of `slab`."""
+    """A tile of query rows. It has `tokens` tokens times `group` query heads in `rows` rows,
+    with columns in slabs of `slab`.
+    """
 
     group: int
     slab: int
@@ -38,19 +40,23 @@ class Tile:
 
     @functools.cached_property
     def tokens(self) -> int:
-        """One TMA copy moves a multiple of 128 bytes; 0 if no number of tokens has that."""
+        """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. It is
+        0 if no number of tokens has this size.
+        """
         rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
         multiple = rows // math.gcd(rows, self.group)
         return self.rows // self.group // multiple * multiple
 
     @property
     def used(self) -> int:
-        """Rows that are query heads."""
+        """The number of rows that are query heads."""
         return self.tokens * self.group
 
 
 def gathered_tile(group: int, slab: int) -> Tile:
-    """Return the fewest rows that hold the tokens of a TMA copy, at least 16."""
+    """Return the tile with the smallest number of rows that holds the tokens of a TMA copy, at
+    least 16.
+    """
     tiles = (Tile(group, slab, rows) for rows in (16, 32, ROWS))
     return next((tile for tile in tiles if tile.tokens), Tile(group, slab))
 
@@ -61,8 +67,9 @@ def cdiv(a: int, b: int) -> int:
 
 
 def parts_of_block(block: int, entries: int) -> int:
-    """Return the number of blocks into which kernels cut each of a token's `entries` selection
-    blocks. A block of 128 keys is cut into two, so that an SM holds more CTAs and dS can be stored.
+    """Return the number of parts into which kernels split each of a token's `entries` selection
+    blocks. A block of 128 keys is split in two, so that an SM holds more CTAs and dS can be
+    stored.
     """
     return 2 if block == 2 * ROWS and 2 * entries <= SELECTED else 1
 
@@ -75,9 +82,7 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
 
 
 def slab_width(*widths: int) -> int:
-    """Return the number of columns of a slab. All `widths`, which are multiples of 16, are
-    multiples of it.
-    """
+    """Return the number of columns of a slab. All `widths` are multiples of it, and of 16."""
     common = math.gcd(*widths)
     return next(slab for slab in (64, 32, 16) if common % slab == 0)
 

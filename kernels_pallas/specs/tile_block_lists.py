@@ -1,4 +1,5 @@
-"""The block list of a tile: which blocks the tokens of a tile of query rows selected.
+"""Describes the block list of a tile, which has the blocks that the tokens of a tile of query
+rows selected.
 
 Query-stationary selected attention loops over it (`specs.selected`). By tile
 `[B, Hkv, tiles]`:

@@ -1,12 +1,12 @@
-"""Work items of the CTAs of the key-stationary kernels (`dkv`, `gathered`).
+"""Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`).
 
-A work item is a tile of keys and some of its queries: an interval of query tiles (compressed and
-sliding branch), or entries of a query list (selected branch). A tile of keys with many queries has
-several work items, so that the work of CTAs is similar. In `dkv` each writes a partial, and a
-second kernel adds the partials of a tile in order.
+A work item is a tile of keys and some of its queries. In the compressed and the sliding branch
+these are an interval of query tiles. In the selected branch they are entries of a query list. A
+tile of keys with many queries has several work items, so that the work of CTAs is similar. In
+`dkv` each work item writes a partial, and a second kernel adds the partials of a tile in order.
 
-Tokens are cut into segments. Items that run together read the same queries, so that these are in
-L2: the items belong to one segment, or, as `streams`, are neighbours in each segment.
+Tokens are divided into segments. Items that run together read the same queries, so that these
+are in L2. Such items belong to one segment. With `streams` they are neighbours in each segment.
 
     table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
@@ -79,13 +79,13 @@ PART_COLUMNS = "begin", "unmasked_begin", "unmasked_end", "end"
 
 
 def part_column(part: Any) -> Any:
-    """Return the first of the columns of the 64 keys `part` of an interval's tile."""
+    """Return the first table column for the 64 keys with index `part` in an interval's tile."""
     return WORK_ITEM_INTS + len(PART_COLUMNS) * part
 
 
 def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
-    """Return the largest number of entries of a work item, given the entries of all lists; few
-    entries are spread over `items` work items.
+    """Return the largest number of entries of a work item, given the number of entries of all
+    lists. If there are few entries, they are spread over `items` work items.
     """
     return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
@@ -95,14 +95,14 @@ def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class IntervalSplit:
-    """The split of an interval branch into work items: static sizes.
+    """The split of an interval branch into work items, as static sizes.
 
     Attributes:
       segments: Segments of the tokens.
       tiles: Maximum number of key tiles that the tokens of a segment see.
       partials: Maximum number of partials per row of `[B, Hkv]`.
-      streams: Whether the order is `[tile of a segment, segment, row]`, otherwise `[segment, tile,
-        row]` with the last segment first.
+      streams: Whether the order is `[tile of a segment, segment, row]`. Otherwise it is
+        `[segment, tile, row]` with the last segment first.
     """
 
     segments: int
@@ -116,15 +116,17 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """Return the split if a query sees all keys before it: of several numbers of segments the one
-    with the fewest steps per SM. The last segment, which has most items, comes first.
+    """Return the split for queries that see all earlier keys. Several numbers of segments are
+    tried, and the one with the fewest steps per SM is used. The last segment, which has the
+    most items, comes first.
 
     Args:
       spec: A `Dkv`.
-      tiles_seen: Function of the tokens `first .. end - 1`: the largest number of tiles of keys
-        that they see. It accepts arrays, as every new length calls it hundreds of times.
-      sees: Function of the token `end - 1`: about how many tiles it sees. Defaults to all tiles
-        that a token before it sees.
+      tiles_seen: Function that returns the largest number of tiles of keys that the tokens
+        `first .. end - 1` see. It accepts arrays, since it is called hundreds of times for each
+        new length.
+      sees: Function that returns approximately how many tiles the token `end - 1` sees.
+        Defaults to all tiles that earlier tokens see.
     """
 
     heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
@@ -150,9 +152,9 @@ def split_causal(
 def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
-    """Return the split if a query sees a window: each segment has one SM for each tile of keys that
-    a query sees. A segment's tiles then follow one another as a stream: tiles that run together
-    read the same queries at about the same time, so that these are in L2.
+    """Return the split for queries that see a window. Each segment has one SM for each tile of
+    keys that a query sees. A segment's tiles then follow one another as a stream: tiles that
+    run together read the same queries at about the same time, so that these are in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -178,8 +180,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 
     Args:
       ops: A `nsa_core.array_ops.ArrayOps`.
-      bounds: The keys `first .. last - 1` that each token sees, both `[B, T]`, neither
-        decreasing.
+      bounds: The keys `first .. last - 1` that each token sees. Both arrays are `[B, T]` and
+        never decrease.
       spec: A `Dkv`.
       split: The split of the work.
     """
@@ -251,7 +253,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
-    """The work items of query lists: static sizes.
+    """The work items of query lists, as static sizes.
 
     Segments have `segment` query tiles each, a multiple of those of a chunk, and the same capacity.
     With `halving` each segment is half of the tokens before the next one, and the first has
@@ -281,7 +283,7 @@ class WorkItems:
         return self.lists.interpret
 
     def for_any_length(self) -> Self:
-        """The same with nominal lengths of the lists, `segment` and `longest`."""
+        """The same spec with nominal lengths of the lists, `segment` and `longest`."""
         lists = self.lists.for_any_length()
         numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
         if self.placed:
@@ -300,7 +302,7 @@ class WorkItems:
 
     @functools.cached_property
     def cuts(self) -> tuple[int, ...]:
-        """First chunk of each segment, and the number of chunks."""
+        """The first chunk of each segment, followed by the number of chunks."""
         lists = self.lists
         if self.halving:  # at most `MAX_HALVES` times
             halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
@@ -316,8 +318,9 @@ class WorkItems:
 
     @functools.cached_property
     def capacities(self) -> tuple[int, ...]:
-        """Largest number of a row's work items in each segment: none is empty, and each tile of
-        keys that the segment's tokens see has at most one that is not full.
+        """The largest number of work items of a row in each segment. No work item is empty.
+        Each tile of keys that the segment's tokens see has at most one work item that is not
+        full.
         """
         lists, capacities = self.lists, []
         tokens = lists.chunk * lists.tokens
@@ -330,15 +333,17 @@ class WorkItems:
 
     @property
     def items(self) -> int:
-        """Distance between the work items of two neighbouring rows. If `halving`, a row's items are
-        contiguous, and the distance is the number of its items in all segments. Otherwise it is
-        the number in one segment.
+        """The distance between the work items of two neighbouring rows. If `halving`, a row's
+        items are contiguous, and the distance is the number of its items in all segments.
+        Otherwise it is the number in one segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Index of the first work item of each segment for row 0; each row adds `items`."""
+        """The index of the first work item of each segment in row 0. Each further row adds
+        `items`.
+        """
         step = 1 if self.halving else self.lists.rows
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
 
@@ -352,8 +357,8 @@ class WorkItems:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the lists and of the segments; if `halving` the sizes of each segment, in which
-        the last segment is repeated.
+        """The sizes of the lists and of the segments. If `halving`, they include the sizes of
+        each segment, and the last segment is repeated.
         """
         lists = self.lists
         sizes = {
@@ -410,8 +415,9 @@ def work_items(spec: WorkItems) -> Kernel:
 
 @described
 def ordered_work_items(spec: WorkItems) -> Kernel:
-    """Return the table of a `halving` spec, sorted in each row and segment by the entries of a work
-    item, most first; work items with equally many entries stay in their order.
+    """Describe the kernel that sorts the table of a `halving` spec. In each row and segment,
+    work items with more entries come first. Work items with equally many entries keep their
+    order.
     """
     table = {"table": spec.outputs["table"]}
     warps = cdiv(spec.items, LANES)

@@ -1,1 +1,1 @@
-"""Official Triton kernels; only Triton is imported here."""
+"""Kernels in official Triton. Modules here import only Triton."""

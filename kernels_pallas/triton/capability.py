@@ -1,4 +1,4 @@
-"""Limits of the Triton kernels, checked before any of them is imported."""
+"""Checks the limits of the Triton kernels before any of them is imported."""
 
 import functools
 import importlib.metadata
@@ -23,8 +23,8 @@ NUMBERED = 2**31  # rows that a 32-bit number can count
 
 
 def why_not(problem: Any) -> str | None:
-    """Return the reason why no Triton kernel can run `problem`, or None. What runs forward runs
-    backward.
+    """Return the reason why no Triton kernel can run `problem`, or None. If the forward pass
+    can run, the backward pass can run too.
     """
     if problem.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, got {problem.platform}"
@@ -91,7 +91,7 @@ def copies_why_not(
 
 @functools.cache
 def _missing(framework: str) -> str | None:
-    """A package that must be installed, in a sentence, or None."""
+    """Return a sentence that names the package that must be installed, or None."""
     wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
     for name in wanted:
         if importlib.util.find_spec(name) is None:
@@ -100,7 +100,10 @@ def _missing(framework: str) -> str | None:
 
 
 def _pair_why_not() -> str | None:
-    """jax-triton 0.4 cannot name a GPU to triton 3.6, although its metadata allows this pair."""
+    """Return the reason why the installed jax-triton and Triton do not work together, or None.
+    jax-triton 0.4 cannot pass the name of a GPU to Triton 3.6, although its metadata allows
+    this pair.
+    """
     try:
         caller, compiler = (
             Version(importlib.metadata.version(x)) for x in ("jax-triton", "triton")
@@ -113,8 +116,8 @@ def _pair_why_not() -> str | None:
 
 
 def launcher_why_not() -> str | None:
-    """Return the tool that Triton lacks to build its C launcher for torch, in a sentence, or
-    None.
+    """Return a sentence that names the tool that Triton lacks to build its C launcher for
+    torch, or None.
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "needs a C compiler, which builds the launcher of Triton's kernels: install gcc"

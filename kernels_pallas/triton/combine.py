@@ -1,4 +1,5 @@
-"""The gated sum of the branches, and delta = rowsum(dO * O) of each; bound by HBM.
+"""Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch. Both are
+bound by HBM.
 
 out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
 """
@@ -11,7 +12,7 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 
 @triton.jit
 def _gated(out, gate, row, there, c):
-    """g * O."""
+    """Return g * O."""
     gates = tl.load(gate + row, mask=there, other=0.0)
     out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
     return out_rows * gates[:, None]
@@ -34,7 +35,9 @@ def gated_sum(
 
 @triton.jit
 def _deltas(do, outputs, results, count, c):
-    """delta = rowsum(dO * O) of each output. If an output is 0, as in padding, dO may be NaN."""
+    """Return delta = rowsum(dO * O) of each output. Where an output is 0, as in padding, dO may
+    be NaN.
+    """
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)

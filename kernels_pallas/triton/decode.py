@@ -94,7 +94,9 @@ def _over_split(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Attention of the rows to `begin .. end - 1`, of which each row sees `low .. high - 1`."""
+    """Compute attention of the rows to the entries `begin .. end - 1`. Each row sees only `low
+    .. high - 1` of them.
+    """
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for block in range(begin, end, c.KEYS):
@@ -385,7 +387,7 @@ def _load_shared(at, mask, other):
 
 @triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
-    """out = sum of `part_added` + gate * selected."""
+    """Compute out = sum of `part_added` + gate * selected."""
     PARTS: tl.constexpr = c.PARTS
     part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)

@@ -1,4 +1,5 @@
-"""The sizes of a branch on Triton kernels, and the kernels behind a layer's projection.
+"""Describes the sizes of a branch on Triton kernels, and the kernels that split a layer's
+projection.
 
 No Triton is imported. The steps (`nsa_core.steps.triton_forward`, ..) describe their launches.
 """
@@ -37,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Batch rows times key/value heads."""
+        """The number of batch rows times key/value heads."""
         return self.B * self.Hkv
 
     @property
@@ -62,8 +63,8 @@ class Problem(NamedTuple):
     def kernel(
         self, launch: tuple[str, Tiling, int], scalars, outputs, **constants: Any
     ) -> TritonKernel:
-        """Return a kernel of attention with the scalars T, S and `scalars`; `launch`: function,
-        tiles, and programs per pair.
+        """Return an attention kernel with the scalars T, S and `scalars`. `launch` has the
+        function, the tiles, and the number of programs per pair.
         """
         function, tiling, programs = launch
         return TritonKernel.of(
@@ -139,7 +140,8 @@ class Heads:
 def split_heads(
     heads: Heads, tokens: int, back: bool, norm_eps: float | None = None
 ) -> TritonKernel:
-    """Splits a projection into heads, or `back`: joins gradients of heads. It writes in place.
+    """Describe the launch that splits a projection into heads. With `back` it joins the
+    gradients of heads. It writes in place.
 
     `split_heads.split_heads` lists the arrays. Pass any array in place of one that is not read.
     """

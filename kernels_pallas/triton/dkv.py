@@ -1,4 +1,4 @@
-"""dk and dv of a branch: key-stationary, with products that are transposed (keys x queries).
+"""Computes dk and dv of a branch, key-stationary and with transposed products (keys x queries).
 
     S^T = scale K Q^T    P^T = exp(S^T - lse)    dS^T = P^T * (g V dO^T - g delta)
     dv = (g P)^T dO      dk = scale dS^T Q
@@ -8,9 +8,9 @@ tokens (`of_intervals`), or a part of the list of the tokens that chose the bloc
 (`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their
 order. The products already sum over the heads of a group.
 
-The sums of dk and dv have one term per query, and grow with the number of queries. In float32 they
-are compensated: otherwise one multiply-add per query row would round a large sum thousands of
-times, with up to four times the error of the reference.
+The sums of dk and dv have one term per query, and grow with the number of queries. In float32
+the sums are compensated. Otherwise one multiply-add per query row would round a large sum
+thousands of times, and the error would be up to four times that of the reference.
 """
 
 import triton
@@ -28,7 +28,9 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _add_product(a, b, acc, lost, c):
-    """acc + A B, and in float32 the rounding error of the sum so far (Kahan's sum of the tiles)."""
+    """Return acc + A B, and in float32 also the rounding error of the sum so far (Kahan's sum
+    of the tiles).
+    """
     if c.PRECISION != "ieee":
         return dot(a, b, c, acc), lost
     term = dot(a, b, c) - lost
@@ -40,9 +42,9 @@ def _add_product(a, b, acc, lost, c):
 def _over_queries(
     tile, arrays, lists, item, at, edges, stop, scale, head, c, LISTED
 ):  # fmt: skip
-    """dk / scale and dv of a tile from the rows between the first and the last of four `edges`;
-    rows between the second and the third edge see the whole tile. Rows belong to the tokens from
-    `item` on, or if `LISTED` to the entries of a query list.
+    """Return dk / scale and dv of a tile, summed over the rows between the first and the last
+    of four `edges`. Rows between the second and the third edge see the whole tile. Rows belong
+    to the tokens from `item` on, or if `LISTED` to the entries of a query list.
 
     Args:
       tile: Keys and values `[KEYS, .]`.
@@ -217,7 +219,7 @@ def of_blocks(
 
 @triton.jit
 def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
-    """The sum of each tile's partials, in their order: dk, dv `[B, S, HEADS, .]`.
+    """Add each tile's partials in their order. The results are dk and dv `[B, S, HEADS, .]`.
 
     Programs: B * HEADS * tiles * (KEYS / PART).
 

@@ -1,4 +1,5 @@
-"""Scores of an indexer, their maximum over each block, and top-n. No score leaves the chip.
+"""Computes the scores of an indexer, their maximum over each block, and the top n blocks. No
+score leaves the chip.
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the rows r of block j that the query sees
 
@@ -8,8 +9,8 @@ the selection has `BEST` blocks. A candidate is one 64-bit integer: the bits of 
 order of integers, followed by its complemented index. The greatest candidates are the best, and the
 lower block wins among equal scores. The best so far stay in registers.
 
-`index_scores` writes z instead if more blocks are selected than registers hold, if blocks have few
-keys, or if scores are added over heads; then `paged_blocks.best` selects.
+If more blocks are selected than registers hold, if blocks have few keys, or if scores are added
+over heads, `index_scores` writes z instead. `paged_blocks.best` then selects the blocks.
 """
 
 import triton
@@ -23,7 +24,7 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(score):
-    """Return int32 in the order of float32; zeros are equal."""
+    """Convert float32 to int32 with the same order. Both zeros become equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
 

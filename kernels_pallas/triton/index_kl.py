@@ -1,4 +1,5 @@
-"""The divergence of an indexer's scores from an attention over listed blocks, and its gradients.
+"""Computes the divergence of an indexer's scores from an attention over listed blocks, and its
+gradients.
 
     t_j = mean over the heads of exp(scale q . k_j - lse)     p = softmax of index_scale iq . ik_j
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
@@ -32,8 +33,8 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _part_of(item, starts, ends, tile_of, tiles, items, c):
-    """Return the row of the lists, batch row, index head and tile of a work item, and its entries'
-    bounds.
+    """Return the row of the lists, the batch row, the index head and the tile of a work item,
+    and the bounds of its entries.
     """
     row = (item // items).to(tl.int64)
     tile = tl.load(tile_of + item)
@@ -47,7 +48,9 @@ def _part_of(item, starts, ends, tile_of, tiles, items, c):
 
 @triton.jit
 def _entries(order, at, end, COUNT, EACH):
-    """Return the entries from `at` on, each `EACH` times; 0 past the end."""
+    """Return the entries from `at` on, each repeated `EACH` times. Entries past the end are
+    0.
+    """
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)
 
@@ -272,7 +275,7 @@ def kl_gradients(
 
 @triton.jit
 def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr):
-    """`grad` times the sum of a query's partials, in the order of slots.
+    """Compute `grad` times the sum of a query's partials, in the order of slots.
 
     Programs: ceil(count / QUERIES). Args as in `kl_loss` and `kl_gradients`.
     """
@@ -289,7 +292,7 @@ def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr
 
 @triton.jit
 def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
-    """The sum of each block's partials, in their order: `[B, S, WIDTH]`.
+    """Add each block's partials in their order. The result is `[B, S, WIDTH]`.
 
     Programs: B * tiles * (BLOCK / PART).
 

@@ -1,4 +1,5 @@
-"""Attention of each query to one interval of keys, and its dq: compressed and sliding branch.
+"""Computes attention of each query to one interval of keys, and its dq, for the compressed and
+the sliding branch.
 
 Query-stationary: a program has `ROWS` rows of one key/value head and loops over the blocks of
 `KEYS` keys that any of them sees. Only blocks that some row sees in part are masked. Blocks

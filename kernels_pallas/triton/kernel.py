@@ -30,10 +30,11 @@ class TritonKernel:
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
       programs: Programs of the launch's only axis, at least 1.
-      scalars: Numbers that depend on lengths, and the scale; no value is compiled in.
+      scalars: The numbers that depend on lengths, and the scale. Their values are not compiled
+        in.
       outputs: Shapes and dtypes.
-      constants: Compiled numbers, the only `tl.constexpr` of the function: a NamedTuple of sizes
-        of a layer, sizes of tiles, and switches.
+      constants: The compiled numbers, which are the only `tl.constexpr` of the function. They
+        are a NamedTuple with the sizes of a layer, sizes of tiles, and switches.
       warps: Warps of a program.
       stages: Pipeline stages of the loops' loads.
     """
@@ -70,7 +71,7 @@ class TritonKernel:
 
 @functools.cache
 def _for_any_number(function: Any, scalars: int, outputs: int) -> Any:
-    """Return a kernel that is not compiled again for other numbers in place of its scalars."""
+    """Return a kernel that is not compiled again if its scalars change."""
     import triton
 
     end = len(function.arg_names) - 1 - outputs

@@ -1,4 +1,5 @@
-"""Copies between rows of an array and a contiguous buffer, and the sums that are their reverse.
+"""Copies rows between an array and a contiguous buffer, and computes the sums that are the
+gradients of these copies.
 
 The array is viewed as `[batch, tokens, heads, width]` with any strides; the buffer is
 `[rows, width]`. A range has consecutive tokens of one head of one batch row: a first token, a
@@ -53,8 +54,8 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
 
 
 def sum_tile(longest: int, width: int) -> Tile:
-    """The same as `tile`, for `sum_ranges`, which holds TERMS tiles at a time and loops over
-    long lists.
+    """Return the tile for `sum_ranges`, which holds TERMS tiles at a time and loops over long
+    lists.
 
     A program has few rows, so that many programs share the list of the block that all queries
     read. A step has several ranges, so that their reads are in flight together.
@@ -65,8 +66,9 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 @triton.jit
 def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
-    """For a part of a range: batch row and head, from its index in the list, rows in the range,
-    columns, the rows' tokens, and which tokens exist in the array.
+    """Return the indices for a part of a range. These are the batch row and head, which the
+    range's index in the list determines, the rows in the range, the columns, the tokens of the
+    rows, and which tokens exist in the array.
     """
     batch, head = item // per_batch, item // slots % heads
     row = part * c.ROWS + tl.arange(0, c.ROWS)
@@ -112,7 +114,8 @@ def gather_rows(
     count, tokens, batches,
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 if it is none.
+    """Write row `rows[i]` of the `[batches * tokens]` rows, with all heads, to row i. If the
+    index is no row, write 0.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
 
@@ -141,7 +144,8 @@ def add_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows of every range to its tokens by atomics: fast, in no fixed order.
+    """Add the rows of every range to its tokens by atomics. This is fast, but has no fixed
+    order.
 
     Grid and ranges as in `gather_ranges`.
 
@@ -168,7 +172,8 @@ def sum_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """The same as `add_ranges`, with the same bits for any schedule of the programs.
+    """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
+    bits for any schedule of the programs.
 
     The inverse list groups ranges that begin at the same token: a single program sums their rows in
     the order of the list and adds the sum to `total`. Two ranges must therefore begin at the same

@@ -23,7 +23,9 @@ LEAST_NEAR = tl.constexpr(2**-9)
 
 @triton.jit
 def _row_of(starts, token, B):
-    """Return the row of a token by bisection: the last that begins at or before it."""
+    """Find the row of a token by bisection. It is the last row that begins at or before the
+    token.
+    """
     low = token * 0
     high = low + B
     while high - low > 1:
@@ -57,7 +59,7 @@ def _scale_place(at, head, c, PER_PAGE):
 
 @triton.jit
 def _store(rows, pages, scale, at, head, c, PER_PAGE, WIDTH, FP8):
-    """`pages[at] = rows`, `[1, columns]`, of one head."""
+    """Store `pages[at] = rows` for the rows `[1, columns]` of one head."""
     one = tl.arange(0, 1)
     if FP8:
         rows, scales = _rounded(rows.to(tl.float32))

@@ -1,4 +1,4 @@
-"""A few queries of rows in pages: the blocks of an indexer, and attention to blocks.
+"""Selects the blocks of an indexer and attends to blocks, for a few queries of rows in pages.
 
     scores     a program has some keys of one query. It only writes their maxima by block, a word
                for each block, head and query.
@@ -38,8 +38,8 @@ LOWEST = tl.constexpr(-(2**31))  # the order of a block that is no candidate
 
 @triton.jit
 def _place_of(token, places, c):
-    """Return the row and position of a token; a negative position is padding. `places`: the
-    arguments of the kernels from which they follow.
+    """Return the row and position of a token. A negative position means padding. `places` has
+    the kernel arguments that determine both.
     """
     lengths, rows, positions, queries, most = places
     if c.RAGGED:
@@ -52,8 +52,8 @@ def _place_of(token, places, c):
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE):
-    """Return the page of the entries `index` of a row, index in it, and which of the `seen` entries
-    are in an existing page.
+    """Return the page of the entries `index` of a row, their index in this page, and which of
+    the `seen` entries are in an existing page.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
@@ -120,7 +120,9 @@ def _count(mask):
 
 @triton.jit
 def _order(scores, block, blocks, at, c):
-    """Return int32 in the order of the blocks' scores for a query at `at`."""
+    """Return int32 values that have the same order as the blocks' scores, for a query at
+    `at`.
+    """
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
     written = (block < blocks) & (block * c.POOL < (at + 1) // c.ENTRY)
     score = tl.load(scores + block, mask=written, other=NEGATIVE_INFINITY)
@@ -131,8 +133,8 @@ def _order(scores, block, blocks, at, c):
 
 @triton.jit
 def _write(out, count, block, better, equal, left):
-    """Writes the blocks that are better and the first `left` that are equal, in their order, after
-    the first `count` blocks of a list. Returns which blocks are written.
+    """Write the blocks that are `better` and the first `left` blocks that are `equal`, in their
+    order, after the first `count` blocks of a list. Return which blocks are written.
     """
     both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
     equals = both >> 16
@@ -188,8 +190,9 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
 
 @triton.jit
 def _found(counts, item, need, c, VALUES):
-    """Return the value of the entry of a list with rank `need` from above, and its rank among
-    entries of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each value.
+    """Return the value of the entry with rank `need` from above in a list, and its rank among
+    entries of this value. `counts` `[lists, PARTS, VALUES]` has the number of times that each
+    part has each value.
     """
     PARTS: tl.constexpr = c.PARTS
     value = tl.arange(0, VALUES)
@@ -204,8 +207,8 @@ def _found(counts, item, need, c, VALUES):
 
 @triton.jit
 def _part(scores, blocks, places, c):
-    """Return the list of a program, its part of it, its blocks and their order, uint32, which grows
-    with their scores; 0 is no candidate.
+    """Return the list of a program, its part of the list, its blocks, and their uint32 order,
+    which grows with the scores. An order of 0 means no candidate.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS

@@ -19,15 +19,17 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def columns(width):
-    """Return the columns of a tile of rows of this width: the least power of two for a product
-    (`tiling`).
+    """Return the number of columns of a tile whose rows have this width. It is the smallest
+    power of two that a product supports (`tiling`).
     """
     return max(triton.next_power_of_2(width), 16)
 
 
 @triton.jit
 def pair_of(pair, HEADS):
-    """Batch row and key/value head, 64-bit: offsets go beyond 2**31."""
+    """Return the batch row and the key/value head as 64-bit numbers, since offsets may exceed
+    2**31.
+    """
     return (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
 
 
@@ -79,7 +81,9 @@ def dot(a, b, c, acc=None):
 
 @triton.jit
 def softmax_start(ROWS, COLUMNS):
-    """Return the state before the first `softmax_step`: maxima, sums and unnormalised outputs."""
+    """Return the state before the first `softmax_step`. It has maxima, sums and unnormalised
+    outputs.
+    """
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     return most, total, tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -87,8 +91,8 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """Return the greater of two maxima, and the value to subtract from exponents: that maximum, or
-    0 if no key was seen.
+    """Return the greater of two maxima, and the value to subtract from exponents. The latter is
+    this maximum, or 0 if no key was seen.
     """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
@@ -96,7 +100,8 @@ def raised(most, theirs):
 
 @triton.jit
 def softmax_step(logits, values, state, c):
-    """One step of the online softmax over base-2 logits `[rows, keys]`, -inf for masked keys.
+    """Compute one step of the online softmax over base-2 logits `[rows, keys]`, which are -inf
+    for masked keys.
 
     m' = max(m, max S)    P = exp2(S - m')    l' = l exp2(m - m') + sum P
     O' = O exp2(m - m') + P V
@@ -113,8 +118,8 @@ def softmax_step(logits, values, state, c):
 
 @triton.jit
 def store_attention(out, lse, gate, added, row, mask, state, c):
-    """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: the
-    result of `softmax_step`.
+    """Store O = acc / l, times the gate, plus the sum so far, and lse = ln 2 * (m + log2 l).
+    `state` is the result of `softmax_step`.
     """
     most, total, acc = state
     empty = total == 0.0
@@ -131,8 +136,8 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 @triton.jit
 def start(c, BACK):
-    """Return the sums of a query-stationary loop before its first tile of keys: the state of
-    `softmax_step`, or if `BACK` dq without the scale, the sum of dS K.
+    """Return the initial sums of a query-stationary loop. They are the state of `softmax_step`.
+    If `BACK`, they are dq without the scale, which is the sum of dS K.
     """
     if BACK:
         return tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
@@ -142,8 +147,8 @@ def start(c, BACK):
 
 @triton.jit
 def load_tile(key, value, skip, at, inner, c, BACK):
-    """Return the keys and values of a tile, at `skip + at`, the values in the layout of their
-    product.
+    """Load the keys and values of a tile at `skip + at`. The values have the layout that their
+    product needs.
     """
     keys = load_columns(key + skip * c.WIDTH, at, inner, c.WIDTH)
     if BACK:
@@ -155,8 +160,8 @@ def load_tile(key, value, skip, at, inner, c, BACK):
 
 @triton.jit
 def product(rows, tile, scale, c, BACK):
-    """S = scale Q K^T, base 2; if `BACK` dS = P * (g dP - (g delta - dlse)). `rows`: rows of the
-    query, or the result of `rows_back`.
+    """Return S = scale Q K^T in base 2. If `BACK`, return dS = P * (g dP - (g delta - dlse)).
+    `rows` has the rows of the query, or is the result of `rows_back`.
     """
     keys, values = tile
     if BACK:
@@ -171,7 +176,7 @@ def product(rows, tile, scale, c, BACK):
 
 @triton.jit
 def add(state, products, seen, tile, c, BACK):
-    """Adds a tile of keys to the state of `start`; `seen` masks `products` unless it is None."""
+    """Add a tile of keys to the state of `start`. `seen` masks `products` unless it is None."""
     keys, values = tile
     if seen is not None:
         products = tl.where(seen, products, 0.0 if BACK else NEGATIVE_INFINITY)
@@ -184,7 +189,7 @@ def add(state, products, seen, tile, c, BACK):
 
 @triton.jit
 def store_dq(out, added, row, mask, acc, scale, c):
-    """dq = scale * acc, plus the sum so far."""
+    """Store dq = scale * acc, plus the sum so far."""
     acc *= scale
     if c.ADDED:
         acc += load_rows(added, row, mask, c.WIDTH).to(tl.float32)
@@ -193,15 +198,16 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 @triton.jit
 def in_base_2(lse):
-    """Return lse in base 2; +inf if no key is seen, so that every probability exp2(S - lse) is
-    0.
+    """Return lse in base 2. It is +inf for rows that see no key, so that every probability
+    exp2(S - lse) is 0.
     """
     return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
 
 
 @triton.jit
 def row_statistics(lse, delta, gate, dlse, row, mask, c):
-    """lse_log2, g and g * delta - dlse of each row: dS = P * (g * dP - (g * delta - dlse)).
+    """Return lse_log2, g and g * delta - dlse of each row, for dS = P * (g * dP - (g * delta -
+    dlse)).
 
     For rows that see no key lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
     """

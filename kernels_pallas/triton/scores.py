@@ -1,4 +1,4 @@
-"""Scores and top-n: which blocks each token reads. No score leaves the chip.
+"""Computes scores and selects the top n blocks of each token. No score leaves the chip.
 
 A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, a few
 blocks at a time. The product is transposed, `S^T = K Q^T`, so that the heads of a group are columns
@@ -30,13 +30,17 @@ FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 @triton.jit
 def pack_index(order, index):
-    """Return a candidate: the greater order wins, or the lower index among equal orders."""
+    """Return a candidate. The candidate with the greater order wins, or the one with the lower
+    index if orders are equal.
+    """
     return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
 
 
 @triton.jit
 def pack_scores(score, block, own, c):
-    """Candidates of scores from 0; the first and last of the blocks `0 .. own` are forced."""
+    """Return the candidates for non-negative scores. The first and the last of the blocks `0 ..
+    own` are forced.
+    """
     bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
     forced = (block < c.NUM_INITIAL) | (block > own - c.NUM_LOCAL)
     return pack_index(tl.where(forced, FORCED, bits), block)

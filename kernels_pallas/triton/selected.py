@@ -1,9 +1,9 @@
-"""Attention of each query to its selected blocks, and its dq.
+"""Computes attention of each query to its selected blocks, and its dq.
 
-Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. If a group fills a
-tile (`TOKENS` = 1) the loop is over a token's blocks; otherwise it is over the tile's block list,
-and rows of other tokens are masked. Bound by L2: one read of a block's keys and values per
-tile.
+Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. If a group fills
+a tile (`TOKENS` = 1), the program loops over the token's blocks. Otherwise it loops over the
+tile's block list, and rows of tokens that did not select a block are masked. Bound by L2: one
+read of a block's keys and values per tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -40,10 +40,10 @@ def _starts(indices, key_start, item, mask, head, c):
 
 @triton.jit
 def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.constexpr):
-    """The union of the blocks of a tile's tokens, ascending, without duplicates.
+    """Write the union of the blocks of a tile's tokens, ascending and without duplicates.
 
     Programs: B * HEADS * ceil(T / TOKENS). The rank of an entry is the number of other blocks
-    before it, which is counted, a chunk of the entries at a time.
+    before it. It is counted for one chunk of the entries at a time.
 
     Args:
       indices: int32 `[B, T, HEADS, N]`, -1 for no block; position, key_start: int32 `[B, T]`.
@@ -79,7 +79,9 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
 
 @triton.jit
 def _entries(entry, first, indices, position, key_start, batch, head, T, c):
-    """Return the first keys of the entries `token * SLOTS + slot` of a tile; NONE for no block."""
+    """Return the first keys of the entries `token * SLOTS + slot` of a tile. Entries without a
+    block have NONE.
+    """
     token, slot = entry // c.SLOTS, entry % c.SLOTS
     there = (token < c.TOKENS) & (slot < c.N) & (first + token < T)
     item = batch * T + first + token
@@ -92,8 +94,9 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 
 @triton.jit
 def _tile(position, key_start, T, c):
-    """Return the tile of this program: its index, batch row, head, its rows' tokens and rows of
-    `[B, T, H]`, which rows exist, and the end of the keys that each may see, 0 for none.
+    """Return the tile of this program. The result has its index, batch row and head, the tokens
+    of its rows, their rows of `[B, T, H]`, which rows exist, and the end of the keys that each
+    row may see (0 means none).
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)

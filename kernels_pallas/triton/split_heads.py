@@ -54,7 +54,9 @@ def _turned(x, angles, there, WIDTH):
 
 @triton.jit
 def _reciprocal(x, eps, WIDTH):
-    """1 / rms of float32 rows `x`, whose columns after the width are zero: `[ROWS, 1]`."""
+    """Return 1 / rms of float32 rows `x` as `[ROWS, 1]`. Columns of `x` after the width are
+    zero.
+    """
     return tl.math.rsqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
 
 
@@ -71,8 +73,8 @@ def _normed(x, norm, eps, WIDTH):
 
 @triton.jit
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
-    """Copies a head of tokens, at `inside` of the projection, to rows `row` of `heads`, normalised
-    by `norm`, and with `TURN` rotated if `turning`.
+    """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of
+    `heads`. It is normalised by `norm`, and with `TURN` it is rotated if `turning`.
 
     Backward includes a part of the mean's gradient if a mean of `GROUP` heads was computed.
     """
@@ -118,7 +120,8 @@ def split_heads(
     eps,
     c: tl.constexpr,
 ):
-    """The head of a program: a query, a branch's key or value, all gates, or forward a mean.
+    """Process the head of this program. It is a query head, a key or value head of a branch,
+    all gates, or in the forward pass a mean.
 
     Programs: ceil(count / ROWS) times the number of heads. `GATES` adds one head, and `MEANS`
     adds the means unless `BACK`.

@@ -1,9 +1,10 @@
-"""Tables of packed rows (`nsa_core.varlen`), bounds by kernel row and work items of intervals, as
-int32 in one array `out`. `sequences` comes first, then `tables` for all sections that only depend
-on it; the work items of intervals need `partials` and a second launch of `tables`.
+"""Computes tables of packed rows (`nsa_core.varlen`), bounds by kernel row, and work items of
+intervals, as int32 in one array `out`. `sequences` runs first, then `tables` for all sections
+that depend only on its output. The work items of intervals need `partials` and a second launch
+of `tables`.
 
-`kernels_pallas.specs.sections` describes the output of each launch. The numbers equal those of the
-array operations that the tests use as a reference.
+`kernels_pallas.specs.sections` describes the output of each launch. The numbers are equal to
+those of the array operations that the tests use as a reference.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,9 @@ ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
 
 
 class Capacity(NamedTuple):
-    """Compiled constants of `sequences` and `tables`; WIDTH and STRIDE: of compressed tokens."""
+    """The compiled constants of `sequences` and `tables`. WIDTH and STRIDE are those of
+    compressed tokens.
+    """
 
     WIDTH: int
     STRIDE: int
@@ -48,8 +51,9 @@ def _last_before(starts, at, inside, count, steps):
 
 @triton.jit
 def _of_token(rows, query, inside):
-    """Return the position of a query, and the first key and the first slot of its sequence. `rows`:
-    the output of `sequences`, and the arguments of `tables` with which it is read.
+    """Return the position of a query, and the first key and the first slot of its sequence.
+    `rows` has the output of `sequences`, and the arguments of `tables` that are needed to read
+    it.
     """
     sequences, pitch, count, offset, half, gap, steps = rows
     key = query + offset + tl.where(query >= half, gap, 0)
@@ -77,14 +81,18 @@ def _column(column, token, c):
 
 @triton.jit
 def _queries_before(key, T, half, gap):
-    """Return the number of queries before a key, which is counted from the first query's."""
+    """Return the number of queries before a key. The key is counted from the key of the first
+    query.
+    """
     behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
     return tl.minimum(tl.maximum(key, 0), half) + behind
 
 
 @triton.jit
 def _tokens_below(value, column, rows, T, token_steps, inside, c):
-    """Return the number of tokens with less than `value` in a column that does not decrease."""
+    """Return the number of tokens whose entry in a column is less than `value`. The column must
+    not decrease.
+    """
     low = value * 0
     high = low + T
     for _ in range(token_steps):
@@ -170,13 +178,15 @@ def tables(
     k: tl.constexpr,
     c: tl.constexpr,
 ):
-    """The numbers of one section.
+    """Compute the numbers of one section.
 
     Args:
       sections: `[MOST, INTS]`.
       out: The output of `sequences`, followed by the output of this launch.
-      offset, half, gap: Query t is key `t + offset`, from `half` on plus `gap`.
-      count, pitch: Number of sequences, and distance of their rows.
+      offset, half, gap: Query t has the key index `t + offset`, and `t + offset + gap` from
+        query `half` on.
+      count, pitch: Number of sequences, and the distance between rows of the output of
+        `sequences`.
       f, k: `specs.AT`, `specs.KINDS`.
       token_steps, steps: Steps of a search among tokens, and among sequences.
     """
@@ -301,8 +311,8 @@ def tables(
 
 @triton.jit
 def partials(sections, out, f: tl.constexpr, ROOM: tl.constexpr):
-    """For each tile of keys of an interval, the number of partials before it, and by head the first
-    partial and their number. A program per section.
+    """Compute, for each tile of keys of an interval, the number of partials before it, and for
+    each head the first partial and the number of partials. Each program has one section.
     """
     section = sections + tl.program_id(0) * INTS
     tile = tl.arange(0, ROOM)

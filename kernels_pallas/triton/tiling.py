@@ -1,4 +1,5 @@
-"""Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
+"""Chooses the sizes of tiles, the warps and the stages. The first ones that fit in the memory
+of an architecture are used.
 
 The model of shared memory is an upper bound of Triton's usage for these loops: the tiles of the
 rows that stay, one set of streamed tiles per stage, and one tile of products that changes its
@@ -25,7 +26,9 @@ HEADS = 128  # of a group, which must fit in one tile of the scores
 
 
 class Tiling(NamedTuple):
-    """Query rows and keys of a tile, warps of a program, stages of its loop."""
+    """The numbers of query rows and keys of a tile, of warps of a program, and of stages of its
+    loop.
+    """
 
     rows: int
     keys: int
@@ -43,8 +46,8 @@ WIDE = (9, 10)
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Return the rows and keys of the largest useful tiles of intervals, for forward, dq or dkv:
-    their sums and operands fit in registers.
+    """Return the rows and keys of the largest useful tiles of intervals, for forward, dq or
+    dkv. Their sums and operands fit in registers.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
@@ -59,7 +62,7 @@ def smem_of(capability: tuple[int, int]) -> int:
 
 
 def power(size: int, least: int = LEAST) -> int:
-    """Return the least power of two from `size` and `least` on."""
+    """Return the smallest power of two that is at least `size` and at least `least`."""
     return max(1 << (size - 1).bit_length(), least)
 
 
@@ -91,8 +94,8 @@ def precision(dtype: str) -> str:
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
-    """Warps of a program that holds a float32 sum of `elements` elements, at most `a_thread` per
-    thread.
+    """Return the number of warps of a program that holds a float32 sum of `elements` elements,
+    with at most `a_thread` elements per thread.
     """
     return 4 if elements <= a_thread * 128 else 8
 
