@@ -252,6 +252,12 @@ class LayerSpec:
             return [("W_K", "W_V")]
         return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
 
+    @property
+    def kept_keys(self) -> tuple[int, int]:
+        """The projected keys of the newest tokens that a cache stores: tokens, columns."""
+        columns = len(self.key_values) * self.n_kv_groups * self.d_k
+        return (self.key_taps or 1) - 1, columns
+
     def heads(self, batch: int, length: int) -> list[tuple[int, int, int, int]]:
         """Return the shapes of query, key and value."""
         pairs = (

@@ -271,7 +271,7 @@ class NSAAttention(nnx.Module):
                 HeadNorm(spec.d_k, spec.qk_norm_eps, param_dtype=param_dtype) for _ in range(2)
             )
         if spec.key_taps is not None:
-            columns = len(spec.key_values) * keys
+            columns = spec.kept_keys[1]
             self.key_conv = KeyConvolution(spec.key_taps, columns, param_dtype, rngs)
         if spec.gate != "selected":
             kind = HeadGate if spec.gate == "head" else Gate
@@ -330,8 +330,7 @@ class NSAAttention(nnx.Module):
         facts = facts_of(self.compress_params(), self.spec.cached)
         newest = None
         if self.spec.key_taps is not None:
-            taps, columns = self.key_conv.weight.shape
-            newest = jnp.zeros((batch, taps - 1, columns), self.dtype)
+            newest = jnp.zeros((batch, *self.spec.kept_keys), self.dtype)
         return made._replace(contents=UNSAID.with_facts(facts), newest_keys=newest)
 
     def project(self, x, position, before=None):

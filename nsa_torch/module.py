@@ -30,6 +30,7 @@ from nsa_torch.context_ranks import check_mesh
 from nsa_torch.functional import Names
 from nsa_torch.geometry import own_tokens, without_padding
 from nsa_torch.heads import Gate, HeadGate, SelectedGate
+from nsa_torch.key_convolution import KeyConvolution, newest_keys
 from nsa_torch.plain import as_given, product_dtype
 from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 
@@ -73,48 +74,6 @@ class Pool(nn.Conv1d):
 
     def params(self) -> PoolParams:
         return PoolParams(self.weight[:, 0].T)  # [D, 1, l] of the convolution as [l, D]
-
-
-class KeyConvolution(nn.Conv1d):
-    """`k + silu(c)` of projected keys `k`, where `c` is their causal depthwise convolution
-    (`key_taps` of `LayerSpec`).
-    """
-
-    def __init__(self, taps: int, columns: int, **factory: Any):
-        super().__init__(columns, columns, taps, groups=columns, bias=False, **factory)
-
-    def forward(self, key: Tensor, position: Tensor, before: Tensor | None = None) -> Tensor:
-        """Convolve `key` [B, T, columns].
-
-        Args:
-          position: `[B, T]` of the tokens in their sequences, or `[1, T]`. A sequence begins at 0.
-          before: `[B C, taps - 1, columns]`, the keys before each of the `C` equal chunks of a row.
-            None means that rows begin with a sequence.
-        """
-        weight, wide = self.weight[:, 0].T, torch.promote_types(key.dtype, torch.float32)
-        taps, (rows, length, columns) = len(weight), key.shape
-        if before is None:
-            before = key.new_zeros(rows, taps - 1, columns)
-        chunks = key.reshape(before.shape[0], -1, columns)
-        position = position.expand(rows, length).reshape(*chunks.shape[:2], 1)
-        joined = torch.cat([before.to(key.dtype), chunks], dim=1)
-        total = weight[-1].to(wide) * chunks
-        for back in range(1, taps):
-            earlier = joined[:, taps - 1 - back : joined.shape[1] - back]
-            earlier = torch.where(position >= back, earlier, 0)
-            total = total + weight[-1 - back].to(wide) * earlier
-        return (chunks + F.silu(total)).to(key.dtype).view(key.shape)
-
-
-def newest_keys(before: Tensor, key: Tensor, count: Tensor | None) -> Tensor:
-    """Return the newest keys of rows, like `before`, after `count` [B] of the tokens of `key`
-    [B, T, columns]. None means all tokens.
-    """
-    kept, key = before.shape[1], key.to(before.dtype)
-    if count is None:
-        return torch.cat([before, key[:, -kept:]], dim=1)[:, -kept:].clone()
-    at = count[:, None].long() + torch.arange(kept, device=key.device)
-    return torch.cat([before, key], dim=1).gather(1, at[..., None].expand(-1, -1, key.shape[2]))
 
 
 class Mark(nn.Module):
@@ -342,17 +301,15 @@ class NSAAttention(nn.Module):
 
     def no_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the `newest_keys` of an empty cache with rows of `lengths` [B]."""
-        spec = self.spec
-        if spec.key_taps is None:
+        if self.spec.key_taps is None:
             return None
-        shape = len(lengths), spec.key_taps - 1, self.key_conv.out_channels
-        return lengths.new_zeros(shape, dtype=dtype)
+        return lengths.new_zeros((len(lengths), *self.spec.kept_keys), dtype=dtype)
 
     def project(
         self,
         x: Tensor,
         position: Tensor,
-        before: Callable[[Tensor], Tensor] | None = None,
+        convolve: Callable[[Tensor], Tensor] | None = None,
     ):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_torch.attention`.
@@ -361,13 +318,14 @@ class NSAAttention(nn.Module):
 
         Args:
           position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
-          before: With `key_taps`, a function from the projected keys to the keys before them
-            (`KeyConvolution.forward`). None means that rows begin with a sequence.
+          convolve: With `key_taps`, the convolution of the projected keys `[B, T, columns]`. None
+            means that of rows that begin with a sequence.
         """
         spec = self.spec
-        convolve = None
-        if spec.key_taps is not None:
-            convolve = lambda key: self.key_conv(key, position, before and before(key))
+        if spec.key_taps is None:
+            convolve = None
+        elif convolve is None:
+            convolve = functools.partial(self.key_conv, position=position)
         names = zip(*self._key_values(), strict=True)
         keys, values = ([getattr(self, name) for name in each] for each in names)
         gate = self.gate if spec.gate == "head" else None
@@ -465,16 +423,15 @@ class NSAAttention(nn.Module):
             steps = torch.arange(length, device=x.device)
             if zeroes_padding:
                 (x,) = own_tokens(new_lengths, x)
-            before, newest = kv.newest_keys, None
+            position, newest = kv.length[:, None] + steps, None
 
-            def keys_before(key):
+            def convolve(key: Tensor) -> Tensor:
                 nonlocal newest
-                assert before is not None
-                newest = newest_keys(before, key, new_lengths)
-                return before
+                assert kv is not None and kv.newest_keys is not None
+                newest = newest_keys(kv.newest_keys, key, new_lengths)
+                return self.key_conv(key, position, kv.newest_keys)
 
-            position = kv.length[:, None] + steps
-            query, key, value, gates = self.project(x, position, keys_before)
+            query, key, value, gates = self.project(x, position, convolve)
             out, kv = cache.cached_attention(
                 query,
                 key,
@@ -493,7 +450,6 @@ class NSAAttention(nn.Module):
             shards = 1 if self.context_mesh is None else self.context_mesh.size()
             cu_seqlens = borders_of(cu_seqlens, varlen, x, "x", spec.config, length * shards)
         ranks: dict[str, Any] = {}
-        earlier = None
         if self.context_mesh is None:
             checks.packed(cu_seqlens, x, "x")
             padded = cu_seqlens is not None and checks.may_be_padded(cu_seqlens, length)
@@ -512,13 +468,13 @@ class NSAAttention(nn.Module):
             own = {"cu_seqlens": cu_seqlens, "device": x.device}
             position = context.shard_positions(local_length=length, **own, **ranks)
             compress, padded = context.compress, cu_seqlens is not None
-            if spec.key_taps is not None:
-                earlier = functools.partial(
-                    context.tokens_before, count=spec.key_taps - 1, **ranks
-                )
         if zeroes_padding and padded:
             x = without_padding(x, position >= 0)
-        query, key, value, gates = self.project(x, position, earlier)
+        convolve = None
+        if ranks and spec.key_taps is not None:
+            before = functools.partial(context.tokens_before, count=spec.key_taps - 1, **ranks)
+            convolve = lambda key: self.key_conv(key, position, before(key))
+        query, key, value, gates = self.project(x, position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
         if longest < self.dense_below:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)

@@ -100,6 +100,8 @@ ANSWERS = [
     ("cpu", {"attention": ["nsa", "dense"], "phi": "mlp"}, {"max_blocks_per_request": 0}),
     ("cpu", {"phi": "mlp_rope", "gate": "head"}, {}),
     ("cpu", {"phi": "mlp_pe", "kv": "shared"}, {}),
+    ("cpu", {"kv": "shared", "gate": "head", "key_taps": 3}, {}),
+    ("cpu", {"attention": ["nsa", "dense"], "key_taps": 5}, {"max_blocks_per_request": 0}),
     ("cpu", {"attention": ["dense", "nsa"], "kv": "shared", "v_head_dim": 16}, {}),
     ("cpu", {"attention": "dense"}, {}),  # as transformers runs them
     # Decode steps are CUDA graphs, which the manager captures for each number of rows.
@@ -312,10 +314,6 @@ def test_what_is_refused():
         ("all branches by one implementation", lambda: cache.one_name(mixed)),
         (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
-        (
-            "generate_batch does not support key_taps, got 3; use generate",
-            lambda: model(key_taps=3).generate_batch([[1, 2]]),
-        ),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             call()

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch import heads
-from nsa_torch.module import KeyConvolution, NSAAttention
+from nsa_torch.key_convolution import KeyConvolution
+from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata
 
 from . import selection

@@ -29,7 +29,8 @@ from nsa_torch import cache as nsa_cache
 from nsa_torch.functional import Name, Names
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.module import NSAAttention, newest_keys
+from nsa_torch.key_convolution import newest_keys
+from nsa_torch.module import NSAAttention
 from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
@@ -177,12 +178,12 @@ class PagedLayer:
             self.newest_keys = attention.no_keys(call.after, dtype)
         newest = None
 
-        def keys_before(key: Tensor) -> Tensor:
+        def convolve(key: Tensor) -> Tensor:
             nonlocal newest
             newest = newest_keys(self.newest_keys, key, call.count)
-            return self.newest_keys
+            return attention.key_conv(key, call.position, self.newest_keys)
 
-        at = call.position, self.pages, call.order, keys_before
+        at = call.position, self.pages, call.order, convolve
         y = attend_pages(attention, x, *at, **call.at)
         if newest is not None:
             self.newest_keys.copy_(newest)
@@ -463,7 +464,7 @@ def attend_pages(
     position: Tensor,
     pages: PagedCache,
     order: Tensor | None = None,
-    before: Callable[[Tensor], Tensor] | None = None,
+    convolve: Callable[[Tensor], Tensor] | None = None,
     **at: Any,
 ) -> Tensor:
     """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute
@@ -471,14 +472,14 @@ def attend_pages(
 
     Args:
       order: as in `Call`; None means the order of `x`.
-      before: as in `NSAAttention.project`.
+      convolve: as in `NSAAttention.project`.
       at: The rows of the tokens, as arguments of `paged_attention`.
     """
 
     def by_token(x: Tensor) -> Tensor:
         return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
 
-    query, key, value, gates = attention.project(x, position, before)
+    query, key, value, gates = attention.project(x, position, convolve)
     key, value = (
         Branches(*map(by_token, x)) if attention.spec.separate else by_token(x[0])
         for x in (key, value)

@@ -15,6 +15,7 @@ import copy
 import functools
 import importlib
 import itertools
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,7 @@ def elements_of_layers(config: NSAModelConfig) -> list[int]:
     spec = config.layer_spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
     nsa = paged_layout.page_elements(heads, *widths, spec.config, spec.separate)
+    nsa += math.prod(spec.kept_keys)
     dense = config.select_block * heads * sum(widths)
     return [nsa if kind == "nsa" else dense for kind in config.layer_attention]
 
@@ -122,6 +124,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
         # So that its block tables have numbers of blocks.
         self.block_physical_stride = page_size
         self.pages: dict[int, PagedCache | tuple[Tensor, Tensor]] = {}
+        self.newest_keys: dict[int, Tensor] = {}  # as in `KeyConvolution.in_pages`
 
     def register_cache_tensor(self, bytes_per_sector, non_trash_bytes, cache_tensor, pool):
         """Divide `cache_tensor`, the manager's memory in bytes, into the pages of the layers."""
@@ -135,6 +138,9 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             end = begin + blocks * elements[layer]
             each, begin = memory[begin:end], end
             if self.config.layer_attention[layer] == "nsa":
+                kept = blocks * math.prod(spec.kept_keys)
+                each, newest = each.split_with_sizes([len(each) - kept, kept])
+                self.newest_keys[layer] = newest.view(blocks, *spec.kept_keys)
                 made = PagedCache.carve(
                     each, *sizes, config=spec.config, separate=spec.separate
                 )
@@ -152,12 +158,14 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             torch.tensor(x, dtype=torch.int64, device=device)
             for x in (source_block_ids, dest_block_ids)
         )
+        plain = [*self.newest_keys.values()]
         for pages in self.pages.values():
             if isinstance(pages, PagedCache):
                 pages.copy_pages(source, target)
             else:
-                for x in pages:
-                    x[target] = x[source]
+                plain += pages
+        for x in plain:
+            x[target] = x[source]
 
     def get_read_indices(
         self, request_id: str, past_length: int, query_length: int
@@ -198,8 +206,7 @@ def continuous_batching_config(
     Raises:
       ValueError: `page_size` is not `select_block`, or CUDA graphs are requested for steps of
         prompts, or pages would be moved to the host.
-      NotImplementedError: The manager of this version of transformers was not tested, or keys
-        are convolved (`key_taps`).
+      NotImplementedError: The manager of this version of transformers was not tested.
     """
     check_manager()
     options.setdefault("page_size", config.select_block)
@@ -209,10 +216,6 @@ def continuous_batching_config(
 
 
 def _check(given: Any, config: NSAModelConfig) -> None:
-    if config.key_taps is not None:
-        raise NotImplementedError(
-            f"generate_batch does not support key_taps, got {config.key_taps}; use generate"
-        )
     for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
         if (size := getattr(given, name)) is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, or None, got {size}")
@@ -392,8 +395,14 @@ class ContinuousBatch:
             attend = functools.partial(self.attend_to_all, pages)
             return attention(x, self.position, None, attend=attend)
         at = {"page_table": self.page_table, "lengths": self.lengths}
-        at |= {"cu_seqlens_q": self.starts, "runs": self.runs}
-        y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, **at))
+        at |= {"cu_seqlens_q": self.starts}
+        newest = self.allocator.newest_keys[index]
+
+        def convolve(key: Tensor) -> Tensor:
+            return attention.key_conv.in_pages(key[0], newest, self.page, **at)[None]
+
+        how = self.position, pages, None, convolve
+        y, _ = attention(x, attend=lambda *own: attend_pages(*own, *how, **at, runs=self.runs))
         return y
 
     def attend_to_all(

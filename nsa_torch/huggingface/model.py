@@ -30,7 +30,8 @@ from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.rows import LOSS, READ, Rows, check_keywords, rows
-from nsa_torch.module import MLP, KeyConvolution, NSAAttention, Pool
+from nsa_torch.key_convolution import KeyConvolution
+from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
