@@ -156,8 +156,9 @@ def test_with_a_configuration_of_transformers():
 
 
 @served
-def test_prefixes_are_shared_and_forks_copied(monkeypatch):
-    lm, prompt = model(), prompts()[1]
+@pytest.mark.parametrize("changes", [{}, {"key_taps": 3}], ids=str)
+def test_prefixes_are_shared_and_forks_copied(changes, monkeypatch):
+    lm, prompt = model(**changes), prompts()[1]
     shared, copied, found = [], [], {}
     matching = lambda call, *x: shared.append(call(*x)) or shared[-1]
     replaced(monkeypatch, "match_prefix_blocks", matching)

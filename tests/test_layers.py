@@ -414,6 +414,33 @@ def test_a_row_s_newest_keys_follow_its_own_tokens(both):
     close(run(module, x, kv)[0], want)
 
 
+@pytest.mark.parametrize("taps", [2, 3, 6])
+def test_convolved_keys_of_rows_in_pages(taps, both):
+    """Calls of any numbers of tokens, none too. Row 2 begins with a page that row 0 fills in the
+    same call. Memory begins as NaN; padding follows the tokens of a call.
+    """
+    convolution = both(kv="shared", key_taps=taps)[0].key_conv
+    rng, page, lengths = np.random.default_rng(taps), 8, np.zeros(4, int)
+    key = torch.from_numpy(rng.normal(size=(4, 40, 16)).astype(np.float32))
+    key[2, :page] = key[0, :page]
+    table = torch.arange(20, dtype=torch.int32).view(4, 5)
+    table[2, 0] = table[0, 0]
+    pages = torch.full((20, taps - 1, 16), torch.nan)
+    want = convolution(key, torch.arange(40)[None]).detach()
+    for counts in ([9, 3, 2, 0], [1, 1, 1, 1], [7, 0, 12, 4], [1, 9, 1, 0], [5, 1, 1, 8]):
+        first = lengths.copy()
+        first[2] = max(first[2], page)  # the shared page has its tokens
+        lengths = first + counts
+        parts = [x[a:b] for x, a, b in zip(key, first, lengths, strict=True)]
+        starts = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
+        given = torch.cat([*parts, key[0, :3]])
+        ints = torch.tensor(np.where(np.array(counts) > 0, lengths, 0), dtype=torch.int32)
+        with torch.no_grad():
+            found = convolution.in_pages(given, pages, page, table, ints, starts)
+        of_rows = [x[a:b] for x, a, b in zip(want, first, lengths, strict=True)]
+        close(found[:-3], torch.cat(of_rows))
+
+
 @pytest.mark.parametrize("made", [in_torch, in_jax])
 def test_a_cache_is_of_a_layer_that_convolves_alike(made):
     layers = {taps: made(key_taps=taps) for taps in (None, 3, 4)}
