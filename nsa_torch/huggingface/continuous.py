@@ -394,7 +394,7 @@ class ContinuousBatch:
         if not isinstance(attention, NSAAttention):
             attend = functools.partial(self.attend_to_all, pages)
             return attention(x, self.position, None, attend=attend)
-        at = {"page_table": self.page_table, "lengths": self.lengths}
+        at: dict[str, Any] = {"page_table": self.page_table, "lengths": self.lengths}
         at |= {"cu_seqlens_q": self.starts}
         newest = self.allocator.newest_keys[index]
 
