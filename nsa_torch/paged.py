@@ -27,6 +27,7 @@ from nsa_core import paged_append, paged_layout, validate
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
+from nsa_core.layer import LayerSpec
 from nsa_core.paged_layout import PAGES, PagedArrays
 from nsa_core.steps import mosaic_append
 from nsa_core.types import Branches
@@ -249,6 +250,24 @@ class PagedCache(PagedArrays):
             if not (ring.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._slots = found
         return found[:rows]
+
+
+def block_elements(spec: LayerSpec) -> int:
+    """Return the number of elements that a layer stores in a block of `select_block` tokens."""
+    sizes = spec.n_kv_groups, spec.d_k, spec.d_v, spec.config, spec.separate
+    return paged_layout.page_elements(*sizes) + math.prod(spec.kept_keys)
+
+
+def carve_blocks(memory: Tensor, blocks: int, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
+    """Make the pages of a layer's blocks in `memory` [elements], and the projected keys of their
+    newest tokens (`KeyConvolution.in_pages`).
+    """
+    memory = memory[: blocks * block_elements(spec)]
+    kept = blocks * math.prod(spec.kept_keys)
+    pages, newest = memory.split_with_sizes([len(memory) - kept, kept])
+    options: Any = {"config": spec.config, "separate": spec.separate}
+    made = PagedCache.carve(pages, spec.n_kv_groups, spec.d_k, spec.d_v, **options)
+    return made, newest.view(blocks, *spec.kept_keys)
 
 
 def _allocated(

@@ -12,6 +12,7 @@ import torch
 
 from nsa_core.layer import LayerSpec
 from nsa_torch import vllm
+from nsa_torch.key_convolution import KeyConvolution
 from nsa_torch.vllm import step as vllm_step
 from tests import vllm_steps
 from tests.oracles import nsa
@@ -69,7 +70,8 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
         return [(one[token] + other[position]).to(dtype) for one, other in tables]
 
     shape = BLOCKS, groups, BLOCK, vllm_step.elements_of_token(spec)
-    pages = vllm_step.pages_in(torch.full(shape, torch.nan, dtype=dtype, device=device), spec)
+    memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    pages, _ = vllm_step.pages_in(memory, spec)
     written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
     for step in STEPS[case]:
         token, starts, rows = torch.tensor(step["tokens"]), step["query_start_loc"], []
@@ -97,6 +99,40 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
         found = out[:-PADDING].double().cpu()
         torch.testing.assert_close(found, torch.cat(wanted), rtol=rtol, atol=atol)
         assert (out[-PADDING:] == 0).all()
+
+
+@pytest.mark.parametrize("case", [x for x in vllm_steps.CASES if x != "guesses"])
+@torch.no_grad()
+def test_convolved_keys_of_the_engines_steps(case):
+    """Those of whole rows. Memory begins as NaN."""
+    spec = spec_of(key_taps=4)
+    columns = spec.kept_keys[1]
+    convolution = KeyConvolution(4, columns)
+    tables = torch.randn(2, 512, columns, generator=torch.Generator().manual_seed(3))
+    shape = BLOCKS, spec.n_kv_groups, BLOCK, vllm_step.elements_of_token(spec)
+    pages, newest = vllm_step.pages_in(torch.full(shape, torch.nan), spec)
+    assert newest.shape == (BLOCKS, 3, columns) and pages.num_pages >= BLOCKS
+    written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
+    for step in STEPS[case]:
+        token, starts = torch.tensor(step["tokens"]), step["query_start_loc"]
+        rows, position = [], torch.empty_like(token)
+        for table, length, begin, end in zip(
+            step["block_table"], step["seq_lens"], starts, starts[1:], strict=False
+        ):
+            new = torch.arange(length - (end - begin), length)
+            written[torch.tensor(table)[new // BLOCK], new % BLOCK] = token[begin:end]
+            position[begin:end] = new
+            rows.append((torch.tensor(table), length, len(new)))
+        key = torch.cat([tables[0, token] + tables[1, position], tables[0, :PADDING]])
+        out = torch.full_like(key, torch.nan)
+        plan(step).convolve(convolution, key, newest, BLOCK, out)
+        wanted = []
+        for table, length, count in rows:
+            at = torch.arange(length)
+            whole = tables[0, written[table].flatten()[:length]] + tables[1, at]
+            wanted.append(convolution(whole[None], at[None])[0, length - count :])
+        torch.testing.assert_close(out[:-PADDING], torch.cat(wanted))
+        assert not out[-PADDING:].any()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +178,7 @@ def test_memory_that_does_not_fit(shape):
 def test_all_blocks_of_the_engine_are_there():
     spec = spec_of(width=6)
     memory = torch.zeros(5, 2, BLOCK, vllm_step.elements_of_token(spec))
-    pages = vllm_step.pages_in(memory, spec)
+    pages, _ = vllm_step.pages_in(memory, spec)
     assert 5 <= pages.num_pages <= 6
     assert sum(x.nbytes for x in pages.tensors().values()) <= memory.nbytes
 

@@ -107,8 +107,8 @@ def pages(llm):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"phi": "mlp"}, {"kv": "shared", "gate": "head"}],
-    ids=["nsa", "learned phi", "shared"],
+    [{}, {"phi": "mlp"}, {"kv": "shared", "gate": "head"}, {"kv": "shared", "key_taps": 3}],
+    ids=["nsa", "learned phi", "shared", "convolved keys"],
 )
 def test_answers_are_those_of_generate(engine, changes):
     """Prompts of several lengths, in chunks (the longest takes three steps), decode rows beside
@@ -168,7 +168,6 @@ def test_without_a_block_size(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "key_taps must be None: blocks have no room for the projected keys"),
         ({"block_size": 32}, "must be select_block=16, got 32; pass --block-size 16"),
         ({"block_size": 8}, "must be select_block=16, got 8; pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
@@ -177,9 +176,8 @@ def test_without_a_block_size(engine):
     ],
 )
 def test_what_is_refused(engine, options, message):
-    lm = model(key_taps=3) if not options else model()
     with pytest.raises(Exception, match=message):
-        engine(lm, **options)
+        engine(model(), **options)
 
 
 def test_the_plugin_is_found_by_its_entry_point():
@@ -196,6 +194,8 @@ def test_models_and_devices_that_are_refused():
     for message, changes, guesses, parallel in (
         (None, {}, None, {}),
         (None, {}, "ngram", {}),
+        (None, {"key_taps": 3}, None, {}),
+        ("speculative_config must be None: guesses", {"key_taps": 3}, "ngram", {}),
         (f"tensor_parallel_size {two}", {}, None, {"tensor_parallel_size": 2}),
         (f"pipeline_parallel_size {two}", {}, None, {"pipeline_parallel_size": 2}),
         ("layers of two models .*'draft_model'", {}, "draft_model", {}),

@@ -15,7 +15,6 @@ import copy
 import functools
 import importlib
 import itertools
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,7 @@ from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.cache import attend_pages
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache
+from nsa_torch.paged import PagedCache, block_elements, carve_blocks
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 # The attention of a model while a manager serves it. The word "flash" prevents a mask.
@@ -61,10 +60,8 @@ def check_manager() -> None:
 def elements_of_layers(config: NSAModelConfig) -> list[int]:
     """Return the number of elements in a block of `select_block` tokens for each layer."""
     spec = config.layer_spec
-    heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
-    nsa = paged_layout.page_elements(heads, *widths, spec.config, spec.separate)
-    nsa += math.prod(spec.kept_keys)
-    dense = config.select_block * heads * sum(widths)
+    nsa = block_elements(spec)
+    dense = config.select_block * spec.n_kv_groups * (spec.d_k + spec.d_v)
     return [nsa if kind == "nsa" else dense for kind in config.layer_attention]
 
 
@@ -133,17 +130,11 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
         blocks = cache_tensor.numel() // self.bytes_per_block
         memory, spec = cache_tensor.view(self.cache_dtype), self.config.layer_spec
         begin, elements = 0, elements_of_layers(self.config)
-        sizes = spec.n_kv_groups, spec.d_k, spec.d_v
         for layer in self.layer_indices:
             end = begin + blocks * elements[layer]
             each, begin = memory[begin:end], end
             if self.config.layer_attention[layer] == "nsa":
-                kept = blocks * math.prod(spec.kept_keys)
-                each, newest = each.split_with_sizes([len(each) - kept, kept])
-                self.newest_keys[layer] = newest.view(blocks, *spec.kept_keys)
-                made = PagedCache.carve(
-                    each, *sizes, config=spec.config, separate=spec.separate
-                )
+                made, self.newest_keys[layer] = carve_blocks(each, blocks, spec)
             else:
                 tokens = blocks * self.tokens_per_page * spec.n_kv_groups
                 shape = blocks, self.tokens_per_page, spec.n_kv_groups, -1

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from nsa_core.layer import LayerSpec
 from nsa_torch.vllm.step import Step, elements_of_token
 
-OP = "nsa_attend"
+OP, CONVOLVE = "nsa_attend", "nsa_convolve"
 
 
 class NSABuilder(AttentionMetadataBuilder[Step]):
@@ -122,4 +122,20 @@ def _shapes(query, key, value, gates, out, layer_name) -> None:
     return
 
 
+def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
+    """Write the convolved keys of `key` [N, columns] to `out`."""
+    context = get_forward_context()
+    steps, layer = context.attn_metadata, context.no_compile_layers[layer_name]
+    if steps is None:  # vLLM measures memory
+        out.zero_()
+        return
+    (attention,), page = layer.attention, NSABackend.select_block
+    steps[layer_name].convolve(attention.key_conv, key, layer.newest_keys, page, out)
+
+
+def _same_shape(key, out, layer_name) -> None:
+    return
+
+
 direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_shapes)
+direct_register_custom_op(CONVOLVE, _convolve, mutates_args=["out"], fake_impl=_same_shape)

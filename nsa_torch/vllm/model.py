@@ -16,7 +16,7 @@ from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSAModel
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
-from nsa_torch.vllm.backend import OP, NSABackend, cache_spec
+from nsa_torch.vllm.backend import CONVOLVE, OP, NSABackend, cache_spec
 from nsa_torch.vllm.step import gathered_elements, pages_in
 
 HEAD = "lm_head.weight"
@@ -27,7 +27,7 @@ class Pages(nn.Module, AttentionLayerBase):
     """Represents a layer with NSA in vLLM, with its cache and its backend.
 
     Attributes:
-      pages: The pages of the layer; None before vLLM has bound its memory.
+      pages, newest_keys: as in `pages_in`; None before vLLM has bound its memory.
       gathered: Number of elements that a step may copy from pages to other memory.
     """
 
@@ -35,6 +35,7 @@ class Pages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.name = prefix
         self.pages: PagedCache | None = None
+        self.newest_keys: Tensor | None = None
         self.gathered = gathered_elements(
             attention.spec, vllm_config.model_config.max_model_len
         )
@@ -51,7 +52,7 @@ class Pages(nn.Module, AttentionLayerBase):
         """Use the memory `[B, Hkv, N, C]`. No attribute is named `kv_cache`, since vLLM would
         zero blocks in it.
         """
-        self.pages = pages_in(kv_cache, self.attention[0].spec)
+        self.pages, self.newest_keys = pages_in(kv_cache, self.attention[0].spec)
 
 
 @support_torch_compile
@@ -78,7 +79,13 @@ class Decoder(nn.Module):
 
 def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> Tensor:
     """Compute `attention` for `x` [N, dim] from vLLM's blocks."""
-    query, key, value, gates = attention.project(x[None], positions[None])
+
+    def convolve(key: Tensor) -> Tensor:
+        made = torch.empty_like(key[0])
+        getattr(torch.ops.vllm, CONVOLVE)(key[0], made, name)
+        return made[None]
+
+    query, key, value, gates = attention.project(x[None], positions[None], convolve)
     count = 3 if attention.spec.separate else 1
     key, value = (torch.cat(each[:count]) for each in (key, value))  # [count, N, Hkv, .]
     out = query.new_empty(*query.shape[1:3], attention.spec.d_v)
@@ -194,10 +201,10 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             "vLLM serves models with NSA in every layer",
         ),
         (
-            "key_taps",
-            config.key_taps,
+            "speculative_config",
+            config.key_taps and guesses,
             (None,),
-            "blocks have no room for the projected keys that a step reads",
+            "guesses cannot be taken back from the keys of a layer with key_taps",
         ),
         ("kv_cache_dtype", cache.cache_dtype, ("auto",), "pages have no scales"),
     ):

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
-from nsa_core import paged_layout
 from nsa_core.layer import LayerSpec
 from nsa_core.paged_runs import GATHERED_KEYS, Run, fills_pages_of_others, plan_runs
 from nsa_core.types import Branches
-from nsa_torch.paged import PagedCache
+from nsa_torch.key_convolution import KeyConvolution
+from nsa_torch.paged import PagedCache, block_elements, carve_blocks
 from nsa_torch.paged_attend import paged_attention
 
 
@@ -47,6 +47,16 @@ class Step(NamedTuple):
         starts = m.query_start_loc_cpu.tolist()[: m.num_reqs + 1]
         runs = plan_runs(starts, lengths, block_size)
         return cls(*at, m.query_start_loc, runs, tokens)
+
+    def convolve(
+        self, convolution: KeyConvolution, key: Tensor, newest: Tensor, page: int, out: Tensor
+    ) -> None:
+        """Writes the convolved keys of a layer's tokens `key` [N, columns] to `out`. `newest` and
+        `page` are as in `KeyConvolution.in_pages`.
+        """
+        n, at = self.tokens, (self.page_table, self.lengths, self.starts)
+        out[:n] = convolution.in_pages(key[:n], newest, page, *at)
+        out[n:] = 0
 
     def attend(
         self,
@@ -86,13 +96,12 @@ def elements_of_token(spec: LayerSpec) -> int:
     """Return the number of elements per token and key/value head, including compressed tokens,
     rounded up.
     """
-    config, heads = spec.config, spec.n_kv_groups
-    elements = paged_layout.page_elements(heads, spec.d_k, spec.d_v, config, spec.separate)
-    return -(-elements // (heads * config.select_block))
+    return -(-block_elements(spec) // (spec.n_kv_groups * spec.config.select_block))
 
 
-def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
-    """Make a layer's cache in an engine's blocks `[B, Hkv, N, C]`.
+def pages_in(memory: Tensor, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
+    """Make a layer's cache in an engine's blocks `[B, Hkv, N, C]`, and the projected keys of their
+    newest tokens (`carve_blocks`).
 
     Raises:
       ValueError: Blocks do not have `select_block` tokens, have other heads, or are too small
@@ -105,9 +114,7 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
             f"blocks must have key/value heads, tokens of select_block and elements a token "
             f"{wanted}, got {found}"
         )
-    widths = spec.n_kv_groups, spec.d_k, spec.d_v
-    options = {"config": spec.config, "separate": spec.separate}
-    return PagedCache.carve(memory.view(-1), *widths, **options)
+    return carve_blocks(memory.view(-1), len(memory), spec)
 
 
 def gathered_elements(spec: LayerSpec, longest: int) -> int:
