@@ -56,7 +56,7 @@ class Step(NamedTuple):
         """
         n, at = self.tokens, (self.page_table, self.lengths, self.starts)
         out[:n] = convolution.in_pages(key[:n], newest, page, *at)
-        out[n:] = 0
+        out[n:].zero_()
 
     def attend(
         self,
