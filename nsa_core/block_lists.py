@@ -63,8 +63,8 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
     fits = scopes > 0 and heads % scopes == 0
     if not fits or (kv_heads % scopes and scopes % kv_heads):
         raise ValueError(
-            f"{name} must have lists for G heads; G divides H={heads} and is a divisor or "
-            f"a multiple of Hkv={kv_heads}, got G={scopes}"
+            f"the number G of lists in {name} must divide H={heads} and be a divisor or a "
+            f"multiple of Hkv={kv_heads}, got G={scopes}"
         )
 
 

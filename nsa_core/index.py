@@ -121,8 +121,8 @@ def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
         kv_len = rows if entry == 1 else length
     if isinstance(kv_len, int) and (kv_len < length or kv_len // entry > rows):
         raise ValueError(
-            f"kv_len must be from T={length} to the tokens of {rows} keys of entry={entry}, "
-            f"got {kv_len}"
+            f"kv_len must be at least T={length} and at most the tokens of {rows} keys with "
+            f"entry={entry}, got {kv_len}"
         )
     return kv_len
 
@@ -317,7 +317,7 @@ def check_loss(
     fits = index_heads > 0 and heads % index_heads == 0
     if not fits or (kv_heads % index_heads and index_heads % kv_heads):
         raise ValueError(
-            f"index_query must have Hi heads; Hi divides H={heads} and is a divisor or a "
+            f"the number of heads of index_query must divide H={heads} and be a divisor or a "
             f"multiple of Hkv={kv_heads}, got Hi={index_heads}"
         )
     if block_indices is not None:

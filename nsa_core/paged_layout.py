@@ -481,8 +481,8 @@ def check_tables(
         for page in found[row, first:end]:
             if page >= 0 and row_of.setdefault(int(page), int(row)) != row:
                 raise ValueError(
-                    f"page_table must give each row pages of its own for new tokens, got page "
-                    f"{page} for rows {row_of[int(page)]} and {row}"
+                    f"page_table must list different pages for the new tokens of different "
+                    f"rows, got page {page} for rows {row_of[int(page)]} and {row}"
                 )
 
 
@@ -585,8 +585,8 @@ def check_tokens(
         array("slots", slots, tuple(lengths.shape), INDICES)
     elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
         raise ValueError(
-            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} needs slots for "
-            f"more rows, got {lengths.shape[0]}"
+            f"slots must be given for more rows than the fp8 cache's max_rows="
+            f"{cache.recent_key.shape[0]}, got {lengths.shape[0]} rows"
         )
     params = (None, None) if params is None else params
     pair = key.compressed[None], value.compressed[None]
@@ -623,6 +623,5 @@ def check_cache(cache, config: NSAConfig | None = None) -> None:
 def check_row_length(T: int, capacity: int) -> None:
     if T > capacity:
         raise ValueError(
-            f"a row must not have more queries than tokens, {capacity} in the pages of its "
-            f"table, got {T}"
+            f"a row must not have more queries than its pages have tokens, {capacity}, got {T}"
         )

@@ -76,7 +76,7 @@ class Ranks:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"context parallel: {what} failed on rank {self.rank} of {self.size}; a rank "
-                    "is gone, or did not come within the process group's timeout"
+                    "is gone, or did not answer within the process group's timeout"
                 ) from error
 
         work = guarded(collective, output, given, group=self.group, async_op=True)

@@ -325,8 +325,8 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
 def _check_sequences(number: int) -> None:
     if number > MAX_SEQUENCES:
         raise NotImplementedError(
-            f"fa2 takes at most {MAX_SEQUENCES} sequences (compressed: times "
-            f"compress_stride) in one call, got {number}"
+            f"fa2 supports at most {MAX_SEQUENCES} sequences per call (sequences times "
+            f"compress_stride in the compressed branch), got {number}"
         )
 
 

@@ -201,9 +201,9 @@ def project(
         raise
     if columns != sizes.row - sizes.gate_columns:
         raise ValueError(
-            f"projections must give all heads of the layer, {spec.n_heads} of queries and "
-            f"{spec.n_kv_groups} of keys and values, in {sizes.row - sizes.gate_columns} columns, "
-            f"got {columns}, because heads cannot be sharded over devices (tensor parallel)"
+            f"projections must return {sizes.row - sizes.gate_columns} columns, which have all "
+            f"{spec.n_heads} query heads and {spec.n_kv_groups} key/value heads, got {columns}; "
+            f"heads cannot be sharded over devices (tensor parallelism)"
         )
     if convolve is not None:
         first, count = sizes.H * sizes.D, sizes.branches * sizes.Hkv * sizes.D

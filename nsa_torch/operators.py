@@ -344,7 +344,7 @@ class Eager(torch.autograd.Function):
         kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
         grads = program.complete(grads, tensors)
         if not program.alone and len(devices := {x.device for x in (*grads[:1], *saved)}) > 1:
-            raise ValueError(f"all that was saved must be on one device, got {devices}")
+            raise ValueError(f"all saved tensors must be on one device, got {devices}")
         direct = plain(grads[:1])
         gives_back = direct and _may_give_back(program, grads[0], saved)
         found = program.gradients(grads, kept, tensors, direct, gives_back)

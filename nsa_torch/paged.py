@@ -190,7 +190,7 @@ class PagedCache(PagedArrays):
         page = paged_layout.page_elements(*sizes)
         if memory.shape[0] < page:
             raise ValueError(
-                f"memory must have {page} elements, those of a page, got {memory.shape[0]}"
+                f"memory must have at least the {page} elements of a page, got {memory.shape[0]}"
             )
         begin, arrays = 0, {}
         for name, shape in paged_layout.shapes(memory.shape[0] // page, *sizes).items():
@@ -491,7 +491,7 @@ def _is_built(*call: Any) -> bool:
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
     """Return the reason why the Triton kernel cannot run this call, or None."""
     if cache.is_fp8 and not means:
-        return "makes means alone in a cache in fp8"
+        return "supports only compression by means for a cache in fp8"
     return append_why_not(cache)
 
 

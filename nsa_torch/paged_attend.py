@@ -102,7 +102,7 @@ def paged_attention(
     if (key is None) != (value is None):
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
-        raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
+        raise ValueError("runs need cu_seqlens_q, which has the first token of each row")
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
         rest = key, value, scale, made_with, slots, implementation

@@ -87,7 +87,7 @@ class Shared:
         if before <= MANY_PINNED < self.pinned_bytes:
             LOG.warning(
                 "CUDA graphs of %d shapes have read %d MiB of shared tensors, which are retained "
-                "until the process ends: capture fewer shapes",
+                "until the process ends; capture fewer shapes",
                 len(self._pinned),
                 self.pinned_bytes >> 20,
             )

@@ -66,7 +66,7 @@ def varlen_metadata(
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
     if cu_seqlens.is_meta and place.type != "meta":
-        raise ValueError(f"device must be meta, as of cu_seqlens, got {place}")
+        raise ValueError(f"device must be meta, like that of cu_seqlens, got {place}")
     sizes = max_seqlen, total, padded, max_sequences
     return VarlenMetadata(cu_seqlens, *sizes, config, place)
 
@@ -166,7 +166,7 @@ class VarlenMetadata:
           ValueError: T is not known yet, or the implementation has no kernels for this layer.
         """
         if self.total is None:
-            raise ValueError("varlen must be made with total, or be used in a call before")
+            raise ValueError("varlen must be made with total, or be used in an earlier call")
         if implementation not in ("mosaic", "triton"):
             raise ValueError(
                 f"implementation must be 'mosaic' or 'triton', got {implementation!r}"

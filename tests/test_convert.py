@@ -318,7 +318,7 @@ REFUSED = {
     "shape": (with_weight(NORM, torch.ones(3)), f"got {NORM} of shape .3,. in place of .48,."),
     "dtype": (
         changed_weights(lambda state: state.update({UP: state[UP].to(torch.float8_e4m3fn)})),
-        "up_proj.weight must be of bf16, .* got torch.float8_e4m3fn",
+        "up_proj.weight must be in bf16, .* got torch.float8_e4m3fn",
     ),
     "tokenizer": (
         with_file("tokenizer.json", tokenizer(97)),

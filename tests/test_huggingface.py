@@ -735,7 +735,11 @@ def test_texts_that_are_refused():
     for kind, message, given in (
         (ValueError, left, dict(inputs=ids * right, attention_mask=right)),
         (ValueError, left, dict(inputs=ids * right)),  # from pad_token_id
-        (ValueError, "must have a row and a column, got shape .1, 0.", dict(inputs=ids[:, :0])),
+        (
+            ValueError,
+            "must have at least one row and one column, got .1, 0.",
+            dict(inputs=ids[:, :0]),
+        ),
         (ValueError, "must be one of .None, 'dynamic'", dict(cache_implementation="offloaded")),
         (
             NotImplementedError,

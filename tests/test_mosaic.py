@@ -236,7 +236,7 @@ def test_registers_that_no_multiprocessor_has_are_refused():
     operands.check_registers(232, 232, 40)
     operands.check_registers(240)
     for wrong in ((240, 240, 40), (232, 232, 44), (232, 232, 16), (248, 24), (168,) * 4):
-        with pytest.raises(ValueError, match="registers per thread do not fit a pool of"):
+        with pytest.raises(ValueError, match="registers per thread must fit the pool of"):
             operands.check_registers(*wrong)
 
 

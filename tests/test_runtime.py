@@ -53,7 +53,7 @@ def test_a_description_makes_the_same_kernel_elsewhere():
 @pytest.mark.parametrize(
     ("spec", "source", "message"),
     [
-        (Copy(1, 2), "", "copy must have a source file, got none"),
+        (Copy(1, 2), "", "copy must have a source, got none"),
         (
             Copy(1, object()),
             "a:b",
@@ -87,7 +87,7 @@ SPEC = {"class": "kernels_pallas.specs.combine:Combine", "fields": {}}
 )
 def test_a_description_names_what_modules_of_specs_define(place, monkeypatch):
     monkeypatch.setattr("os.system", None)
-    words = r"must name what a module of kernels_pallas\.specs.* defines, got"
+    words = r"must name an object that kernels_pallas\.specs.* define, got"
     for description in (
         {"source": place, "spec": 1},
         {"source": "kernels_pallas.specs.combine:gated_sum", "spec": SPEC | {"class": place}},

@@ -172,7 +172,9 @@ def environment(folder: Path) -> dict[str, str]:
     command = [compiler, "-shared", "-fPIC", "-pthread", "-o", str(library), str(RECORDER)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{compiler} could not build the recorder:\n{done.stderr}")
+        raise RuntimeError(
+            f"{compiler} could not compile the recorder of driver calls:\n{done.stderr}"
+        )
     variables = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")}
     variables["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     # Otherwise the first use of JAX initializes its CUDA plugin, which fails without a GPU.

@@ -96,12 +96,12 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
     clusters = [[cubin.CLUSTER, kernel.cluster, 1, 1]] if kernel.cluster > 1 else []
     grid = [*reversed(kernel.grid), 1, 1, 1][:3] if kernel.grid else launched["grid"]
     if (launched["attributes"], launched["grid"]) != (clusters, grid):
-        raise RuntimeError(f"{kernel.name} must be launched as {clusters}, {grid}: {launched}")
+        raise RuntimeError(f"{kernel.name} must launch {clusters}, {grid}, got {launched}")
 
     def argument(address: int) -> int:
         index, rest = divmod(address - FIRST, ARGUMENT)
         if rest or not 0 <= index < len(arguments):
-            raise RuntimeError(f"{kernel.name} is launched with another address: {address:#x}")
+            raise RuntimeError(f"{kernel.name} must launch known addresses, got {address:#x}")
         return index
 
     def parameter(packed: bytes) -> Any:

@@ -25,7 +25,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
     """
     if not kernel.source:
         raise ValueError(
-            f"{kernel.name} must have a source file, got none: it is built in another process"
+            f"{kernel.name} must have a source, got none, because another process builds it"
         )
     return {"source": kernel.source, "spec": _plain(kernel.spec, f"the spec of {kernel.name}")}
 
@@ -77,5 +77,5 @@ def _named(place: str) -> Any:
         if getattr(found, "__module__", None) == module:
             return found
     raise ValueError(
-        f"a description must name what a module of {', '.join(PLACES)} defines, got {place!r}"
+        f"a description must name an object that {', '.join(PLACES)} define, got {place!r}"
     )

@@ -37,6 +37,6 @@ def lower(kernel: Kernel) -> bytes:
         ):
             return attributes["mhlo.backend_config"]["module"].value_bytes
     raise ValueError(
-        f"{kernel.name} must be one Mosaic GPU kernel with all arguments and results in "
-        f"their order, which must not write to its arguments, got\n{module}"
+        f"{kernel.name} must be one Mosaic GPU kernel that has all arguments and results in "
+        f"order and does not write to its arguments, got\n{module}"
     )

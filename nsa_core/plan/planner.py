@@ -54,7 +54,7 @@ class PlanOps(ArrayOps):
         self._own: set[int] = set()  # what no other name stands for: these may be written
 
     def _refused(self, *arguments, **options):
-        raise TypeError("only derived steps may compute with arrays (nsa_core.array_ops)")
+        raise TypeError("a step may compute with arrays only in nsa_core.array_ops.derived")
 
     arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 

@@ -39,8 +39,8 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
     if layout.packed:
         if layout.varlen is None:
             raise NotImplementedError(
-                "mosaic: compute_dtype='float8_e4m3' needs the number of sequences of packed "
-                "rows; pass varlen_metadata(max_segments=), got segment_ids"
+                "mosaic: compute_dtype='float8_e4m3' needs a bound for the number of sequences "
+                "in packed rows, got only segment_ids; pass varlen_metadata(.., max_segments=)"
             )
         places, tiles = layout.varlen.capacity.places, layout.varlen.key_tiles
     spec = fp8.Rounding(

@@ -156,7 +156,9 @@ def _best_blocks(p: Problem, config) -> TritonKernel:
     itemsize = tilings.itemsize(p.dtype)
     tiling = tilings.scores_tiling(p.group, p.D, itemsize, p.capability)
     if tiling is None:
-        raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
+        raise NotImplementedError(
+            f"triton: no tiles of the scores fit on a GPU of {p.capability}"
+        )
     n, ratio = config.num_selected, config.select_block // config.compress_stride
     group, best, ratio_rows = power(p.group, 1), power(n, 2), power(ratio, 1)
     tokens = max(tiling.rows // group, 1)

@@ -194,8 +194,8 @@ def block_attention(
     if mask is not None:
         if not _is_key_states(mask) or mask.shape[-1] != num_keys:
             raise ValueError(
-                f"attention_mask must be [B, slots] of 0 and 1 at the model with "
-                f"attn_implementation={NAME!r}, got {mask.dtype} {tuple(mask.shape)} in a layer"
+                f"attention_mask of the model must be [B, slots] of 0 and 1 with "
+                f"attn_implementation={NAME!r}, but a layer got {mask.dtype} {tuple(mask.shape)}"
             )
         filled, *padded = mask[:, 0].unbind(1)
         real = padded[0] != 0 if padded else None

@@ -332,8 +332,8 @@ class NSAModelCache(Cache):
         count = -int(tokens_to_remove)  # transformers may give a tensor
         if not 0 <= count <= self.columns:
             raise ValueError(
-                f"tokens_to_remove must be in {-self.columns}..0, minus the number of tokens to "
-                f"take back, got {-count}"
+                f"tokens_to_remove must be in {-self.columns}..0, the negative number of columns "
+                f"to remove, got {-count}"
             )
         if count and not self.is_croppable:
             raise ValueError(nsa_cache.CONVOLVED)

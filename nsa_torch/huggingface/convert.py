@@ -331,7 +331,7 @@ def _write(
         for name in weights.keys():
             x = weights.get_tensor(name)
             if x.dtype not in WORDS.values():
-                raise ValueError(f"{name} must be of {', '.join(WORDS)}, got {x.dtype}")
+                raise ValueError(f"{name} must be in {', '.join(WORDS)}, got {x.dtype}")
             if name == EMBEDDING:
                 config.dtype = dtype or x.dtype
             if name == HEAD and config.tie_word_embeddings:

@@ -217,8 +217,8 @@ def _check_cache(
     """Raise ValueError if the caller's cache does not fit the call of `generate`."""
     if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
-            "compile_config must be None if cache is an NSAPagedModelCache, whose "
-            "steps are a CUDA graph and not compiled"
+            "compile_config must be None if cache is an NSAPagedModelCache, because its steps "
+            "run as a CUDA graph and are not compiled"
         )
     if cache.batch_size not in (-1, rows):
         raise ValueError(

@@ -301,7 +301,7 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
         if not x.shape[0] * x.shape[1]:
             raise ValueError(
-                f"input_ids must have a row and a column, got shape {tuple(x.shape[:2])}"
+                f"input_ids must have at least one row and one column, got {tuple(x.shape[:2])}"
             )
         call = {"cu_seq_lens_q": cu_seq_lens_q, **kwargs}
         if "read_index" in call:

@@ -233,7 +233,9 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
             continue
         given = [*dict.fromkeys(_as_borders(name, x, length, starts[-1]).tolist())]
         if given != starts:
-            raise ValueError(f"{name} must be the boundaries of {first}, {starts}, got {given}")
+            raise ValueError(
+                f"{name} must have the boundaries of {first}, {starts}, got {given}"
+            )
     COMPARED.add(compared)
     return borders
 
