@@ -157,9 +157,10 @@ class Kernel:
         """Return the kernel of the same description that serves every length.
 
         Its arrays have nominal lengths (`NOMINAL_LENGTH`); no address in the body may depend on
-        them. Scalar arguments precede the arrays: an input for each of `sizes`, whose address is
-        the number times `SCALAR_STEP`. Nothing is read at these addresses. An address is a
-        parameter of the launch, so a number costs no copy, and a CUDA graph stores it.
+        them. Scalar arguments precede the arrays. There is an input for each entry of `sizes`,
+        and its address is the size times `SCALAR_STEP`. Nothing is read at these addresses. An
+        address is a parameter of the launch, so a size costs no copy, and a CUDA graph stores
+        it.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
@@ -198,8 +199,8 @@ class Kernel:
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
     """Decorate a function that describes a kernel from its spec. Equal specs give the same
     object. The function becomes the kernel's source. By default the kernel has the name of the
-    function. Its body is the function with this name in the module of `mosaic` that has the
-    same name as the module of the description.
+    function. Its body is the function with the same name in `mosaic`. There it is in the module
+    that has the same name as the module of the description.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

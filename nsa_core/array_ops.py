@@ -133,8 +133,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Whether the first outputs of `kernel` have the values of its last inputs in all
-        elements that it does not write.
+        """Return whether the first outputs of `kernel` have the values of its last inputs in
+        all elements that it does not write.
         """
         return bool(kernel.in_place)
 

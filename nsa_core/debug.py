@@ -79,7 +79,9 @@ def enable(*events: str, limit: int = 100) -> None:
 
 
 def stepwise(backend: Backend, *arrays) -> bool:
-    """Whether a fused path must run step by step, since single steps are timed or compared."""
+    """Return whether a fused path must run step by step, since single steps are timed or
+    compared.
+    """
     if not on or backend.silent():
         return False
     return not _left.keys().isdisjoint({"timing", "compare"}) and not backend.traced(arrays)

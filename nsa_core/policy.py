@@ -254,7 +254,9 @@ def _default(implementation: str, problem: Any) -> bool:
 
 
 def _known(implementation: str, problem: Any) -> bool:
-    """Whether the step has a threshold for this kernel, from the caller or from records."""
+    """Return whether the step has a threshold for this kernel, from the caller or from
+    records.
+    """
     device, given = of(problem.device), in_force().thresholds.given()
     for name, (step, kernels) in DECIDES.items():
         about = device.evidence.get(name, {}) if device and step == problem.step else {}

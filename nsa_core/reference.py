@@ -38,7 +38,9 @@ class Rows(NamedTuple):
         return self.ops.xp.where(there, self.at(x, index), nothing)[..., None]
 
     def before(self):
-        """Whether a key belongs to the query's sequence and is not after it: `[B, T, S]`."""
+        """Return whether a key belongs to the query's sequence and is not after it: `[B, T,
+        S]`.
+        """
         own = self.own(self.sequence, -1)
         past = self.ops.arange(self.query, self.sequence.shape[1]) <= self.query[..., None]
         return (self.sequence[:, None] == own) & (own >= 0) & past

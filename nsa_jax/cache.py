@@ -205,9 +205,9 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
     """Return the contents of a cache after a write with `facts`, and the rows `[B]` that become
     wrong.
 
-    If compressed tokens are means and no other facts are stated, the contents do not change.
-    The structure of the cache then stays the same, so that the carry of a `scan` may begin with
-    an empty cache.
+    If compressed tokens are means and the writer states no other facts, the contents do not
+    change. The structure of the cache then stays the same, so that the carry of a `scan` may
+    begin with an empty cache.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False

@@ -358,7 +358,7 @@ class PlanTables:
             ]
 
     def _launched(self, borders: Tensor, out: Tensor) -> bool:
-        """Whether kernels have written the array."""
+        """Return whether kernels have written the array."""
         if not self.by_kernels:
             return False
         if is_capturing(self.device) and self not in SHARED.keys():

@@ -65,7 +65,9 @@ def jax_has_cuda() -> bool:
 
 @functools.lru_cache(4096)
 def on_disk(*layer) -> bool:
-    """Whether the kernels of a layer are on disk. The arguments are those of `layer_note`."""
+    """Return whether the kernels of a layer are on disk. The arguments are those of
+    `layer_note`.
+    """
     return loaded.store().serves(layer_note(*layer))
 
 

@@ -409,8 +409,8 @@ def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer computes only its product or norm, without adapter, hook, shard or another
-    `forward`.
+    """Return whether a layer computes only its product or norm, without adapter, hook, shard or
+    another `forward`.
     """
     if type(layer) is not kind:
         return False

@@ -187,7 +187,7 @@ def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def _direct(found: Kind, arguments: Sequence[Any]) -> bool:
-    """Whether the function may be called without the dispatcher."""
+    """Return whether the function may be called without the dispatcher."""
     device = next(x for x in arguments if isinstance(x, Tensor)).device
     composed = found.composed and not traced(arguments)
     return device.type in DEVICES and (composed or plain(arguments))
@@ -237,7 +237,7 @@ def unpack_layout(
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records operations on these tensors."""
+    """Return whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 

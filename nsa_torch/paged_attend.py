@@ -335,7 +335,7 @@ class Step(NamedTuple):
 
 
 def _appends(inputs: Inputs, new: NewTokens) -> bool:
-    """Whether the step's kernel appends the tokens too."""
+    """Return whether the step's kernel appends the tokens too."""
     if not new.are_means:
         return False
     there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
@@ -494,7 +494,7 @@ def gathering(
 
 
 def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
-    """Whether kernels read the selected keys and values from pages."""
+    """Return whether kernels read the selected keys and values from pages."""
     cache, query = inputs.cache, inputs.query
     key, value = cache.selected_key, cache.selected_value
     in_order = key.is_contiguous() and value.is_contiguous()

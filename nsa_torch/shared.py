@@ -148,7 +148,7 @@ SHARED = Shared()
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured into a CUDA graph."""
+    """Return whether the current stream of a device is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index is None or device.index == torch.cuda.current_device():

@@ -55,7 +55,7 @@ class Lane:
         return [self.m.smaller(self.row + 8 * r, last) for r in range(2)]
 
     def used(self, r: int) -> Any:
-        """Whether the lane's row `r`, 0 or 1, is a query head."""
+        """Return whether the lane's row `r`, 0 or 1, is a query head."""
         return self.row + 8 * r < self.spec.G
 
     @property

@@ -113,7 +113,7 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
 
 
 def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any:
-    """Whether a block precedes another."""
+    """Return whether a block precedes another."""
     return (score > other_score) | (m.same(score, other_score) & (block < other))
 
 

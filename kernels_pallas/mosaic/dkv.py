@@ -109,7 +109,7 @@ class KeyTile:
         self.steps = div(self.end - self.begin + (per_step - 1), per_step)
 
     def exists(self):
-        """Whether the row of the table is a work item, not empty."""
+        """Return whether the row of the table is a work item, not empty."""
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
@@ -456,7 +456,7 @@ class Entries:
         return div(column + row, self.group)
 
     def selected(self, token_bits, j):
-        """Whether the token of a column selected the block of its entry, `[8]`."""
+        """Return whether the token of a column selected the block of its entry, `[8]`."""
         token = self._token_of_column(j % self.spec.query_tile.rows)
         bits = token_bits[j // self.spec.query_tile.rows]
         return lax.shift_right_logical(bits, token) & 1 == 1

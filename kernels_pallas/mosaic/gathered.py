@@ -152,9 +152,9 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     Args:
       rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
         keys. A second one is multiplied with the values.
-      work: `work(refs, rows)` starts the other loads of a step and returns a function of its
-        products `[64, block]`. The result, float32 `[64, out_width]`, is scattered to
-        `refs.partials`.
+      work: `work(refs, rows)` starts the other loads of a step and returns a function. The
+        arguments of this function are the products `[64, block]` of the step. The result,
+        float32 `[64, out_width]`, is scattered to `refs.partials`.
     """
     spec: GatheredAttention = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)

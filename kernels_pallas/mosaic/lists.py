@@ -206,7 +206,7 @@ class BlockBitmap:
         return self.each(token0, visit, list(state))
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
-        """Whether a token with these bounds may select the block."""
+        """Return whether a token with these bounds may select the block."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
@@ -387,8 +387,8 @@ def list_chunk(
     bitmap = BlockBitmap(warp, spec, refs, sizes.T, tokens_of_word, first)
 
     def far_end(token):
-        """Return the end of the far blocks of a token whose tile is gathered, otherwise 0
-        (`selected.tile_is_gathered`).
+        """Return the end of the far blocks of a token. If its tile is not gathered
+        (`selected.tile_is_gathered`), the result is 0.
         """
         tile = token // spec.tile
         before = (refs.b * spec.Hkv + refs.g) * sizes.tiles + warp.larger(tile - 1, 0)

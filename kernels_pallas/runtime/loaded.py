@@ -40,7 +40,7 @@ def bound(
 
 
 def is_loaded(kernel: Kernel, device: int) -> bool:
-    """Whether a kernel for any length is loaded."""
+    """Return whether a kernel for any length is loaded."""
     return (kernel, device) in _loaded
 
 
@@ -79,7 +79,7 @@ def load(
 
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
-    """Whether a kernel for any length is on disk."""
+    """Return whether a kernel for any length is on disk."""
     return store().get(kernel) is not None
 
 
@@ -91,5 +91,5 @@ def store() -> Store:
 
 @functools.cache
 def can_build() -> bool:
-    """Whether this machine can build kernels."""
+    """Return whether this machine can build kernels."""
     return build.why_not() is None

@@ -228,7 +228,7 @@ class Store:
         return None
 
     def _is_trusted(self) -> bool:
-        """Whether the folder exists and may be trusted; a refusal is logged once."""
+        """Return whether the folder exists and may be trusted; a refusal is logged once."""
         if not self.folder.is_dir():
             return False
         if reason := self.refusal():

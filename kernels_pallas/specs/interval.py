@@ -117,7 +117,7 @@ class IntervalAttention(AttentionSizes):
         return ("",) if self.second_keys is None else ("", SECOND)
 
     def has_room(self, *widths: int) -> bool:
-        """Whether tiles of rows of these widths fit next to the ring buffer."""
+        """Return whether tiles of rows of these widths fit next to the ring buffer."""
         ring = self.stages * self.block * (self.D + self.Dv) * (1 if self.fp8 else 2)
         rows = 2 * self.consumers * ROWS * sum(widths)
         return ring + rows <= SMEM_BYTES - 1024

@@ -157,9 +157,10 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
 
 
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
-    """Whether forward of the selected branch multiplies P V of a block during the work on the next
-    one. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers
-    of P for each of two blocks. A CTA needs one more stage of values and one less of keys.
+    """Return whether forward of the selected branch multiplies P V of a block during the work
+    on the next one. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block
+    / 4 registers of P for each of two blocks. A CTA needs one more stage of values and one less
+    of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 

@@ -88,7 +88,7 @@ def slab_width(*widths: int) -> int:
 
 
 def copied_by_lanes(group: int, slab: int) -> bool:
-    """Whether the rows of single tokens are copied by lanes (`mosaic/row_copies.py`)."""
+    """Return whether the rows of single tokens are copied by lanes (`mosaic/row_copies.py`)."""
     return group <= LANE_COPY_HEADS and slab == 64
 
 

@@ -178,7 +178,7 @@ def kl_entries(
 
 @triton.jit
 def _listed(indices, position, number, real, c, slot):
-    """Whether the query list of a block has the slot `slot` of a query."""
+    """Return whether the query list of a block has the slot `slot` of a query."""
     upto = tl.load(position + number // c.INDEX_HEADS, mask=real, other=-1)
     block = tl.load(indices + number * c.N + slot, mask=real, other=-1)
     return (block >= 0) & (block * c.BLOCK <= upto)
@@ -231,7 +231,8 @@ def kl_gradients(
 
     Args:
       index_query, index_key, targets, position, order, ..: as in `kl_entries`.
-      index_lse, mass: Outputs of `kl_loss`; grad: float32 `[B, T, INDEX_HEADS]`, of the loss.
+      index_lse, mass: Outputs of `kl_loss`. `grad`, float32 `[B, T, INDEX_HEADS]`, is the
+        gradient of the loss.
       query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, for a gradient of 1, written if listed.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """

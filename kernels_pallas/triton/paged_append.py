@@ -47,7 +47,9 @@ def _rounded(rows):
 
 @triton.jit
 def _restored(codes, scales, like):
-    """Return the numbers of codes and scales, rounded to the dtype of `like`, as float32."""
+    """Convert codes and scales to numbers. They are rounded to the dtype of `like` and returned
+    as float32.
+    """
     return (codes.to(tl.float32) * scales[:, None]).to(like.dtype.element_ty).to(tl.float32)
 
 

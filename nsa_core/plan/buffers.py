@@ -133,7 +133,7 @@ type Step = Launch | Derived | Join
 
 
 def by_address(step: Step) -> TypeGuard[Launch]:
-    """Whether the step needs only addresses, and no tensors of a framework."""
+    """Return whether the step needs only addresses, and no tensors of a framework."""
     return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 

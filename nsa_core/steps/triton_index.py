@@ -32,7 +32,9 @@ FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them i
 
 
 def _on_chip(index: Index) -> bool:
-    """Whether the kernel `index.index_blocks`, which writes no scores, supports the call."""
+    """Return whether the kernel `index.index_blocks`, which writes no scores, supports the
+    call.
+    """
     plain = index.activation is None and index.reduce is None
     return plain and LEAST <= index.pool and index.num_selected <= SELECTED
 

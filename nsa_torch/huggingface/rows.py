@@ -213,7 +213,7 @@ def _refuse(failed: Tensor, rule: str, mask: Tensor) -> None:
 
 
 def free_to_read(x: Tensor) -> bool:
-    """Whether the host reads numbers of `x` without waiting for a device."""
+    """Return whether the host reads numbers of `x` without waiting for a device."""
     return x.device.type == "cpu"
 
 

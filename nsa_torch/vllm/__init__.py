@@ -23,8 +23,8 @@ def register() -> None:
 
     if ".".join(__version__.split(".")[:2]) not in TRIED:
         warnings.warn(
-            f"nsa_torch.vllm was tested with vLLM {' and '.join(TRIED)}, got {__version__}, "
-            "whose private names it uses",
+            "nsa_torch.vllm uses private names of vLLM and was tested with versions "
+            f"{' and '.join(TRIED)}, got {__version__}",
             stacklevel=2,
         )
     import nsa_torch.huggingface  # noqa: F401, AutoConfig knows model_type "nsa" from here on
