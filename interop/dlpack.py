@@ -25,7 +25,7 @@ Lifetime (which object keeps which memory alive).
                 and holds the array until an event shows that the clone has run.
 
 Mutation. JAX arrays are immutable, so never write to the torch alias of one. Do not write to a
-tensor while JAX may still read it: wait until the outputs were returned by `to_torch`.
+tensor while JAX may still read it. Wait until the outputs were returned by `to_torch`.
 
 `call_jax` follows all these rules for a function of tensors. It costs one read and one write of
 every output, and twice the memory of an output until the clone has run. Arrays whose clone has

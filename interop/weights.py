@@ -1,8 +1,8 @@
 """Saves and loads the attention module's weights in one file that both frameworks read
 (safetensors).
 
-The file holds the torch module's `state_dict`: its keys and its layouts. The Flax NNX module
-has the same names, so a path maps to a key by one rule:
+The file contains the torch module's `state_dict`, with its keys and layouts. The Flax NNX
+module has the same names, so a path maps to a key by one rule:
 
   NNX parameter           key in the file      layout
   `a.b.kernel` [in, out]  `a.b.weight`         [out, in]    transposed, as torch.nn.Linear

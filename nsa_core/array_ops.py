@@ -1,7 +1,7 @@
 """The array operations that the steps on kernels need from a framework.
 
-The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is an
-`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels.
+The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is
+an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels.
 `nsa_core.plan` has an `ArrayOps` that records the operations. This module imports neither
 framework.
 
@@ -22,8 +22,8 @@ type Shapes = Callable[..., Sequence[Array]]
 
 
 def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a derived step: a function `f(ops, *arrays, **static)` that returns a list of
-    arrays, depends only on its arguments and does not modify them. It may use everything in
+    """Decorate a derived step. It is a function `f(ops, *arrays, **static)` that returns a list
+    of arrays, depends only on its arguments and does not modify them. It may use everything in
     `ArrayOps`, also `xp`.
 
     Args:
@@ -179,11 +179,15 @@ class ArrayOps(Protocol):
         ...
 
     def take_rows(self, x: Any, index: Any) -> Any:
-        """`x[b, index[b]]` for each row b: `[B, n, ...]` and `[B, m]` to `[B, m, ...]`."""
+        """Return `x[b, index[b]]` for each row b. `x` is `[B, n, ...]`, `index` is `[B, m]`,
+        and the result is `[B, m, ...]`.
+        """
         ...
 
     def searchsorted(self, rows: Any, values: Any, side: str) -> Any:
-        """`numpy.searchsorted` of each row: `[B, n]` ascending and `[B, m]` to int32 `[B, m]`."""
+        """Return `numpy.searchsorted` of each row as int32 `[B, m]`. The arguments are `[B,
+        n]`, ascending, and `[B, m]`.
+        """
         ...
 
     def sort(self, rows: Any) -> tuple[Any, Any]:
@@ -199,11 +203,11 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def top(self, x: Any, count: int) -> Any:
-        """The largest `count` values of the last axis, in descending order."""
+        """Return the largest `count` values of the last axis, in descending order."""
         raise NotImplementedError
 
     def take_along(self, x: Any, index: Any) -> Any:
-        """The entries `index` of the last axis of `x`; the other axes broadcast."""
+        """Return the entries `index` of the last axis of `x`. The other axes broadcast."""
         raise NotImplementedError
 
     def stop_gradient(self, x: Any) -> Any:

@@ -132,8 +132,8 @@ def check_paged(
     include: str,
     scale: float | None,
 ) -> int:
-    """Check the arguments of `paged_block_attention`: shapes, dtypes, and numbers that are `read`.
-    Returns the block size to use.
+    """Check the shapes and dtypes of `paged_block_attention`'s arguments, and the values that
+    are `read`. Returns the block size to use.
 
     Raises:
       ValueError: an argument that no implementation supports.

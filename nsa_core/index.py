@@ -57,8 +57,8 @@ def _checked(index: Index, keys: int) -> Index:
 
 
 def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -> Index:
-    """Check the arguments of `paged_index_blocks`: shapes, dtypes, and numbers that are `read`.
-    Returns the index to use.
+    """Check the shapes and dtypes of `paged_index_blocks`' arguments, and the values that are
+    `read`. Returns the index to use.
 
     Raises:
       ValueError: an argument that no implementation supports.
@@ -92,7 +92,8 @@ def check(query, key, index: Index, packed: bool) -> Index:
 
 
 def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
-    """Return the name of the chosen implementation: `triton`, or the plain one of a framework.
+    """Return the name of the chosen implementation, which is `triton` or the plain one of a
+    framework.
 
     Args:
       asked: The name of one of the two. By default the kernels run if they support the call.

@@ -130,8 +130,8 @@ class Device:
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
-        """Return the kernels to which a threshold applies: the measured one and those after it in
-        the order of choice.
+        """Return the kernels to which a threshold applies. These are the measured kernel and
+        those after it in the order of choice.
         """
         kernels = DECIDES[threshold][1]
         measured = self.evidence.get(threshold, {}).get("kernel")

@@ -38,8 +38,8 @@ class Rows(NamedTuple):
         return self.ops.xp.where(there, self.at(x, index), nothing)[..., None]
 
     def before(self):
-        """Return whether a key belongs to the query's sequence and is not after it: `[B, T,
-        S]`.
+        """Return whether each key belongs to the query's sequence and is not after the query,
+        `[B, T, S]`.
         """
         own = self.own(self.sequence, -1)
         past = self.ops.arange(self.query, self.sequence.shape[1]) <= self.query[..., None]

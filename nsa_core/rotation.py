@@ -38,7 +38,7 @@ class Llama3:
             )
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """Return the rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any
+        """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
         framework.
         """
         # A number over an array is its reciprocal times the number in torch, not in NumPy.
@@ -81,7 +81,7 @@ class Yarn:
         return (1.0 + grown * self.mscale) / (1.0 + grown * self.mscale_all_dim)
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """Return the rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any
+        """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
         framework.
         """
         count = pair.shape[0]

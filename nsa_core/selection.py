@@ -42,9 +42,9 @@ def choose(
     """Select `n` blocks among `0 .. own`, int32 `[..., n]`, ascending. Empty slots are -1.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
-    scores go to the lower index. No framework promises the order of ties in a top-k, so only its
-    values are used: blocks above the n-th largest value are selected, and the ties with the lowest
-    indices fill the rest.
+    scores go to the lower index. No framework promises the order of ties in a top-k, so only
+    its values are used. Blocks above the n-th largest value are selected, and the ties with the
+    lowest indices fill the rest.
 
     Args:
       scores: `[..., N]`.

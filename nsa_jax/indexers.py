@@ -47,7 +47,8 @@ def index_blocks(
 
     in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
     query's own, and those of the highest z. If scores are equal, the lower index is chosen. No
-    array of queries times keys is allocated: the plain implementation processes chunks of queries.
+    array of queries times keys is allocated, since the plain implementation processes chunks of
+    queries.
 
     Args:
       index_query: `[B, T, Hi, Di]`, float; the queries are the last `T` tokens.
@@ -236,8 +237,8 @@ def indexer_kl(
         key.
 
     Returns:
-      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. Compute
-      the mean over tokens that count.
+      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. To
+      get one loss, compute the mean over the tokens that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.

@@ -200,11 +200,12 @@ def paged_attention(
     """Compute attention of each row's last tokens to all its tokens in the cache. The result is
     `[N, H, Dv]`.
 
-    Query `j` of a row with `q` of them has position `lengths - q + j`: append first, then attend.
-    A row's output depends only on its own tokens. Rows of length 0 and tokens of no row are 0. A
-    table entry of a page that does not exist is an error on a CPU outside of traced code; otherwise
-    it counts as the nearest existing page. A length beyond the table counts as the table's.
-    Under `jax.vmap` kernels run once for each index of the mapped axis, one after the other.
+    Query `j` of a row with `q` queries has position `lengths - q + j`, so append first and then
+    attend. A row's output depends only on its own tokens. Rows of length 0 and tokens of no row
+    are 0. A table entry of a page that does not exist is an error on a CPU outside of traced
+    code; otherwise it counts as the nearest existing page. A length beyond the table counts as
+    the table's. Under `jax.vmap` kernels run once for each index of the mapped axis, one after
+    the other.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.

@@ -2,7 +2,7 @@
 
 This holds with and without gradients. The tensors of the cache are written in place, and copies
 replace tensors that a graph of autograd holds. The counterpart in JAX is `nsa_jax.cache`. The
-capacity is fixed: a write past it raises `ValueError`.
+capacity is fixed. A write past it raises `ValueError`.
 
 The cache consists of pages. The pages of a row are adjacent. A step without gradients attends
 from pages (`paged_attend.py`) if a kernel can run it. Every other call attends to whole rows.
@@ -45,7 +45,7 @@ class NSACache:
     """The keys and values of earlier tokens. Each call appends its tokens to the cache, with or
     without gradients.
 
-    Each array of a `PagedCache` is also an attribute here, with an axis for rows:
+    Each array of a `PagedCache` is also an attribute here, with an axis for rows. For example
     `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in whole pages. An absent
     array is None.
     """
@@ -166,7 +166,7 @@ def cached_attention(
     new_lengths: Tensor | None = None,
     implementation: functional.Names = None,
 ) -> tuple[Tensor, NSACache]:
-    """Appends `T >= 1` tokens to the given cache and attends from them: `(out, cache)`.
+    """Append `T >= 1` tokens to the given cache and attend from them. Return `(out, cache)`.
 
     The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
     token by token. The call returns the given cache, with or without gradients. Call

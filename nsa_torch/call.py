@@ -3,7 +3,7 @@
 `signature_of` returns the key of a call. This `Signature` records all properties on which
 checks, choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature. It runs
 the bound plan of the forward pass and that of the gradient. A call under a mode, a tracer or a
-transform has no signature: torch's dispatcher passes it to an operator (`operators.py`).
+transform has no signature. torch's dispatcher passes it to an operator (`operators.py`).
 """
 
 import itertools

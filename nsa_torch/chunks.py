@@ -214,7 +214,9 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results for queries without keys: out is 0, lse is -inf, and gradients are 0."""
+    """Return the results for queries without keys. Their out is 0, lse is -inf, and gradients
+    are 0.
+    """
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
     lse = rows[..., 0].to(wide(query.dtype)) - float("inf")

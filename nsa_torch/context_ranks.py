@@ -122,8 +122,8 @@ class Shards(layouts.Shards):
         return torch.cat(self.chunks_of(shards, chunk))
 
     def by_rank(self, whole: Tensor, chunk: int) -> Tensor:
-        """Return the inverse of `in_order`: split `[S, ...]` into the shards of all ranks,
-        `[R, T, ...]`.
+        """Split `[S, ...]` into the shards of all ranks, `[R, T, ...]`. This is the inverse of
+        `in_order`.
         """
         pieces = whole.split(chunk)
         return torch.cat([pieces[i] for i in self.order]).unflatten(0, (self.size, -1))

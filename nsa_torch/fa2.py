@@ -1,7 +1,7 @@
 """Computes the three branches on FlashAttention-2's variable-length kernels (CUDA).
 
-`flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align
-causal masks to the bottom right: the last query of a sequence sees its last key.
+`flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align causal
+masks to the bottom right, so that the last query of a sequence sees its last key.
 
 Compressed branch. Let `t = p - (l - 1)`. The queries of one residue class `t mod d` see `t // d
 + 1` compressed tokens, each query one more than the previous one. This is plain causal

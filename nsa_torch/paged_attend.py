@@ -1,9 +1,9 @@
 """Attention from a paged cache in torch. Kernels read the pages if the rows have few queries
 (decode, draft tokens). Otherwise the steps of `attention` run on rows gathered from the pages.
 
-On an NVIDIA GPU one launch gathers keys and values of a branch: each entry is read once and written
-once. On other devices torch copies whole pages. Entries that no query sees are zeros, regardless of
-the contents of their pages.
+On an NVIDIA GPU one launch gathers the keys and values of a branch. Each entry is read once and
+written once. On other devices torch copies whole pages. Entries that no query sees are zeros,
+regardless of the contents of their pages.
 """
 
 import dataclasses

@@ -70,8 +70,8 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products of tensors of `dtype`: autocast's if it is on, except for
-    float64.
+    """Return the dtype of products of tensors of `dtype`. If autocast is on, it is autocast's
+    dtype, except for float64.
     """
     if dtype is torch.float64:
         return dtype

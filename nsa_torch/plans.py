@@ -1,7 +1,7 @@
 """Runs the functions of operators from plans. It finds the plan of a call, or makes one.
 
-A plan depends only on the key of a call: shapes and dtypes by role, all other arguments, and the
-device. It does not depend on strides, addresses, or equal arguments.
+A plan depends only on the key of a call. The key has shapes and dtypes by role, all other
+arguments, and the device. It does not depend on strides, addresses, or equal arguments.
 
 A plan (`nsa_core.plan`) runs on torch tensors on the current stream. Some launches run on a side
 stream that forks from it and joins it again. The host never waits. A plan is bound to a device
@@ -101,7 +101,8 @@ class BoundPlan:
     """A plan on a device. Any thread may call it.
 
     A call has two lists. `tensors` has an entry per buffer, followed by events and `gives_back`.
-    `addresses` has an entry per slot: each part of a buffer that kernels read or write has a slot.
+    `addresses` has an entry per slot. Each part of a buffer that kernels read or write has a
+    slot.
 
     Args:
       bundle: the bundle of some arguments after the first.
@@ -385,7 +386,7 @@ class BoundPlan:
         return run
 
     def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
-        """Return a step on tensors: derived, or a launch by Triton's launcher."""
+        """Return a step on tensors, which is derived or a launch by Triton's launcher."""
         reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
         # As a rule every one is a whole buffer.
         parts = [

@@ -47,7 +47,9 @@ class Shared:
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> "Kept":
-        """Return the result of `make()` for `key`: the same list each time while it is cached."""
+        """Return the result of `make()` for `key`. As long as it is cached, each call returns
+        the same list.
+        """
         capturing = is_capturing(device)
         with self._lock:
             found = self._pinned.get(key)

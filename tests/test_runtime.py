@@ -276,7 +276,7 @@ def test_launches_without_jax(saved):
         recorder.recorder_fail(b"cuModuleLoadData", 200)
         words = "copy on device 0: cuModuleLoadData failed with CUDA error 200, CUDA_ERROR_INV"
         refused(RuntimeError, words, driver.load, newer, built[1], 0)
-        words = "(the driver is for CUDA 13.0, the kernel was compiled by that of CUDA 13.5: update"
+        words = "(the driver supports CUDA 13.0, but the kernel was compiled with CUDA 13.5; update"
         refused(RuntimeError, words, driver.load, newer, built[1], 0)
         refused(RuntimeError, "words of the stand-in", driver.load, older, built[1], 0)
         recorder.recorder_fail(b"", 0)

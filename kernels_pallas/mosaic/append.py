@@ -1,9 +1,9 @@
 """Writes new tokens to their pages, with the means that they complete.
 
 Loop order: a lane has two neighbouring columns (a 32-bit word) of the keys or the values of one new
-token. If the token is the last of a window, position i d + l - 1, the lane also sums the window:
-tokens of this call from its inputs, which other warps may not have written yet, older tokens from
-their pages.
+token. If the token is the last of a window, position i d + l - 1, the lane also sums the
+window. It reads tokens of this call from the inputs, since other warps may not have written
+them yet, and older tokens from their pages.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Latency bound: a decode step of 8 rows moves about 16 KB, and one row in `d` reads the `l` tokens of
 its window.

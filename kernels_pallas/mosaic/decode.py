@@ -20,9 +20,9 @@ Loop order: split-K; each warp loops over its strips independently (`decode_stre
 warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
 Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves rows idle. wgmma
 would pad the rows to 64 and need a barrier over 4 warps.
-Bandwidth bound for long caches: a strip is read once and used by 16 rows, 16 operations per byte.
-For short caches or few rows bound by latency: three round trips to memory and four exchanges, one
-after the other (`docs/kernels/decode.md`).
+Bandwidth bound for long caches, since a strip is read once and used by 16 rows, with 16
+operations per byte. Latency bound for short caches or few rows, since three round trips to
+memory and four exchanges follow each other (`docs/kernels/decode.md`).
 """
 
 from typing import Any

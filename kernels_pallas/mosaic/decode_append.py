@@ -207,7 +207,9 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Writes row `new` of the array with this number: keys, then values, branch by branch."""
+        """Write row `new` of the array with this number. The arrays are keys, then values,
+        branch by branch.
+        """
         value = number & 1
         names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]
         given = head(one([f"new_{name}" for name in names], number), value, 2)

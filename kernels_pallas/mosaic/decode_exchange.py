@@ -2,9 +2,10 @@
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
-Each branch has two phases: logits, then values. Between them each warp pushes the maximum and the
-sum of its keys to every CTA, so p in P V is already divided by the sum of the whole cluster and
-multiplied by its gate: one accumulator serves three branches, without rescaling.
+Each branch has two phases, first logits and then values. Between them each warp pushes the
+maximum and the sum of its keys to every CTA, so p in P V is already divided by the sum of the
+whole cluster and multiplied by its gate. One accumulator therefore serves three branches
+without rescaling.
 
     exchange 0   maximum and sum, compressed
     exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
@@ -12,8 +13,8 @@ multiplied by its gate: one accumulator serves three branches, without rescaling
     exchange 2   maximum and sum, selected
     exchange 3   parts of the output
 
-Each exchange has a barrier that counts its bytes and is used once. No CTA waits at the end: it has
-received all its data before it writes.
+Each exchange has a barrier that counts its bytes and is used once. No CTA waits at the end,
+since it has received all its data before it writes.
 """
 
 from collections.abc import Iterator

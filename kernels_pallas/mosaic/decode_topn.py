@@ -1,9 +1,9 @@
 """Selects the blocks of a decode step. These are the forced blocks, and the best of the others.
 
-Every CTA has the scores of all blocks, so all CTAs compute the same list: the warps find the `free`
-best of their own blocks, then each warp ranks its best among those of all warps. A block precedes
-blocks of lower scores, and higher blocks of equal score. Scores are not negative, so their bits are
-compared as integers.
+Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the
+`free` best of its own blocks, and then ranks them among the best of all warps. A block precedes
+blocks of lower scores, and higher blocks of equal score. Scores are not negative, so their bits
+are compared as integers.
 
     32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest

@@ -24,14 +24,15 @@ them. Steps at both ends of an interval are masked; between them no key is compa
 skips the steps in which no query sees its 64 keys.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
-8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both: a step
-of two warpgroups needs 2048 cycles of the tensor cores, in which shared memory moves 192 KB to
-them (1536 cycles), 32 KB of copies (256) and statistics (256). If K and V fit in registers
-(D + Dv <= 128), products read a third less.
+8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both. A
+step of two warpgroups needs 2048 cycles of the tensor cores. In this time shared memory moves
+192 KB to them (1536 cycles), 32 KB of copies (256 cycles) and statistics (256 cycles). If K and
+V fit in registers (D + Dv <= 128), products read a third less.
 
 Query lists, of the selected branch. A CTA is one warpgroup with 64 keys. A step has 64 query
-rows: several query tiles. One of the four warps starts to copy each tile as soon as all warps have
-read the stage. dS^T, which product 6 reads, may also be written to memory for `stored_ds.py`.
+rows, which are several query tiles. One of the four warps starts to copy each tile as soon as
+all warps have read the stage. dS^T, which product 6 reads, may also be written to memory for
+`stored_ds.py`.
 
 Stages: 2 to 4, the largest number with which two CTAs fit on an SM. Floors at B=1 H=64 Hkv=4
 D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which work items that
@@ -81,7 +82,7 @@ def down(column):
 
 
 def key_index(first_key, wg=0):
-    """Return the key of each row of a product: float32 `[64, 8]`, for the warpgroup `wg`."""
+    """Return the key of each row of a product for the warpgroup `wg`, float32 `[64, 8]`."""
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 

@@ -14,8 +14,8 @@ consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys 
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
-A query may see two intervals, each with its own arrays (`spec.second_keys`): a work item loops over
-one after the other. Its tile of the result holds the rounded result of the first.
+A query may see two intervals, each with its own arrays (`spec.second_keys`). A work item then
+loops over one after the other. Its tile of the result holds the rounded result of the first.
 
 Forward multiplies P V of a block during the work on the next one. The producer warpgroup runs
 ahead by the stages of the ring buffer, into the next work item. The blocks of a work item that some

@@ -711,8 +711,8 @@ def _of_segments(sizes, name):
 def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     """Moves 32 work items of row `refs.row` to their sorted positions, one per lane.
 
-    An item counts the items of its segment that precede it: those with more entries, or with
-    equally many and a lower index. The lanes read 32 others at a time and exchange them.
+    An item counts the items of its segment that precede it. These have more entries, or equally
+    many and a lower index. The lanes read 32 others at a time and exchange them.
     """
     lane, columns = warp.lane(), WorkItem._fields
     own = (refs.group * WARPS + warp.warp()) * LANES + lane

@@ -67,8 +67,8 @@ def rows_of(size: Tile, array, at: TilePlace):
 class Block(NamedTuple):
     """A block of keys and values, at these stages of the ring buffers.
 
-    `free_key` and `free_value` release a stage, once: it is no longer read, and the next block of
-    this stage may be copied.
+    `free_key` and `free_value` release a stage once. After that the stage is no longer read,
+    and its next block may be copied.
     """
 
     key_stage: Any

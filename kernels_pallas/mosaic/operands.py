@@ -1,14 +1,14 @@
 """Manages matrix operands in shared memory. A buffer has one view for the copy engine and one
 for wgmma.
 
-A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
-`token * G + head`, so no row is wasted on padding heads. Columns are stored in slabs of 64 (32 or
-16 if a width is not a multiple of 64), each slab one swizzled TMA box. A box `[tokens, G, width]`
-has the same memory layout as the `[64, width]` operand that wgmma reads: a `RefUnion` provides both
-views. Boxes may start at any token or key. Elements outside the array read as zero and are not
-written, so arrays need no padding.
+A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
+Row `token * G + head` is one head of a token, so no row is wasted on padding heads. Columns are
+stored in slabs of 64 (32 or 16 if a width is not a multiple of 64), each slab one swizzled TMA
+box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]` operand that
+wgmma reads. A `RefUnion` provides both views. Boxes may start at any token or key. Elements
+outside the array read as zero and are not written, so arrays need no padding.
 
-Interpret mode has no such aliases: there each operand is only its box, and products are plain
+Interpret mode has no such aliases. There each operand is only its box, and products are plain
 `jnp.dot` in float32.
 """
 

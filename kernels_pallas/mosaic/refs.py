@@ -94,8 +94,9 @@ def scalar_of(argument: Any) -> Any:
 def cta_index(kernel: Kernel, axis: str) -> Any:
     """Return the CTA's index on an axis of the grid, an int32 scalar.
 
-    In a kernel for any length the compiler must not know that the index is less than the grid of
-    the nominal lengths: for two sequences it would replace a division by `Hkv` by `index >= Hkv`.
+    In a kernel for any length the compiler must not know that the index is less than the grid
+    of the nominal lengths. For two sequences it would replace a division by `Hkv` by `index >=
+    Hkv`.
     """
     index = lax.axis_index(axis)
     if not kernel.any_length:

@@ -6,7 +6,7 @@ bytes per lane moves four rows of a slab.
 
     thread t   16 bytes t % 8 of the rows t / 8, t / 8 + 16, ..   of each slab
 
-The lanes write memory that wgmma reads: each thread waits for its copies of a step, then
+The lanes write memory that wgmma reads. Each thread waits for its copies of a step, and then
 `commit_smem` makes them visible. `operands.py` describes the layout of rows in shared memory.
 """
 

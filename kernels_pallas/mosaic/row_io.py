@@ -3,10 +3,10 @@
     TileRows       rows of neighbouring tokens: their addresses follow from the first one
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
-Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with the
-layout `operands.PER_ROW`: a quad of lanes holds each row, and its first lane stores. Each lane
-computes addresses with the words of `warp.py`. For stores, Pallas' interpreter indexes the arrays,
-since a machine for warps would write whole arrays.
+Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with
+the layout `operands.PER_ROW`. Each row is in four lanes, and the first of them stores it. Each
+lane computes addresses with the words of `warp.py`. For stores, Pallas' interpreter indexes the
+arrays, since a machine for warps would write whole arrays.
 """
 
 import dataclasses
@@ -233,8 +233,8 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
     """Compute arrays `[64]` of these types by calling `function` in each lane for its rows.
 
     `function(warp, row, refs, words, *words_of_row)` has words of the instructions `warp` as
-    arguments and results: `words` are the scalars, `words_of_row` the row's elements of `rows`,
-    arrays `[64]`. The interpreter reads whole `refs`.
+    arguments and results. `words` are the scalars, and `words_of_row` are the row's elements of
+    `rows`, which are arrays `[64]`. The interpreter reads whole `refs`.
     """
     if interpret:
 

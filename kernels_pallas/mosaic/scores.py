@@ -311,7 +311,7 @@ def best_blocks_qk(kernel: Kernel):
 
 
 def _queries(spec: Scores, query, b, g, token, length):
-    """Return the rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
+    """Return the rows of a warpgroup in registers, `[64, D]`. Its first token is `token`.
 
     Padding rows and tokens past the end repeat other rows, since their `lse` is +inf.
     """
@@ -557,7 +557,7 @@ def best_blocks_kq(kernel: Kernel):
         products = jnp.maximum(steps * r, 1)  # the first product is always computed
 
         def load(q):
-            """Starts the copies of the keys of product `q`: one phase of 64 blocks."""
+            """Start the copies of the keys of product `q`, which are one phase of 64 blocks."""
 
             @pl.when(q < products)
             def _():

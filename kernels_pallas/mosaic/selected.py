@@ -5,12 +5,12 @@ of tokens that did not select a block have P = 0 and an unchanged maximum, or sh
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
 share every block that one of them selected (`lists.py`); rows of tokens that did not are masked.
-The warpgroup issues its own copies: a stage of a ring buffer is refilled as soon as all four warps
-have read it.
+The warpgroup issues its own copies. A stage of a ring buffer is refilled as soon as all four
+warps have read it.
 
-Several small CTAs on an SM hide each other's latency: at D = Dv = 128 and blocks of 64 keys three
-in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/value head are the
-slowest grid axis, so that the keys of one head stay in L2.
+Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys
+there are three in forward (64 KiB each and the block list) and two in dq (96 KiB each). Batch
+and key/value head are the slowest grid axis, so that the keys of one head stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..              full_blocks      ..       blocks

@@ -13,8 +13,8 @@ lane has eight numbers for one lane of dq, and each moves them with one instruct
     2      lane l
     3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
 
-With a group of eight heads the layout is `[4, 32, 4]`: the 16 rows of a warp are two tokens, each
-with its own slot.
+With a group of eight heads the layout is `[4, 32, 4]`. The 16 rows of a warp are then two
+tokens, each with its own slot.
 
 In Pallas' interpreter a slot is `[group_rows, 64]` in plain order.
 
@@ -134,7 +134,7 @@ class StoredDs:
             return wgmma.fragments(np.array([held], object), layout.to_mgpu(), True)
 
         def slots(warp, arrays, words):
-            """Return the lane's slot of each token of its warp: the slot with the lane's index."""
+            """Return, for each token of the warp, the slot whose index is that of the lane."""
             b, kv_head, first, length = words
             own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
             return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]

@@ -4,9 +4,9 @@
 
 `instructions` is the module `warp`, which emits PTX. In interpret mode it is an object with the
 same functions (`interpreter.py`), so that one source serves both. `sizes` has the numbers of
-`Kernel.sizes`: integers, or words that the kernel reads at launch. `refs` has the arrays of the
-kernel and those in shared memory by name, and the CTA's indices: `group` among the CTAs of `row`,
-or of head `g` of `[B, kv_heads]` in `b`.
+`Kernel.sizes`, as integers or as words that the kernel reads at launch. `refs` has the arrays
+of the kernel and those in shared memory by name, and the CTA's indices. `group` is the index
+among the CTAs of `row`, or of head `g` of `[B, kv_heads]` in `b`.
 Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 """
 

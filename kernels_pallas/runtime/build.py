@@ -2,9 +2,9 @@
 
 A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's
 plugin. In the child a recorder replaces the CUDA driver. Processes are faster than threads, in
-which only the plugin runs in parallel: on two cores of a server 21 kernels need 20 s in two
-processes and 25 s in two threads, and more cores do not shorten the 15 s of Python in the
-threads (2026-11).
+which only the plugin runs in parallel. On two cores of a server 21 kernels need 20 s in two
+processes and 25 s in two threads. More cores do not shorten the 15 s of Python in the threads
+(2026-11).
 """
 
 import base64
@@ -132,7 +132,7 @@ def started(variables: dict[str, str]) -> Iterator[Child]:
 
 
 def _read(child: Child) -> Built | str:
-    """Return the reply of a process: machine code, or the reason of a failure."""
+    """Return the reply of a process, which is machine code or the reason of a failure."""
     assert child.process.stdout
     if not (line := child.process.stdout.readline()).endswith("\n"):
         status = child.process.wait()

@@ -31,7 +31,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """Return the kernel of a description: the result of its source for its spec.
+    """Return the kernel of a description, which is the result of its source for its spec.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.

@@ -128,9 +128,9 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
                 raise
             of = ".".join(map(str, have))
             raise RuntimeError(
-                f"{error} (the driver is for CUDA {of}, the kernel was compiled by that of CUDA "
-                f"{ptxas}: update the driver, or build the kernels with the compiler of CUDA "
-                f"{of}: pip install 'native-sparse-attention[cuda{have[0]}]')"
+                f"{error} (the driver supports CUDA {of}, but the kernel was compiled with CUDA "
+                f"{ptxas}; update the driver, or build the kernels with CUDA {of} after "
+                f"pip install 'native-sparse-attention[cuda{have[0]}]')"
             ) from error
         call("cuModuleGetFunction", ctypes.byref(function), module, cubin.entry.encode(), of=of)
         for attribute in cubin.attributes:

@@ -1,12 +1,12 @@
 """Stores the machine code of kernels on disk, so that each kernel is compiled once per machine.
 
-A file holds one kernel: a line with a checksum, a line of JSON (the `Cubin`), the image. Its name
-has a key: the hash of the kernel (source and spec), of the sources that determine its machine code,
-and of the architecture. Any change of these sources, even of a comment, rebuilds all kernels. A
-damaged file counts as missing, so a damaged folder only costs a compilation. The same holds for a
-file that another version of JAX built, if this machine can rebuild it. Kernels that are part of
-the package may have been built with any version of JAX. They run with any version, or without
-JAX.
+A file holds one kernel. It has a line with a checksum, a line of JSON (the `Cubin`), and the
+image. Its name has a key: the hash of the kernel (source and spec), of the sources that
+determine its machine code, and of the architecture. Any change of these sources, even of a
+comment, rebuilds all kernels. A damaged file counts as missing, so a damaged folder only costs
+a compilation. The same holds for a file that another version of JAX built, if this machine can
+rebuild it. Kernels that are part of the package may have been built with any version of JAX.
+They run with any version, or without JAX.
 
 A folder that others may write to, or that belongs to another user, is refused, since its contents
 are executed. If the folder cannot be used, kernels stay in memory.

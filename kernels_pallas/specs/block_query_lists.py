@@ -1,8 +1,8 @@
 """The query lists of blocks. The list of a tile of keys states which queries selected keys of
 this tile.
 
-Key-stationary kernels loop over them: `dkv` (dk, dv) and `gathered`. The tokens are
-cut into chunks, and the lists are stored one after the other:
+The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over them. The tokens are cut into
+chunks, and the lists are stored one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
@@ -59,8 +59,8 @@ class BlockQueryLists(Spec):
 
     @property
     def aligned(self) -> bool:
-        """Whether tiles and blocks nest: each tile is part of one block, or each block is part
-        of one tile.
+        """Whether tiles and blocks nest. This means that each tile is part of one block, or
+        each block is part of one tile.
         """
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 

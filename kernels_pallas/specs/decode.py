@@ -1,9 +1,9 @@
 """Describes one decode step over a paged cache. One launch computes the three branches, their
 gated sum and the selection.
 
-A page is a selection block: `block` raw tokens and `block / stride` compressed ones. Compressed
-token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at index
-`s % per_page` of page `s // per_page`, the page of its last raw token.
+A page is a selection block. It has `block` raw tokens and `block / stride` compressed ones.
+Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at
+index `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
 warp handles strips of 16 keys. `capacity` is the only length that is compiled in. It is the
@@ -226,11 +226,12 @@ class Decode(Spec):
     def offsets(self) -> dict[str, int]:
         """The offset of each part of shared memory, and the end of all.
 
-        `found` reuses the memory of the scores, which the warps of the CTA have read before. The
-        selected branch's statistics reuse the memory of the compressed branch's: a warp with
-        compressed strips reads these before it pushes scores, and no warp starts the selected
-        branch without all scores. `partial_out` reuses the memory from `sliding_stats` on: every
-        warp of the cluster has read it before the third exchange ends.
+        `found` reuses the memory of the scores, which the warps of the CTA have read before.
+        The statistics of the selected branch reuse the memory of those of the compressed
+        branch. A warp with compressed strips reads the latter before it pushes scores, and no
+        warp starts the selected branch without all scores. `partial_out` reuses the memory from
+        `sliding_stats` on, since every warp of the cluster has read it before the third
+        exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES

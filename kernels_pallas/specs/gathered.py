@@ -64,7 +64,7 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def token_tile(self) -> Tile:
-        """The rows that are gathered together: the heads of one token."""
+        """The rows that are gathered together, which are the heads of one token."""
         return Tile(self.group, slab_width(self.D, self.Dv), self.group)
 
     @property

@@ -180,8 +180,8 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Return the numbers of stages of keys and of values for `dq`. They are 2 and 2 if two CTAs
     then fit on an SM, otherwise 2 or 1 for keys and 1 for values. Only the sizes for one CTA
-    include the longest block list: a long list (small G, large n) may leave room for a single
-    CTA.
+    include the longest block list, since a long list (small G, large n) may leave room for a
+    single CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:

@@ -6,8 +6,8 @@ the keys.
 
 `group_rows` is G rounded up to 8, 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, are
 stored in the order of registers (`mosaic/stored_ds.py`). Nothing is written for an empty slot, or
-if the token does not see the block. A token must not select a block twice: only one of the slots
-would be written.
+if the token does not see the block. A token must not select a block twice, since only one of
+the slots would be written.
 
 Rows of `[B, Hkv]` are processed in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
 

@@ -1,7 +1,7 @@
 """Defines tiles of query rows, and the constants that kernels and descriptions share.
 
-A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
-`token * G + head`, so no row is wasted on padding heads.
+A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
+Row `token * G + head` is one head of a token, so no row is wasted on padding heads.
 """
 
 import dataclasses

@@ -153,7 +153,7 @@ def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
     """Return the split for queries that see a window. Each segment has one SM for each tile of
-    keys that a query sees. A segment's tiles then follow one another as a stream: tiles that
+    keys that a query sees. A segment's tiles then follow one another as a stream. Tiles that
     run together read the same queries at about the same time, so that these are in L2.
 
     Args:

@@ -210,8 +210,8 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
 
 @triton.jit
 def _best_blocks(logits, candidates, lse_log2, own, seen, c):
-    """Return the `N` best of the blocks `0 .. own`, as in `scores.best_blocks`: int32 `[BEST]`,
-    ascending, HIGHEST behind them.
+    """Return the `N` best of the blocks `0 .. own`, as in `scores.best_blocks`. The result is
+    int32 `[BEST]`, ascending, followed by HIGHEST.
 
         p[i] = sum_g exp2(S_gi - lse_g)
         score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]

@@ -86,9 +86,10 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The layout of a row of a layer's fused projection: query heads of D columns, then the key
-    heads of D columns of 1 to 3 branches, then the value heads of Dv columns of these branches,
-    then `gates` numbers per query head, and padding to a multiple of 16 bytes.
+    """The layout of a row of a layer's fused projection. A row has the query heads of D
+    columns, the key heads of D columns of 1 to 3 branches, and the value heads of Dv columns of
+    these branches. Then it has `gates` numbers per query head, and padding to a multiple of 16
+    bytes.
 
     Attributes:
       means: 1 if the mean of each key/value head's query heads is also computed, otherwise 0.

@@ -3,10 +3,10 @@
     S^T = scale K Q^T    P^T = exp(S^T - lse)    dS^T = P^T * (g V dO^T - g delta)
     dv = (g P)^T dO      dk = scale dS^T Q
 
-A program has one tile of keys and a segment of the query rows that see it: an interval of
-tokens (`of_intervals`), or a part of the list of the tokens that chose the block
-(`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their
-order. The products already sum over the heads of a group.
+A program has one tile of keys and a segment of the query rows that see it. The segment is an
+interval of tokens (`of_intervals`), or a part of the list of the tokens that chose the block
+(`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their order.
+The products already sum over the heads of a group.
 
 The sums of dk and dv have one term per query, and grow with the number of queries. In float32
 the sums are compensated. Otherwise one multiply-add per query row would round a large sum

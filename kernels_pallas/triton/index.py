@@ -3,11 +3,12 @@ score leaves the chip.
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the rows r of block j that the query sees
 
-A program keeps the rows of `TOKENS` tokens with all their heads, and loops over the keys, which all
-heads share, `KEYS` at a time: one product, with many columns per thread, and its maximum. A step of
-the selection has `BEST` blocks. A candidate is one 64-bit integer: the bits of its score in the
-order of integers, followed by its complemented index. The greatest candidates are the best, and the
-lower block wins among equal scores. The best so far stay in registers.
+A program keeps the rows of `TOKENS` tokens with all their heads, and loops over the keys, which
+all heads share, `KEYS` at a time. Each step computes one product, with many columns per thread,
+and its maximum. A step of the selection has `BEST` blocks. A candidate is one 64-bit integer.
+It has the bits of the score in the order of integers, followed by the complemented index. The
+greatest candidates are the best, and the lower block wins among equal scores. The best so far
+stay in registers.
 
 If more blocks are selected than registers hold, if blocks have few keys, or if scores are added
 over heads, `index_scores` writes z instead. `paged_blocks.best` then selects the blocks.

@@ -26,8 +26,9 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _tile(first, last, T, c):
-    """Return the tile of this program, the longest first: batch row, head, row of `[B, T, H]`,
-    which rows exist, and the interval `low .. high - 1` of each.
+    """Return the tile of this program. The longest tiles come first. The result has the batch
+    row, the head, the row of `[B, T, H]`, which rows exist, and the interval `low .. high - 1`
+    of each row.
     """
     tiles = tl.cdiv(T * c.GROUP, c.ROWS)
     program = tl.program_id(0)
@@ -44,9 +45,9 @@ def _tile(first, last, T, c):
 
 @triton.jit
 def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
-    """Loop over the keys that some row sees: blocks up to `plain` are masked, blocks up
-    to `tail` are seen by all rows, blocks up to `end` are masked. Returns the last state of
-    `rows.start`.
+    """Loop over the keys that some row sees. Blocks up to `plain` are masked, blocks from there
+    up to `tail` are seen by all rows, and blocks up to `end` are masked. Returns the last state
+    of `rows.start`.
     """
     origin = batch * S * c.HEADS + head
     key += origin * c.WIDTH

@@ -2,10 +2,10 @@
 gradients of these copies.
 
 The array is viewed as `[batch, tokens, heads, width]` with any strides; the buffer is
-`[rows, width]`. A range has consecutive tokens of one head of one batch row: a first token, a
-length, and the first row in the buffer. Ranges are listed in the order `[batch, query, head,
-slot]`, so a range's index in the list determines its batch row and its head, and 24 bytes of
-indices move a whole block. A length of 0 is an empty slot.
+`[rows, width]`. A range has consecutive tokens of one head of one batch row. It is described by
+a first token, a length, and the first row in the buffer. Ranges are listed in the order
+`[batch, query, head, slot]`, so a range's index in the list determines its batch row and its
+head, and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
@@ -175,9 +175,9 @@ def sum_ranges(
     """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
     bits for any schedule of the programs.
 
-    The inverse list groups ranges that begin at the same token: a single program sums their rows in
-    the order of the list and adds the sum to `total`. Two ranges must therefore begin at the same
-    token or have no token in common.
+    The inverse list groups ranges that begin at the same token. A single program sums their
+    rows in the order of the list and adds the sum to `total`. Two ranges must therefore begin
+    at the same token or have no token in common.
 
     Grid as in `gather_ranges`; only the first of the ranges of a block has work.
 

@@ -1,9 +1,9 @@
 """Appends tokens to a paged cache, with the means that they complete, in one launch and in place.
 
 A program has one token and one key/value head. It writes the token to its page. If the token is the
-last of a compressed one, position i d + l - 1, it also writes the mean of the last `l` tokens:
-tokens of this call from its inputs, which other programs may not have written yet, the others from
-their pages. Bound by the launch.
+last of a compressed one, position i d + l - 1, it also writes the mean of the last `l` tokens.
+It reads tokens of this call from the inputs, since other programs may not have written them
+yet, and the others from their pages. Bound by the launch.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its mean uses the older tokens in the
 row's ring buffer, if these round to the tokens of the page.

@@ -1,12 +1,12 @@
 """Rows of query heads, and the functions that kernels share.
 
-The rows of a key/value head are numbered consecutively: row `r` is head `r % GROUP` of token
-`r // GROUP`, so that a tile has no unused row, regardless of the size of a group.
+The rows of a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r
+// GROUP`. A tile therefore has no unused row, regardless of the size of a group.
 
-`c`, the last argument of a kernel, has the compiled constants: a NamedTuple of the descriptions.
-In Triton 3.6 and 3.7 its fields are plain numbers. Functions written in Triton (`tl.zeros`) do not
-accept lists of them, `tl.static_range` does not accept them as a bound, and functions do not accept
-strings.
+`c`, the last argument of a kernel, is the NamedTuple of compiled constants from the
+descriptions. In Triton 3.6 and 3.7 its fields are plain numbers. Functions written in Triton
+(`tl.zeros`) do not accept lists of them, `tl.static_range` does not accept them as a bound, and
+functions do not accept strings.
 """
 
 import triton
@@ -47,7 +47,7 @@ def load_rows(array, row, mask, WIDTH):
 
 @triton.jit
 def load_columns(array, row, mask, WIDTH):
-    """Return the transpose of `load_rows`: `[columns, rows]`."""
+    """Return the transpose of `load_rows`, which is `[columns, rows]`."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[None, :] * WIDTH + column[:, None]
     if mask is not None:

@@ -8,9 +8,9 @@ of a thread, which adds them:
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)
 
 `r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own` sub-blocks with
-it and `carry` with the next one. A candidate is one 64-bit integer: the bits of its score (which is
-not negative), followed by its complemented index. The greatest candidates are the best, and the
-lower block wins among equal scores. The best so far stay sorted in registers.
+it and `carry` with the next one. A candidate is one 64-bit integer. It has the bits of the
+score (which is not negative), followed by the complemented index. The greatest candidates are
+the best, and the lower block wins among equal scores. The best so far stay sorted in registers.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """Chooses the sizes of tiles, the warps and the stages. The first ones that fit in the memory
 of an architecture are used.
 
-The model of shared memory is an upper bound of Triton's usage for these loops: the tiles of the
-rows that stay, one set of streamed tiles per stage, and one tile of products that changes its
-layout. Without fitting tiles a launch would fail, so `capability.why_not` checks them first.
+The model of shared memory is an upper bound of Triton's usage for these loops. It counts the
+tiles of the rows that stay, one set of streamed tiles per stage, and one tile of products that
+changes its layout. Without fitting tiles a launch would fail, so `capability.why_not` checks
+them first.
 """
 
 import functools
@@ -112,8 +113,9 @@ def choose(
 ) -> Tiling | None:
     """Return the largest tiles up to these that fit, or None.
 
-    If operands are in shared memory, the stages leave room for two programs on a multiprocessor, or
-    for three of 16 rows: an H100 runs these up to twice as fast as one program with more stages.
+    If operands are in shared memory, the stages leave room for two programs on a
+    multiprocessor, or for three of 16 rows. An H100 runs these up to twice as fast as one
+    program with more stages.
 
     Args:
       kernel: forward, dq or dkv.

@@ -117,12 +117,14 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """Return the results of `bounds.of` in the layout of kernels: both int32 `[B, tiles, rows]`."""
+    """Return the results of `bounds.of` in the layout of kernels, both int32 `[B, tiles,
+    rows]`.
+    """
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 
 def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
-    """Return `causal_end` as kernels read it: int32 `[B, tiles, rows]`."""
+    """Return `causal_end` in the layout of kernels, int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, causal_end(ops, layout), tile=tile, tiles=tiles)[0]
 
 

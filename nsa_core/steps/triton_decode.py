@@ -1,4 +1,4 @@
-"""A decode step on Triton kernels, for either framework: `partials`, then `finish`."""
+"""Runs a decode step on the Triton kernels `partials` and `finish`, for either framework."""
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import Problem

@@ -175,7 +175,9 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
 
 
 class AllocatorByConfiguration(FullAttentionCacheAllocator):
-    """Replaces transformers' class: our allocator for our configuration, otherwise the original."""
+    """Replaces transformers' class. It makes our allocator for our configuration, and the
+    original one otherwise.
+    """
 
     def __new__(cls, *arguments: Any, config: Any, **options: Any):
         ours = isinstance(config, NSAModelConfig) and "nsa" in config.layer_attention
