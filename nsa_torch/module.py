@@ -186,7 +186,7 @@ class NSAAttention(nn.Module):
 
         keys, values = n_kv_groups * d_k, n_kv_groups * d_v
         self.W_Q = linear(dim, n_heads * d_k)
-        for key, value in self._key_values():
+        for key, value in spec.key_values:
             self.add_module(key, linear(dim, keys))
             self.add_module(value, linear(dim, values))
         self.out = linear(n_heads * d_v, dim)
@@ -195,7 +195,7 @@ class NSAAttention(nn.Module):
                 nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
             )
         if key_taps is not None:
-            self.key_conv = KeyConvolution(key_taps, len(self._key_values()) * keys, **factory)
+            self.key_conv = KeyConvolution(key_taps, spec.kept_keys[1], **factory)
         kinds = {"head": HeadGate, "selected": SelectedGate}
         self.gate: nn.Module = kinds.get(spec.gate, Gate)(spec, **factory)
         for name, width in zip(spec.phi_names, (d_k, d_v), strict=False):
@@ -259,12 +259,6 @@ class NSAAttention(nn.Module):
         rates = lambda key: heads.rates(*turns, key.position.device)
         return self.spec.compress_params(self, rates)
 
-    def _key_values(self) -> list[tuple[str, str]]:
-        """Return the projections of keys and values. A subclass may name fewer; the last one then
-        serves the remaining branches (`bench.lm.torch_lm.SharedWindow`).
-        """
-        return self.spec.key_values
-
     def init_cache(
         self,
         batch: int,
@@ -326,7 +320,7 @@ class NSAAttention(nn.Module):
             convolve = None
         elif convolve is None:
             convolve = functools.partial(self.key_conv, position=position)
-        names = zip(*self._key_values(), strict=True)
+        names = zip(*spec.key_values, strict=True)
         keys, values = ([getattr(self, name) for name in each] for each in names)
         gate = self.gate if spec.gate == "head" else None
         query, key, value, mean, logits = heads.project(

@@ -61,11 +61,12 @@ KEPT_EVERY, KEPT_STEPS = 20, 100  # step lines of a record: not more often, abou
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A model. `what` describes it, and `changes` has the differences from the default
-    model.
+    model. `commit` has the code of a variant that was removed.
     """
 
     what: str
     changes: dict[str, Any]
+    commit: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Experiment:
 
 _FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 VARIANTS = {
-    name: Variant(changes.pop("what"), changes) for name, changes in _FOUND["variants"].items()
+    name: Variant(changes.pop("what"), changes, changes.pop("commit", None))
+    for name, changes in _FOUND["variants"].items()
 }
 SETTINGS = {name: Setting(**sizes) for name, sizes in _FOUND["settings"].items()}
 EXPERIMENTS = {name: Experiment(**about) for name, about in _FOUND["experiments"].items()}
@@ -261,9 +263,10 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
             raise ValueError(f"experiment must be one of {sorted(EXPERIMENTS)}, got {name!r}")
         at = EXPERIMENTS[name]
         setting = dataclasses.replace(SETTINGS[at.setting], **given)
-        wanted = at.runs if FLAGS.runs is None else FLAGS.runs
-        if not wanted or set(wanted) - VARIANTS.keys():
-            raise ValueError(f"--runs must be in {sorted(VARIANTS)}, got {wanted}")
+        known = [name for name, x in VARIANTS.items() if x.commit is None]
+        wanted = [x for x in at.runs if x in known] if FLAGS.runs is None else FLAGS.runs
+        if not wanted or set(wanted) - {*known}:
+            raise ValueError(f"--runs must be in {sorted(known)}, got {wanted}")
         named = [*map(str, at.seeds)] if FLAGS.seeds is None else FLAGS.seeds
         if not named or not all(x.isdecimal() for x in named):
             raise ValueError(f"--seeds must be non-negative integers, got {FLAGS.seeds}")

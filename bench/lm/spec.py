@@ -8,8 +8,6 @@ from nsa_core.layer import LayerSpec
 
 from ..harness import cost
 
-CHOICES = ("", "mass", "bound", "middle", "heads", "mass_heads")  # "": NSA's own
-
 type Attention = Literal["nsa", "dense"]
 
 
@@ -30,9 +28,6 @@ class ModelSpec:
       dense_first: number of first blocks with dense attention in a model with NSA; torch only.
       dense_every: Every block at this distance, from the first, has dense attention in a model
         with NSA. 0 means none; torch only.
-      choice: the rule by which NSA selects key blocks, of `CHOICES` (see `choice.py`); torch
-        only, and for rows of one sequence.
-      shared_window: NSA's sliding branch reads the selected branch's keys and values; torch only.
       selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
         rows of one sequence.
     """
@@ -45,8 +40,6 @@ class ModelSpec:
     norm_eps: float = 1e-6
     dense_first: int = 0
     dense_every: int = 0
-    choice: str = ""
-    shared_window: bool = False
     selection_loss: float = 0.0
 
     def __post_init__(self) -> None:
@@ -58,10 +51,6 @@ class ModelSpec:
         for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if self.choice not in CHOICES:
-            raise ValueError(f"choice must be one of {CHOICES}, got {self.choice!r}")
-        if self.shared_window and not self.layer.separate:
-            raise ValueError("shared_window must be False if kv is 'shared', got True")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
@@ -100,13 +89,13 @@ class ModelSpec:
             taps = views * keys * (at.key_taps or 0)
             return at.dim * heads + taps + gates + 3 * at.dim * self.hidden
 
-        nsa = block(3 - self.shared_window if at.separate else 1, at.gate_heads * inputs)
+        nsa = block(len(at.key_values), at.gate_heads * inputs)
         dense = self.dense_layers()
         blocks = dense * block(1, 0) + (self.layers - dense) * nsa
         return blocks + at.dim * self.vocabulary
 
 
-TORCH_ONLY = (*("dense_first", "dense_every", "choice", "shared_window", "selection_loss"),)
+TORCH_ONLY = ("dense_first", "dense_every", "selection_loss")
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 # "125m": bytes need next to no embedding, so that its MLP is

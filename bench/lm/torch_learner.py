@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nsa_core.config import NSAConfig
 from nsa_interop import weights
+from nsa_torch import functional
 from nsa_torch.checks import room
 from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
 from ..harness import timing
-from . import choice, share
+from . import share
 from .data import Batch
 from .ranks import Ranks
 from .spec import DivergedError, Task
@@ -417,6 +418,8 @@ def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarra
     """Return the observed values for the input `x` [1, T, dim] of a layer."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
-    indices = choice.blocks(attention, query, key.compressed, key.selected)
+    params = attention.compress_params()[0]
+    compressed = functional.compress(key.compressed, params, config=spec.config)
+    indices = functional.select_blocks(query, compressed, config=spec.config)
     heads = slice(None, None, spec.n_heads // spec.gate_heads)
     return gates[0, :, heads].float().cpu().numpy(), indices[0].cpu().numpy()

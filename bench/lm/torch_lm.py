@@ -23,7 +23,6 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata
 
 from . import selection
-from .choice import Chosen
 from .spec import ModelSpec
 
 BACKENDS = {
@@ -124,13 +123,6 @@ class DenseAttention(nn.Module):
         return out.unflatten(0, rows)
 
 
-class SharedWindow(NSAAttention):
-    """The sliding branch reads the selected branch's keys and values."""
-
-    def _key_values(self) -> list[tuple[str, str]]:
-        return super()._key_values()[:2]
-
-
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
@@ -155,10 +147,7 @@ class Block(nn.Module):
             self.attention = DenseAttention(spec.layer, None)
         else:
             options = spec.layer.as_dict() | spec.layer.start()
-            kind = SharedWindow if spec.shared_window else NSAAttention
-            if spec.choice:
-                kind, options = Chosen, options | {"rule": spec.choice}
-            self.attention = kind(**options, implementation=implementation)
+            self.attention = NSAAttention(**options, implementation=implementation)
         self.spec = spec
         self.selection_loss: Tensor | None = None  # of the last pass that records gradients
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
@@ -176,11 +165,10 @@ class Block(nn.Module):
                 found = selection.loss(attention, x)
                 self.selection_loss = spec.selection_loss * found
             return attention(x)[0]
-        for name in ("choice", "selection_loss"):
-            if getattr(spec, name):
-                raise NotImplementedError(
-                    f"packed rows do not support {name}, got {getattr(spec, name)!r}"
-                )
+        if spec.selection_loss:
+            raise NotImplementedError(
+                f"packed rows do not support selection_loss, got {spec.selection_loss!r}"
+            )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
