@@ -33,7 +33,7 @@ FP8 = {
 }
 # The others are like `SHAPES`.
 EDGES_BACKWARD = ("widest", "widest groups", "longest blocks", "narrowest")
-EACH_STEP = ("paper", "wide", "fp8 paper")  # where the steps are compiled by themselves too
+EACH_STEP = ("paper", "fp8 paper")  # where the steps are compiled by themselves too
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three
 # warpgroups, three blocks of one, or four warpgroups; of others as many as a thread can have.
 ALLOWED = {
