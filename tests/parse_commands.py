@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_FLAGS = "matplotlib.pyplot nsa_jax.nn nsa_torch.functional optax transformers"
+WITHOUT_FLAGS = "matplotlib.pyplot nsa_jax.nn nsa_torch.huggingface optax pydantic.main"
 LINE = re.compile(
     r"(?:^ *|`)(?P<set>(?:[A-Z_]\w*=\S* )*)(?:python|torchrun(?: --\S+)*)\s+"
     r"(?:-m\s+(?P<module>(?:bench|nsa_\w+)\.[\w.]+)|(?P<path>\w+/\w+\.py))(?P<words>[^\n`]*)",
