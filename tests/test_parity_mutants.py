@@ -12,24 +12,25 @@ import pytest
 
 from bench.judge import parity
 from nsa_torch import NSAConfig
+from tests.oracles.nsa import BRANCHES
 from tests.paths import of_torch, steps_of_torch
 from tests.problems import Case, array, problem
 
 CONFIG = NSAConfig(8, 2, 16, num_selected=16, window=64)
 CASE = Case(272, 272, 16, 8, 48, 48, B=2, config=CONFIG, own=True, blocks="given")
-OUTPUTS = "compressed.out", "selected.out", "sliding.out"
 FACTOR = 1.005
 
 
-def results(p):
-    """Of the branches alone, with their gradients, and of the whole."""
-    found = steps_of_torch(p, "reference", of_lse=False) | of_torch(p, "reference")
-    return {name: array(x) for name, x in found.items() if name != "block_indices"}
+def results(p, branches=BRANCHES):
+    """Of branches alone, with their gradients, and of the whole."""
+    found = steps_of_torch(p, "reference", of_lse=False, only=branches)
+    found |= of_torch(p, "reference")
+    return {name: array(x) for name, x in found.items()}
 
 
-def mutants(p):
-    """Of an array by name, what a mistake makes of it, with the mistake's name."""
-    for name, x in results(p).items():
+def mutants(p, right):
+    """Of an array by name, what a mistake makes of it, and its name; `right`: without it."""
+    for name, x in right.items():
         if not name.endswith(("lse", "dgates")):
             yield f"x {FACTOR}", name, (x.astype("float32") * FACTOR).astype(x.dtype)
     fewer = p.block_indices.clone()
@@ -42,15 +43,10 @@ def mutants(p):
     wrong = {x: dataclasses.replace(p, case=p.case.but(**y)) for x, y in changes.items()}
     wrong["one of sixteen blocks dropped"] = dataclasses.replace(p, block_indices=fewer)
     for mistake, q in wrong.items():
-        touched = (
-            OUTPUTS
-            if "scale" in mistake
-            else OUTPUTS[1:2]
-            if "block" in mistake
-            else OUTPUTS[2:]
-        )
-        found = results(q)
-        for name in (*touched, "out"):
+        of_one = "selected" if "block" in mistake else "sliding"
+        branches = BRANCHES if "scale" in mistake else (of_one,)
+        found = results(q, branches)
+        for name in (*(f"{x}.out" for x in branches), "out"):
             yield mistake, name, found[name]
 
 
@@ -67,7 +63,8 @@ def test_the_rule_separates(dtype):
     p = problem(CASE.but(dtype=dtype))
     # Means of eight keys that are as large as keys.
     p = dataclasses.replace(p, keys=(3 * p.keys[0], *p.keys[1:]))
-    broken = {name: judge(p, name, x).reason for name, x in results(p).items()}
+    right = results(p)
+    broken = {name: judge(p, name, x).reason for name, x in right.items()}
     assert not any(broken.values()), broken
-    unseen = [(mistake, name) for mistake, name, x in mutants(p) if judge(p, name, x).ok]
+    unseen = [(x, name) for x, name, found in mutants(p, right) if judge(p, name, found).ok]
     assert not unseen
