@@ -145,7 +145,7 @@ class ArrayOps(Protocol):
         return x
 
     def capability(self, x: Any) -> tuple[int, int]:
-        """The compute capability of the GPU of `x`, which determines tiles."""
+        """Return the compute capability of the GPU of `x`, which determines tiles."""
         ...
 
     def derive(
@@ -167,15 +167,17 @@ class ArrayOps(Protocol):
         return None
 
     def arange(self, like: Any, count: int) -> Any:
-        """int32 `[1, count]`, `0 .. count - 1`, on the device of `like`."""
+        """Return the integers `0 .. count - 1` as int32 `[1, count]`, on the device of
+        `like`.
+        """
         ...
 
     def cast(self, x: Any, dtype: Any) -> Any:
-        """`x`, or a copy in another dtype of `xp`."""
+        """Return `x`, or a copy of it in another dtype of `xp`."""
         ...
 
     def contiguous(self, x: Any) -> Any:
-        """`x`, or a copy that is stored in memory row by row."""
+        """Return `x`, or a copy of it that is stored in memory row by row."""
         ...
 
     def take_rows(self, x: Any, index: Any) -> Any:
@@ -235,7 +237,7 @@ class ArrayOps(Protocol):
         ...
 
     def zeros(self, like: Any, shape: tuple[int, ...]) -> Any:
-        """New zeros in the dtype and on the device of `like`."""
+        """Return new zeros in the dtype and on the device of `like`."""
         ...
 
     def copied(self, x: Any, dtype: Any) -> Any:

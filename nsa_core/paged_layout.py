@@ -534,8 +534,8 @@ def longest_row(
     cu_seqlens_q,
     capacity: int,
 ) -> int | None:
-    """Return `max_seqlen_q`, limited to the `capacity` of a row's pages. Checks that no row of
-    `cu_seqlens_q` is longer, if the host reads it (`read`).
+    """Return `max_seqlen_q`, limited to the `capacity` of a row's pages. If the host reads
+    `cu_seqlens_q` (`read`), check that no row is longer than that.
     """
     if max_seqlen_q is None:
         return None

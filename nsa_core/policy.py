@@ -294,7 +294,7 @@ def of(device: str | None) -> Device | None:
 
 
 def read(path: Path) -> Device:
-    """The file of a device. Raises:
+    """Read the file of a device. Raises:
     ValueError: The file is damaged, or describes another device than its name. The message names
       the file and the key.
     """

@@ -17,8 +17,9 @@ from nsa_core import validate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3:
-    """Llama 3.1: slow pairs turn at most `low_freq_factor` times in the original length, fast ones
-    at least `high_freq_factor` times; linear in the turns between.
+    """The scaling of Llama 3.1. Slow pairs turn at most `low_freq_factor` times in the original
+    length, and fast pairs at least `high_freq_factor` times. Between them the scaling is linear
+    in the number of turns.
     """
 
     rope_type: str = "llama3"
@@ -49,10 +50,11 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): slow pairs turn at most `beta_slow` times in the original length,
-    fast ones at least `beta_fast` times. Between them the factor is linear in the pair, and
-    `truncate` rounds the two ends outwards. Rotated queries and keys are `attention_factor` times
-    as long. By default it follows from `factor`, or from `mscale` and `mscale_all_dim`.
+    """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
+    original length, and fast pairs at least `beta_fast` times. Between them the factor is
+    linear in the pair, and `truncate` rounds the two ends outwards. Rotated queries and keys
+    are `attention_factor` times as long. By default it follows from `factor`, or from `mscale`
+    and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"

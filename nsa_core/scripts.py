@@ -5,12 +5,12 @@ import sys
 
 
 def compare() -> None:
-    """`nsa-compare`: `python -m nsa_bench.compare`."""
+    """Run `nsa-compare`, which is `python -m nsa_bench.compare`."""
     _run("nsa_bench.compare")
 
 
 def oneshot() -> None:
-    """`nsa-oneshot`: `python -m nsa_bench.oneshot`."""
+    """Run `nsa-oneshot`, which is `python -m nsa_bench.oneshot`."""
     _run("nsa_bench.oneshot")
 
 

@@ -14,7 +14,8 @@ LEAST_EXACT = 2.0**36
 def map_to_blocks(
     ops: ArrayOps, probs: Any, num_blocks: int, config: NSAConfig, log: bool = False
 ) -> Any:
-    """Eq. 9: `score[j] = sum_i w(i, j) * probs[..., i]`, `w` counting shared stride blocks.
+    """Compute Eq. 9, `score[j] = sum_i w(i, j) * probs[..., i]`, where `w` is the number of
+    shared stride blocks.
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
     the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.

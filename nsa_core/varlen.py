@@ -196,7 +196,7 @@ class Varlen:
         return KeyTiles(*self._made(_key_tiles, start, end, place))
 
     def query_tiles(self, tokens: int) -> QueryTiles:
-        """Tiles of at most `tokens` queries, none of which has two sequences, in order."""
+        """Return tiles of at most `tokens` queries, in order. No tile has two sequences."""
         start, _, end, *_ = self.sequences
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
@@ -349,7 +349,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """For each entry of `at`, find the last entry of `starts` that is not larger. Sequences
+    """Find, for each entry of `at`, the last entry of `starts` that is not larger. Sequences
     without keys are never found.
     """
     return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

@@ -327,7 +327,7 @@ def attention(
     for branch, k in key._asdict().items():
         if k.shape[1] != query.shape[1]:
             raise ValueError(
-                f"key.{branch} must have the tokens of query if context_axis is given, "
+                f"key.{branch} must have as many tokens as query if context_axis is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
     segment_ids = shard.gather(segment_ids)

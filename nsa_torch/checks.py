@@ -62,7 +62,7 @@ def _whole(name: str, x: Tensor) -> None:
     if hasattr(x, "to_local"):
         raise ValueError(
             f"{name} must be a tensor of one rank, got a {type(x).__name__}; pass its to_local() "
-            "if that has whole rows or heads, or tokens with a context_mesh"
+            "if the local part has whole rows or heads, or if context_mesh splits the tokens"
         )
 
 
@@ -113,7 +113,7 @@ def attention(
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
         if length is not None and k.shape[1] != query.shape[1]:
             raise ValueError(
-                f"{names[0]} must have the tokens of query if context_mesh is given, "
+                f"{names[0]} must have as many tokens as query if context_mesh is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
     validate.same_in_branches(key, value)

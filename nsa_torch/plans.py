@@ -375,7 +375,7 @@ class BoundPlan:
         return run
 
     def _join(self, event: int, drops: Sequence[int]) -> Step:
-        """Later work waits for the launch with this `event`."""
+        """Return a step after which later work waits for the launch with this `event`."""
 
         def run(tensors, addresses, stream):
             if tensors[event] is not None:

@@ -42,8 +42,9 @@ def blocks_by(
     cu_seqlens=None,
     scale=None,
 ) -> Tensor:
-    """Select blocks, int32 `[B, T, Hkv, n]`, by a rule over scores `[B, Q, Hkv, N]`, own blocks
-    `[B, Q, 1]` and a function that returns the scores' logarithms.
+    """Select blocks, int32 `[B, T, Hkv, n]`, by a rule. The arguments of the rule are scores
+    `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]`, and a function that returns the logarithms of the
+    scores.
     """
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected

@@ -19,7 +19,7 @@ from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
 
 
 def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
-    """A lane writes the statistics of one row; `refs.row` is the row of `[B, Hkv]`."""
+    """Write the statistics of one row per lane. `refs.row` is the row of `[B, Hkv]`."""
     head = refs.row
     place = (refs.group * WARPS + warp.warp()) * LANES + warp.lane()
     exists = place < sizes.tiles * spec.rows

@@ -94,7 +94,7 @@ def average(warp: Any, spec: Means, sizes, refs) -> None:
     """The program that each warp of the kernel `specs.compress.compress_means` runs."""
 
     def windows(side, i, part):
-        """The windows of a warp's part of the sequence."""
+        """Write the means of the windows in a warp's part of the sequence."""
         first = part * spec.windows
         tokens = (refs.key, refs.value)[i]
         means = (refs.compressed_key, refs.compressed_value)[i]

@@ -85,7 +85,9 @@ def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
 
 
 def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
-    """The program of a warp; `decode_streams.py` describes the turns of the queue."""
+    """Run a decode step, as the program of each warp. `decode_streams.py` describes the turns
+    of the queue.
+    """
     token, kv_head = refs.b, refs.g
     lane = Lane.of(m, spec, refs.group, refs.shared)
     seen = _load_table(lane, sizes, refs, token)

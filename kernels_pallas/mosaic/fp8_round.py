@@ -141,8 +141,8 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         return mean, scale
 
     def write_keys(side, place, scaled, exists) -> None:
-        """Lane 4 j + t of eight has columns 8 j + 2 t and 8 j + 2 t + 1; the word at 4 t has the
-        columns of both j.
+        """Write the rounded keys. Of eight lanes, lane 4 j + t has the columns 8 j + 2 t and 8
+        j + 2 t + 1. The word at 4 t has the columns of both j.
         """
         words = 2 * side.words // 4
         high = (side.column >> 2) & 1

@@ -5,14 +5,14 @@ compressed branch. The sums of P over phases (`specs/scores.py`) and over the he
 added to the score row of each token in shared memory, from which a warp selects the n best
 (`warp_topk.py`).
 
-Loop order: query-stationary. For each tile of query rows (a CTA of 2 to 4 warpgroups): for each
-chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
-phases one product; at the end of a chunk its top-k. A tile whose tokens select all their candidate
-blocks needs no product.
-Tile: 64 query rows per warpgroup, `64 // heads` tokens, in registers as the left operand, so that
-a product only reads keys: half the shared-memory traffic of two shared operands. With 16 heads a
-warp has one token, with fewer heads 2 to 8: the sum over heads is an exchange of its lanes, once
-per step. The warpgroups share the ring buffer of keys and refill it in turn.
+Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. It loops over
+chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for each of the
+`ratio` phases of its blocks. Each chunk ends with its top-k. A tile whose tokens select all their
+candidate blocks needs no product.
+Tile: 64 query rows per warpgroup, `64 // heads` tokens, in registers as the left operand. A product
+then reads only keys from shared memory, which is half the traffic of two shared operands. With 16
+heads each warp has one token, and with fewer heads 2 to 8 tokens. The sum over heads is an exchange
+between lanes, once per step. The warpgroups share the ring buffer of keys and refill it in turn.
 
 Four warpgroups run on an SM, at 128 registers per thread, so that some multiply while another
 computes probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2
@@ -23,11 +23,10 @@ the heads of a group runs along a row of registers. During a product, the probab
 product before it are computed. The score rows of a tile stay in shared memory, from which a warp
 per token selects the best blocks that are not forced.
 
-Loop order: query-stationary. For each tile of query rows (a CTA of one warpgroup): for each
-chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
-phases one product; at the end of a chunk its top-k.
-Tile: up to 128 query rows, 8 tokens; 64 keys a product; 2 stages, as with more an SM holds one
-CTA. Bound by the instructions around the products; floors as above.
+Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. Its loops are the
+same as above.
+Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since with more
+an SM holds only one CTA. Bound by the instructions around the products. The floors are the same.
 """
 
 import dataclasses
@@ -352,7 +351,7 @@ def _queries(spec: Scores, query, b, g, token, length):
 
 
 def _product(buffers: operands.Buffers, queries, ring, stage):
-    """Return `queries @ keys.T`, float32 `[64, 64]`, of the keys of a stage of `ring`.
+    """Return `queries @ keys.T`, float32 `[64, 64]`, for the keys in a stage of `ring`.
 
     `mgpu.wgmma` fences its left operand, for which ptxas copies the whole operand for each product.
     Here it never changes and needs no fence.

@@ -327,7 +327,7 @@ def put(address: Word, x: Number, only: Word) -> None:
 
 
 def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
-    """If `only` holds, writes 2 or 4 integers to global memory. The address must be a multiple of
+    """Write 2 or 4 integers to global memory if `only` holds. The address must be a multiple of
     their total size in bytes.
     """
     text = f"st.global.v{len(values)}.b32 [$0], {_listed(1, len(values))};"

@@ -257,7 +257,7 @@ def _figures(name: str, log: str) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of JAX and ptxas."""
+    """Return the versions of JAX and ptxas."""
     printed = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=True)
     release = re.search(r"release ([\d.]+)", printed.stdout)
     assert release, printed.stdout

@@ -190,8 +190,8 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
 
 @described
 def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
-    """The same as `fill_lists`, for a spec of single tokens whose blocks are tiles of keys.
-    Output, int32
+    """Describe a kernel like `fill_lists`, for a spec of single tokens whose blocks are tiles
+    of keys. Output, int32
     `[entries]`: the position of each entry in the selection, `(token * Hkv + head) * n + slot`.
     """
     return _kernel("fill_gather_lists", spec, {"edges": spec.edges}, {"entries": spec.list})

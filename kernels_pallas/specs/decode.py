@@ -314,7 +314,8 @@ def why_not(spec: Decode) -> str | None:
 
 @described
 def decode(spec: Decode) -> Kernel:
-    """One decode step; `length` is `lengths[b]`, at most what the page table holds.
+    """Describe the kernel of one decode step. Below, `length` is `lengths[b]`, but at most the
+    capacity of the page table.
 
     Inputs:
 

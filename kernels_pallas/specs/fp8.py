@@ -116,7 +116,7 @@ def round_tokens(spec: Rounding) -> Kernel:
       key: int16 `[B, places, Hkv, D / 2]`.
       value: int16 `[B, Hkv, Dv, places / 2]`; 0 for slots without a key and keys from `end` on.
       key_scale, value_scale: float32 `[B, Hkv, D]`, `[B, Hkv, Dv]`.
-      key_mean: float32 `[B, Hkv, D]`, of the tokens before `end`.
+      key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`.
     """
     inputs = spec.tokens | spec.sums
     if spec.packed:

@@ -59,6 +59,6 @@ def deltas(
     count,
     compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
 ):  # fmt: skip
-    """`delta` of the three branches, with a single read of `do`."""
+    """Compute `delta` of the three branches, and read `do` only once."""
     results = compressed_delta, selected_delta, sliding_delta
     _deltas(do, (compressed, selected, sliding), results, count, c)

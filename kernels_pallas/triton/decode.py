@@ -128,7 +128,8 @@ def partials(
       compressed_key, compressed_value: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
       sliding_key, sliding_value: `[P, PAGE, HEADS, .]`.
       compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
-      page_table: int32 `[B, M]`; lengths: int32 `[B]`.
+      page_table: int32 `[B, M]`.
+      lengths: int32 `[B]`.
       splits, windows: Splits of the compressed keys and of the window, for the longest row.
       candidates: Compressed keys of that row.
       logits: float32 `[B * HEADS, QUERIES * GROUP, candidates]`, base 2.
@@ -299,7 +300,8 @@ def finish(
       query .. lengths: As in `partials`, with the pages of the selected branch.
       gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
       logits .. counters: Outputs of `partials`; a counter counts the parts that have finished.
-      out: `[B * QUERIES, H, VALUE_WIDTH]`; indices: int32 `[B * QUERIES, HEADS, N]`.
+      out: `[B * QUERIES, H, VALUE_WIDTH]`.
+      indices: int32 `[B * QUERIES, HEADS, N]`.
       part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
       part_outputs, part_added: The same, `[.., VALUE_WIDTH]`: of the selected branch, not
         normalised, and of the other two, gated.

@@ -21,9 +21,10 @@ def gather(
     fp8: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> TritonKernel:
-    """Arrays: pages of keys and of values, the scales of both (any array if there are none),
-    page_table, lengths. Results: `[rows, S, heads, width]` of both. S is the number of entries of a
-    row's pages, so that the scores, which read whole blocks, need no copy.
+    """Describe the launch that gathers pages. Its arrays are the pages of keys and of values,
+    the scales of both (any array if there are none), page_table and lengths. Results: `[rows,
+    S, heads, width]` of both. S is the number of entries of a row's pages, so that the scores,
+    which read whole blocks, need no copy.
 
     Args:
       key, value: The pages.
@@ -61,8 +62,8 @@ def gather(
 def append(
     cache: Any, key: Any, value: Any, page_table: Any, *, ragged: bool, means: bool, slots: bool
 ) -> list[TritonKernel]:
-    """One or two launches that write in place. `paged_append.append` lists the arrays. Pass any
-    array in place of one that is not read.
+    """Describe one or two launches that write in place. `paged_append.append` lists the arrays.
+    Pass any array in place of one that is not read.
 
     If the new tokens of a row of a cache in fp8 may overwrite ring buffer slots whose tokens the
     means still need, a separate launch writes the ring buffer.

@@ -35,7 +35,8 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     """Programs: B * ceil(T / TOKENS).
 
     Args:
-      query: `[B, T, HEADS, WIDTH]`; key: `[B, S, WIDTH]`, a row for each ENTRY tokens.
+      query: `[B, T, HEADS, WIDTH]`.
+      key: `[B, S, WIDTH]`, a row for each ENTRY tokens.
       position: int32 `[B, T]`; negative positions are padding.
       out: int32 `[B, T, HEADS, N]`.
     """
@@ -92,8 +93,8 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
 
 @triton.jit
 def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.constexpr):
-    """Scores of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
-    ceil(blocks * POOL / CHUNK).
+    """Compute the scores of the tokens `first .. first + count - 1`. Programs: B * ceil(count /
+    TOKENS) * ceil(blocks * POOL / CHUNK).
 
     Args:
       query, key, position: As in `index_blocks`.

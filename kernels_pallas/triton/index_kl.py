@@ -70,7 +70,8 @@ def kl_targets(
     """Programs: B * INDEX_HEADS * items. A step has TOKENS entries.
 
     Args:
-      query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`; key: `[B, S, HEADS, WIDTH]`.
+      query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`.
+      key: `[B, S, HEADS, WIDTH]`.
       lse: float32 `[B, T, INDEX_HEADS * GROUP]`, natural.
       position: int32 `[B, T]`; negative positions are padding.
       order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
@@ -135,7 +136,8 @@ def kl_entries(
     """Programs: B * INDEX_HEADS * items.
 
     Args:
-      index_query: `[B, T, INDEX_HEADS, WIDTH]`; index_key: `[B, S, WIDTH]`.
+      index_query: `[B, T, INDEX_HEADS, WIDTH]`.
+      index_key: `[B, S, WIDTH]`.
       targets, position, order, ..: as in `kl_targets`.
       maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
     """
@@ -194,8 +196,10 @@ def kl_loss(
 
     Args:
       maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.
-      indices: int32 `[B, T, INDEX_HEADS, N]`, negative without a block; position: int32 `[B, T]`.
-      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: log-sum-exp of z, +inf if no
+      indices: int32 `[B, T, INDEX_HEADS, N]`, negative without a block.
+      position: int32 `[B, T]`.
+      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`.
+      index_lse: log-sum-exp of z, +inf if no
         block is listed; mass: sum t.
     """
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
@@ -298,7 +302,8 @@ def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
     Programs: B * tiles * (BLOCK / PART).
 
     Args:
-      partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`; ends: int32
+      partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
+      ends: int32
         `[B * INDEX_HEADS, tiles]`.
     """
     program = tl.program_id(0)

@@ -87,9 +87,11 @@ def forward(
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`; key, value: `[B, S, HEADS, .]`.
       first, last: int32 `[B, T]`: query `t` sees the keys `first .. last - 1`.
-      gate: float32 `[B, T, H]`, read if `GATED`; added: as `out`, read if `ADDED`.
+      gate: float32 `[B, T, H]`, read if `GATED`.
+      added: as `out`, read if `ADDED`.
       scale: Scale of the logits, times log2(e).
-      out: `[B, T, H, VALUE_WIDTH]`: gate * O + added; lse: float32 `[B, T, H]`, natural.
+      out: `[B, T, H, VALUE_WIDTH]`: gate * O + added.
+      lse: float32 `[B, T, H]`, natural.
     """
     batch, head, row, there, low, high = _tile(first, last, T, c)
     rows = load_rows(query, row, low < high, c.WIDTH)

@@ -78,9 +78,12 @@ def append(
     sliding and the compressed branch; without `SEPARATE` the last four are the first two.
 
     Args:
-      page_table: int32 `[B, M]`; lengths: int32 `[B]`; starts: int32 `[B + 1]`, read if `RAGGED`.
+      page_table: int32 `[B, M]`.
+      lengths: int32 `[B]`.
+      starts: int32 `[B + 1]`, read if `RAGGED`.
       slots: int32 `[B]`, read if `SLOTS`.
-      new: `[N, HEADS, .]`, the new tokens; pages: `[P, PAGE, HEADS, .]`.
+      new: `[N, HEADS, .]`, the new tokens.
+      pages: `[P, PAGE, HEADS, .]`.
       compressed: keys and values `[P, PAGE / COMPRESS_STRIDE, ..]`.
       scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
       recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.

@@ -69,11 +69,14 @@ def scores(
     """Programs: tokens * ceil(keys of a table / CHUNK).
 
     Args:
-      query: `[tokens, HEADS, WIDTH]`; pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each;
+      query: `[tokens, HEADS, WIDTH]`.
+      pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each;
         the distance of pages is `stride` keys.
-      page_table: int32 `[B, M]`; lengths: int32 `[B]`, of `queries` queries each.
+      page_table: int32 `[B, M]`.
+      lengths: int32 `[B]`, of `queries` queries each.
       rows, positions: int32 `[tokens]`, read if `RAGGED`.
-      most: Capacity of a row's table in tokens; blocks: Blocks of these.
+      most: Capacity of a row's table in tokens.
+      blocks: The number of blocks of these tokens.
       out: float32 `[tokens, HEADS or 1, blocks]`; written if a key is seen.
     """
     program = tl.program_id(0)
@@ -360,7 +363,8 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
 
     Args:
       maxima, sums, outputs: Outputs of `partials`.
-      out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`; lse: float32 `[tokens, PAIRS * GROUP]`, natural.
+      out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`.
+      lse: float32 `[tokens, PAIRS * GROUP]`, natural.
     """
     member = tl.arange(0, c.ROWS)
     number = tl.program_id(0).to(tl.int64) * c.GROUP + member

@@ -24,7 +24,8 @@ def gather(
     Args:
       key_pages, value_pages: `[P, PER_PAGE, .._ELEMENTS]`; their scales: float32
         `[P, HEADS, PER_PAGE]`, read if `.._FP8`.
-      page_table: int32 `[B, M]`; lengths: int32 `[B]`.
+      page_table: int32 `[B, M]`.
+      lengths: int32 `[B]`.
       S: Entries of a row; entry `i` is at index `FIRST + i` of the row's pages and covers the
         tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
       reach: Number of last tokens of a row that are visible.

@@ -121,10 +121,10 @@ def sequences(
     f: tl.constexpr,
     c: tl.constexpr,
 ):
-    """Program 0 writes start, length, end, first slot and first compressed token of `count`
-    sequences, of which the last is padding, `[5, pitch]` at the begin of `out`. The others write,
-    for the tile size of their section, the number of tiles before each sequence, its first query
-    and the end of its queries, `[3, pitch]`.
+    """Write the values of the sequences. Program 0 writes start, length, end, first slot and
+    first compressed token of `count` sequences, `[5, pitch]` at the begin of `out`. The last
+    sequence is padding. The others write, for the tile size of their section, the number of
+    tiles before each sequence, its first query and the end of its queries, `[3, pitch]`.
 
     Args:
       cu_seqlens: `[given]`.

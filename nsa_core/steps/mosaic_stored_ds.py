@@ -43,7 +43,7 @@ def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed:
     Args:
       base: The `Dkv` of the branch.
       selection_entries: Number of blocks that a token selects.
-      block: keys of a block.
+      block: The number of keys per block.
       packed: whether blocks may begin anywhere in a tile of keys.
     """
     rows = base.query_tile.rows
@@ -197,8 +197,8 @@ def _row_bytes(spec: StoredDsQuery) -> int:
 def _chunks(
     ops, layout, rows: int, max_rows: int, items: int
 ) -> Iterator[tuple[Any, int, int]]:
-    """The chunks of dS with at most `max_rows` rows, each with its first row and its end.
-    `items` is the number of work items per row. Each work item writes a partial.
+    """Return the chunks of dS with at most `max_rows` rows, each with its first row and its
+    end. `items` is the number of work items per row. Each work item writes a partial.
     """
     count = -(-rows // max_rows)
     sizes = {"count": count, "max_rows": max_rows, "items": items}

@@ -222,7 +222,8 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
 
     Args:
       query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`: pages of one token.
-      lists: int32 `[B, T, G, n]`; lengths: int32 `[B]`, valid keys.
+      lists: int32 `[B, T, G, n]`.
+      lengths: int32 `[B]`, valid keys.
       how: block, include and scale.
     """
     (batch, length, heads), keys = query.shape[:3], key.shape[1]

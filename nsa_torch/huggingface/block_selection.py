@@ -297,8 +297,10 @@ def chosen_blocks(
     slots at the end are -1.
 
     Args:
-      indexer: a `MiniMaxM3VLIndexer`; rotate: its `apply_rotary_pos_emb`.
-      hidden_states: `[B, Sq, E]`; position_embeddings: cos and sin `[B, Sq, .]`.
+      indexer: a `MiniMaxM3VLIndexer`.
+      rotate: its `apply_rotary_pos_emb`.
+      hidden_states: `[B, Sq, E]`.
+      position_embeddings: cos and sin `[B, Sq, .]`.
       cache: None, or the cache of the indexer's keys of each layer.
       position_ids: `[B, Sq]`. A query sees the key slots up to its own position.
     """

@@ -17,7 +17,9 @@ TRIED = "0.32", "0.33"  # the versions of vLLM that ran: their first two numbers
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, more than once."""
+    """Register the models with vLLM. It calls this function in each of its processes, more than
+    once.
+    """
     extras.require("vllm", "vllm")
     from vllm import ModelRegistry, __version__
 
