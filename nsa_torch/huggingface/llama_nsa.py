@@ -114,8 +114,8 @@ class LlamaNSAAttention(LlamaAttention):
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
             if cache.get_seq_length(self.layer_idx) != key.shape[1]:
                 raise NotImplementedError(
-                    f"{CACHE} must contain only the tokens, as a dynamic cache does, got "
-                    f"{type(cache).__name__} of {key.shape[1]}"
+                    f"{CACHE} must return one key per token, as a dynamic cache does, got "
+                    f"{type(cache).__name__} with {key.shape[1]} keys"
                 )
         config, chosen = self.config.sizes, None
         if self.config.selection == "trained":
