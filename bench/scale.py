@@ -186,7 +186,9 @@ def work(size: int) -> None:
                 reason = str(error).splitlines()[0].partition(". ")[0]
                 found = {"status": "unsupported", "reason": reason}
             if launchers.is_first():
-                print(json.dumps(problem.about | {"devices": size} | found), flush=True)
+                row = json.dumps(problem.about | {"devices": size} | found)
+                # Other ranks write to the same log, perhaps no whole lines.
+                print(f"\n{row}\n", end="", flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,9 @@
 """Scaling over devices: counts, the model, what is refused, how the command ends."""
 
+import contextlib
+import io
+import types
+
 import pytest
 import torch
 
@@ -62,6 +66,33 @@ def test_the_newest_row_of_one_device_counts():
     assert scale.derived(row(2, 50.0), rows)["efficiency"] == 0.8
     ms = scale_model.fitted(rows)
     assert ms is not None and ms(1) == 80.0
+
+
+def test_rows_are_found_among_the_words_of_other_ranks(monkeypatch):
+    """All write to one log, each of them at any moment."""
+    log = []
+
+    class Shared(io.StringIO):
+        def write(self, text):
+            log.append(f"{text}... 10 s")
+            return len(text)
+
+    def run(name, words, folder, *_, **__):
+        (folder / f"{name}.log").write_text("".join(log))
+        return types.SimpleNamespace(reason="")
+
+    def main(_):
+        with contextlib.redirect_stdout(Shared()):
+            scale.work(2)
+        return scale.measured(2)
+
+    measure = types.SimpleNamespace(devices=contextlib.nullcontext, row=lambda *_: {"ms": 1.0})
+    monkeypatch.setattr(scale.importlib, "import_module", lambda *_: measure)
+    monkeypatch.setattr(scale, "problems", lambda _: [problem(), problem(S=2048)])
+    monkeypatch.setattr(scale.process, "run", run)
+    monkeypatch.setattr(scale, "main", main)
+    rows, _ = called(scale)
+    assert [(x["S"], x["ms"]) for x in rows] == [(1024, 1.0), (2048, 1.0)]
 
 
 def test_ranks_part_where_one_fails(monkeypatch):
