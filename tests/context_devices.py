@@ -1,13 +1,4 @@
-"""What `test_context` runs on eight virtual devices of JAX, in a process of its own.
-
-    python -m tests.context_devices zigzag packed
-
-prints one JSON line a case: the largest difference of each quantity from torch on one device,
-relative to its largest entry.
-"""
-
-import json
-import sys
+"""What `test_context` runs on eight virtual devices of JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -102,20 +93,17 @@ def several(case: Case, shape: tuple[int, int, int]):
     return found | {"k_cmp": k_cmp}, again - once
 
 
-def main() -> None:
-    for name in sys.argv[1:]:
-        case, line = CASES[name], {"case": name}
-        with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
-            found, line["gathers"] = several(case, CHOSEN[name])
-        for name, one in worker.run(case, worker.tensors(case)).items():
-            one = np.asarray(one)
-            many = np.asarray(
-                found[name][:, : one.shape[1]] if name == "k_cmp" else found[name]
-            )
-            assert many.shape == one.shape, (name, many.shape, one.shape)
-            line[name] = float(np.abs(many - one).max() / max(np.abs(one).max(), 1e-3))
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def compared(name: str) -> tuple[dict[str, float], int]:
+    """The largest difference of each quantity from torch on one device, relative to its largest
+    entry, and the all-gathers of the backward pass.
+    """
+    case, differences = CASES[name], {}
+    with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+        found, gathers = several(case, CHOSEN[name])
+    for quantity, one in worker.run(case, worker.tensors(case)).items():
+        one, many = np.asarray(one), found[quantity]
+        many = np.asarray(many[:, : one.shape[1]] if quantity == "k_cmp" else many)
+        assert many.shape == one.shape, (quantity, many.shape, one.shape)
+        apart = np.abs(many - one).max() / max(np.abs(one).max(), 1e-3)
+        differences[quantity] = float(apart)
+    return differences, gathers

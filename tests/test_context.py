@@ -1,11 +1,7 @@
 """Context parallelism: several ranks equal one device; bad input and faults."""
 
 import functools
-import json
-import os
 import signal
-import subprocess
-import sys
 import weakref
 
 import jax
@@ -18,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import nsa_jax
 import nsa_torch
-from bench.harness.process import ROOT
 from nsa_core import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
 from nsa_torch.context import local_graph
@@ -174,26 +169,11 @@ def test_short_heads_are_gathered_together(kv_heads, head_mib, together):
     assert [i for x in groups for i in range(x.start, x.stop)] == list(range(kv_heads))
 
 
-@pytest.fixture(scope="module")
-def devices():
-    """What `tests.context_devices` prints about its cases."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.context_devices", *context_devices.CHOSEN],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},  # with eight devices, as this process
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return {line.pop("case"): line for line in map(json.loads, done.stdout.splitlines())}
-
-
 @pytest.mark.parametrize("name", context_devices.CHOSEN)
-def test_eight_devices_of_jax_equal_one_of_torch(devices, name):
+def test_eight_devices_of_jax_equal_one_of_torch(name):
     """Outputs, indices and gradients: rows, tokens and heads on their own axes; packed rows."""
-    found = dict(devices[name])
-    assert found.pop("gathers") == context_devices.gathered_again(name)
+    found, gathers = context_devices.compared(name)
+    assert gathers == context_devices.gathered_again(name)
     assert found.pop("indices") == 0
     assert {"out", "k_cmp", "d query", "d key", "d value", "d gates"} <= found.keys()
     assert max(found.values()) < TOLERANCE
