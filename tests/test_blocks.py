@@ -19,8 +19,8 @@ import nsa_torch
 from bench.harness import timing
 from bench.judge.parity import assert_parity
 from nsa_jax.jax_ops import compiled_for
-from tests import interpreted_triton, pretend
-from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON
+from tests import pretend
+from tests.interpreted_triton import DEVICE, INTERPRETED
 from tests.limits import set_limits
 from tests.oracles import blocks as oracle
 from tests.oracles.blocks import Case
@@ -296,12 +296,6 @@ def judge(function: str, case: Case, found) -> None:
             rough = oracle.block_attention(case, getattr(torch, case.dtype))[place]
             arrays = [x.double().numpy() for x in (got, want, rough)]
             assert_parity(str(place), *arrays, dtype=jnp.dtype(case.dtype))
-
-
-@pytest.mark.skipif(INTERPRETED, reason="runs once more there")
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
-def test_triton_in_its_interpreter():
-    interpreted_triton.run_again(f"{__file__}::test_row")
 
 
 def drawn(*shapes):

@@ -1,6 +1,6 @@
 """Triton kernels on pages: rows of the table of caches, on a GPU, or in Triton's interpreter.
 
-Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+`test_pack.py` runs this file once more, in the interpreter.
 """
 
 import dataclasses
@@ -184,8 +184,3 @@ def test_jax_lowers_a_decode_step():
     with compiled_for((9, 0)):
         lowered = step.trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@triton_kernel_call") == 2
-
-
-@pytest.mark.skipif(INTERPRETED, reason="runs here")
-def test_interpreted():
-    interpreted_triton.run_again(__file__)

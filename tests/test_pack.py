@@ -1,7 +1,7 @@
 """Packing against torch indexing: on a GPU, and without one in Triton's interpreter.
 
 Where the interpreter is not asked for, this file runs once more in a process that asks for it, and
-with it those of other small kernels.
+with it those of other kernels but `test_triton.py`.
 """
 
 import contextlib
@@ -331,9 +331,10 @@ if INTERPRETED:
 if TRITON and not INTERPRETED:
 
     def test_the_kernels_in_the_interpreter():
-        """Those of other files whose kernels are small too: a process takes seconds to begin."""
-        others = ("test_table_kernels.py", "test_split_heads.py")
-        run_again(__file__, *(f"{ROOT}/tests/{x}" for x in others))
+        """Those of other files too: a process takes seconds to begin."""
+        others = "test_table_kernels.py test_split_heads.py test_caches_triton.py"
+        files = [*others.split(), "test_blocks.py::test_row"]
+        run_again(__file__, *(f"{ROOT}/tests/{x}" for x in files))
 
     @pytest.mark.parametrize(
         "name", ["gather_ranges", "gather_rows", "add_ranges", "sum_ranges"]
