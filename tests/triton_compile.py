@@ -1,6 +1,6 @@
 """Compiles Triton kernels for GPUs that need not be there, and says what they take of one.
 
-The steps run on torch's meta tensors, and what they launch is noted. Processes of their own compile
+The steps run on torch's meta tensors, and what they launch is noted. A process of its own compiles
 it.
 """
 
@@ -269,10 +269,11 @@ def compiled(launch: Launch, capability: int) -> Report:
 
 def reports(questions: list[tuple[Callable[..., list[Launch]], int, str]]) -> list[Report]:
     """Of each (function of a capability that gives launches, capability, kernel), e.g.
-    `interval:dq`, and switches that are set; in processes of their own.
+    `interval:dq`, and switches that are set; in a process of their own, since a second one takes as
+    long to begin as to compile three kernels.
     """
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, spawned, _begin) as pool:
+    with ProcessPoolExecutor(1, spawned, _begin) as pool:
         return list(pool.map(_report, questions))
 
 
