@@ -25,7 +25,8 @@ between. These are functions:
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
-It writes `docs/crossover.svg` too, the first chart of `bench.report`.
+It writes two pictures too: `docs/crossover.svg`, the first chart of `bench.report`, and
+`docs/distance.svg`, the worth of a passage by its distance.
 
 A cell shows the newest record of its shape, or the status of a failed one, and nothing if it was
 refused. The column `commit` lists the commits of all figures that a row compares.
@@ -48,6 +49,7 @@ from .harness.records import Record
 from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
+from .lm.measures import DISTANCES
 from .reports import crossover, render, sources
 from .tables import KINDS, MISSING, REFUSED, Line, cell, packing, rows
 from .tuners.dense_crossover import PAPER
@@ -366,6 +368,16 @@ def quality_table(part: str, steps: str = "") -> str:
     return table(head, (cells for cells in found if not steps or f" {steps} x " in cells[0]))
 
 
+def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
+    """Return the recorded runs of a variant; `seeds` as in `experiment`."""
+    found = {
+        str(path): train_log.read(path)
+        for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl"))
+        if not seeds or path.stem.rpartition("-")[2] in seeds.split(",")
+    }
+    return quality.kind_of(run, found)
+
+
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     """Return the results of an experiment: dense attention's means, and the differences of its
     other runs. `runs` and `seeds` are lists with commas; by default all.
@@ -375,13 +387,7 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     at = EXPERIMENTS[name]
     dense, rows = None, []
     for run in (at.runs[0], *(runs.split(",") if runs else at.runs[1:])):
-        what = VARIANTS[run].what
-        found = {
-            str(path): train_log.read(path)
-            for path in sorted(DEVICE.parent.glob(f"*/quality/{at.setting}/{run}-*.jsonl"))
-            if not seeds or path.stem.rpartition("-")[2] in seeds.split(",")
-        }
-        kind = quality.kind_of(run, found)
+        what, kind = VARIANTS[run].what, _kind(at.setting, run, seeds)
         dense = dense or kind
         if kind.runs:
             rows.append([f"`{kind.label}`", what, *quality.answer_row(kind, dense)])
@@ -412,21 +418,53 @@ def versions(names: str) -> str:
     return versions_table([last[name] for name in names.split(",")])
 
 
-def picture(old: str) -> str:
-    """Return `docs/crossover.svg`, drawn again if its data have changed: other versions of
-    matplotlib draw the same data otherwise.
+def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
+    """Return the picture `old`, drawn again if its data have changed: other versions of matplotlib
+    draw the same data otherwise.
     """
-    _, each = _crossovers()
-    data = repr([(x.name, x.answer, x.curves) for x in each if x.drawn])
-    mark = f"<!-- data: {hashlib.sha256(data.encode()).hexdigest()} -->"
-    if mark in old:
-        return old
+    mark = f"<!-- data: {hashlib.sha256(repr(data).encode()).hexdigest()} -->"
+    return old if mark in old else f"{draw().rstrip()}\n{mark}\n"
+
+
+def crossover_picture(old: str) -> str:
+    """Return `docs/crossover.svg`."""
     from .reports import plots
 
-    return f"{plots.answers(each).rstrip()}\n{mark}\n"
+    _, each = _crossovers()
+    data = [(x.name, x.answer, x.curves) for x in each if x.drawn]
+    return drawn(old, data, lambda: plots.answers(each))
 
 
-PICTURES = {"docs/crossover.svg": picture}
+# Runs of `docs/distance.svg` by setting, and the seeds that all of them have.
+FAR = {
+    "10,000 steps, one pair": (
+        *("52m_8k_long", "7"),
+        {"dense": "dense", "head_shared": "16 blocks", "shared_n64": "64 blocks"},
+    ),
+    "30,000 steps, four pairs": (
+        *("52m_8k_once", "7,8,9,10"),
+        {"dense": "dense", "shared_taps_n64": "64 blocks, key_taps=3"},
+    ),
+}
+
+
+def distance_picture(old: str) -> str:
+    """Return `docs/distance.svg`."""
+    from .reports import plots
+
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for title, (setting, seeds, runs) in FAR.items():
+        for run, label in runs.items():
+            values = [x.values for x in _kind(setting, run, seeds).runs.values()]
+            curves = [[x[str(n)] for x in values] for n in DISTANCES]
+            found.setdefault(title, {})[label] = curves
+    return drawn(old, found, lambda: plots.distances(found, DISTANCES))
+
+
+PICTURES = {
+    "docs/crossover.svg": crossover_picture,
+    "docs/distance.svg": distance_picture,
+}
 TABLES: Mapping[str, Callable[..., str]] = {
     **{name: functools.partial(of_lines, name) for name in KINDS},
     "quality": quality_table,

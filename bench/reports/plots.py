@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,30 @@ def answers(each: Sequence[Panel]) -> str:
         axes.set_title(f"{panel.name.capitalize()}: {panel.answer}", loc="left", size=8)
     _legend(figure)
     return _svg(figure, "crossover", facecolor="white")
+
+
+def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> str:
+    """Return the SVG of gains by distance, on white: by title and label, for each of `places` the
+    values of all runs, in nats per token. Bars span the runs.
+    """
+    figure, grid = _grid(len(found), (3.6, 2.4))
+    for axes, (title, curves) in zip(grid, found.items(), strict=False):
+        for label, runs in curves.items():
+            color = {"dense": OTHER, "16 blocks": COLORS["fa2"]}.get(label, OURS)
+            means = [sum(x) / len(x) for x in runs]
+            bars = [[m - min(x) for m, x in zip(means, runs, strict=True)]]
+            bars.append([max(x) - m for m, x in zip(means, runs, strict=True)])
+            how = {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1.2}
+            axes.errorbar(places, means, yerr=bars, label=label, color=color, **how)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, map(str, places), size=7)
+        axes.set_title(title, loc="left", size=8)
+        axes.set_xlabel("tokens back", size=8)
+        axes.set_ylabel("nats per token", size=8)
+        axes.grid(color=INK, alpha=0.12, linewidth=0.5)
+        axes.minorticks_off()
+    _legend(figure)
+    return _svg(figure, "distance", facecolor="white")
 
 
 def _draw(panel: Panel, axes) -> None:
