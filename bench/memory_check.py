@@ -112,7 +112,10 @@ def check(
                 bits[row["layer"]] = row["ran"]["digest"]
                 names = [*row["ran"]["kernels"]]
                 if not any(FLAGS.kernels in checked_layer.symbol(name) for name in names):
-                    raise ValueError(f"--kernels: {row['layer']!r} runs {', '.join(names)}")
+                    raise ValueError(
+                        f"--kernels must be part of a kernel's name that {row['layer']!r} runs, "
+                        f"one of {', '.join(names)}"
+                    )
             elif row["status"] == "ok":
                 trusted.append(row["tool"])
         for row in rows([(tool, layer) for tool in trusted for layer in bits]):

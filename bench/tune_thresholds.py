@@ -10,7 +10,7 @@ A threshold is the smallest recorded length at which the kernel is faster by the
 rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
 SDPA under the whole mask, and with the portable path; the
 kernels of the selection are compared with the portable path. A kernel that failed at a length
-does not win there. Only measurements count: no rows, no threshold. Of a folder its files
+does not win there. Without measured rows no threshold is set. Of a folder its files
 `fa2.jsonl` and `selection.jsonl` are read, at any depth.
 
 In the device's file only sections with changed values are written again. Comments above them

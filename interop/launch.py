@@ -71,9 +71,9 @@ def launch(
                 or (recording and x.requires_grad)
             ):
                 raise ValueError(
-                    f"{role} {i} of {kernel.name} must be {dtype} in the {size} elements of "
-                    f"{shape}, contiguous, on GPU {index}, start at a multiple of {ALIGNMENT} "
-                    f"bytes and require no gradient, got {x.dtype} of shape {tuple(x.shape)} and "
+                    f"{role} {i} of {kernel.name} must be a contiguous tensor of {dtype} with the "
+                    f"{size} elements of {shape} on GPU {index}, aligned to {ALIGNMENT} bytes, "
+                    f"without gradient, got {x.dtype} of shape {tuple(x.shape)} and "
                     f"strides {x.stride()} on {x.device} at {x.data_ptr():#x}, "
                     f"requires_grad={x.requires_grad}"
                 )

@@ -373,9 +373,9 @@ class LayerSpec:
         missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
         if not stated and missing:
             raise ValueError(
-                f"{' and '.join(missing)} must be named when the layer is made, to load "
-                f"weights that do not record it, got no {where!r} in the checkpoint "
-                f"(docs/seed.md: layers of older programs have gate='softmax')"
+                f"{' and '.join(missing)} must be passed to the layer's constructor to load "
+                f"weights without a record of them, got no {where!r}; checkpoints of the seed have "
+                "gate='softmax' (docs/seed.md)"
             )
         for name in sorted({*KIND, *stated}) if stated else ():
             ours = str(getattr(self, name)) if name in KIND else "no such name"

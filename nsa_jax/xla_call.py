@@ -135,7 +135,7 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def _answers_metadata_query(extension: int) -> bool:
-    """Fill in the metadata if XLA requests only these. Return whether XLA requests them."""
+    """Fill in the metadata if XLA asks only for them. Return whether it does."""
     if c_int.from_address(extension + TYPE * WORD).value != METADATA:
         return False
     facts = _word(extension, FACTS)

@@ -134,7 +134,7 @@ def signature_of(
 
 
 class PlannedProgram(operators.Program):
-    """Runs calls with one signature, which compute all steps on kernels.
+    """Runs calls of one signature in which every step is a kernel.
 
     Args:
       path: a `kernel_path.KernelPath`.

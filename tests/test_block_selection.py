@@ -255,9 +255,9 @@ def test_autocast_computes_in_its_dtype():
         (dict(indices=torch.zeros(2, 16, 4), block_indices=None), "indices must be None"),
         (
             dict(attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool)),
-            "attention_mask must",
+            "attention_mask of the model must",
         ),
-        (dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)), "attention_mask must"),
+        (dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)), "attention_mask of the model must"),
         (dict(implementation="mosaic"), "mosaic"),
     ],
 )
@@ -278,7 +278,7 @@ EIGHT = torch.arange(8)[None]
         (dict(attention_mask=torch.tensor([[1, 0, 1]])), "one run"),
         (
             dict(attention_mask=torch.tensor([[0] * BLOCK + [1] * 4])),
-            "less than index_block_size=8",
+            "fewer than index_block_size=8",
         ),
         (dict(position_ids=EIGHT % 4, use_cache=False), "packed rows"),
         *(
@@ -287,7 +287,7 @@ EIGHT = torch.arange(8)[None]
         ),
         (
             dict(attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()),
-            "attention_mask must be",
+            "attention_mask of the model must be",
         ),
     ],
 )

@@ -219,9 +219,7 @@ def test_the_seeds_state_dict_loads_where_gate_and_phi_were_named():
 def test_the_seeds_state_dict_is_refused_elsewhere(named, missing, strict):
     target = torch_layer(**named)
     before = values(target)
-    message = (
-        f"^{missing} must be named when the layer is made.*got no 'kind' in the checkpoint"
-    )
+    message = f"^{missing} must be passed to the layer's constructor .* got no 'kind'"
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(seed_state(), strict=strict)
     assert same(before, values(target))
@@ -253,7 +251,7 @@ def test_a_file_with_the_seeds_weights(make, named, missing, tmp_path):
         weights.load(path, target)
         assert not same(before, values(target))
         return
-    with pytest.raises(ValueError, match=f"^{missing} must be named.*seed.safetensors"):
+    with pytest.raises(ValueError, match=f"^{missing} must be passed .*seed.safetensors"):
         weights.load(path, target)
     assert same(before, values(target))
 

@@ -312,7 +312,7 @@ def test_what_is_refused():
             "num_beams must be 1",
             lambda: lm.generate_batch([[1, 2]], **options(lm, num_beams=2)),
         ),
-        ("all branches by one implementation", lambda: cache.one_name(mixed)),
+        ("one name for all branches", lambda: cache.one_name(mixed)),
         (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
     ):

@@ -210,7 +210,8 @@ def test_records_are_kept_where_asked_for(sanitizer, tmp_path, monkeypatch):
 
 def test_bad_input(sanitizer, tmp_path, monkeypatch):
     with pytest.raises(
-        ValueError, match="--kernels: 'gathered, G=1' runs selected_forward, ga"
+        ValueError,
+        match="of a kernel's name that 'gathered, G=1' runs, one of selected_forward, ga",
     ):
         check(tmp_path, "--kernels=interval")
     with pytest.raises(ValueError, match="--kernels is for --tool=racecheck"):

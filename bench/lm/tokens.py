@@ -113,7 +113,7 @@ class FromFile:
 
 
 def tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer in the file at `path`, by default bytes."""
+    """Return the tokenizer in the file at `path`, or that of bytes if `path` is None."""
     return Bytes() if path is None else FromFile(path)
 
 

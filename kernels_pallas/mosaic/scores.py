@@ -230,8 +230,8 @@ def best_blocks_qk(kernel: Kernel):
                 return own
 
             def shared_phase(phase, carry):
-                """Count a phase that two blocks share. Of `cover` times, `r - phase` count for
-                the block and the rest for the next one.
+                """Add a phase of keys that belongs to two blocks. Of `cover` times, `r - phase`
+                count for the block and the rest for the next one.
                 """
                 own, following = carry
                 p = probabilities(under_mask, i, phase)

@@ -118,9 +118,9 @@ class StoredDs:
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
-          places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. With
-            `key_start` blocks are identified by their first keys, otherwise by their index in
-            the sequence.
+          places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. If
+            `key_start` is given, a block is identified by the position of its first key, otherwise
+            by its index in the sequence.
           first: First token.
           length: T.
         """

@@ -228,7 +228,7 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
             raise RuntimeError(f"{found} must have dimensions that are axes of {array}")
         axes.append(alike[-1])
     if any(array.shape[i] > 1 for i in range(len(array.shape)) if i not in axes):
-        raise RuntimeError(f"{found} must have all axes of {array} that are longer than 1")
+        raise RuntimeError(f"the tensor map {found} of {array} may lack only axes of length 1")
     return cubin.TensorMap(index, item_bytes, tuple(axes), found.enums, found.box, found.steps)
 
 

@@ -178,7 +178,7 @@ class Decode(Spec):
 
     @property
     def sliding_strips(self) -> int:
-        """The number of strips of the sliding branch, without `spare_strips`."""
+        """The number of strips of the sliding branch, not counting `spare_strips`."""
         return cdiv(cdiv(self.window, STRIP), self.cluster_warps)
 
     @property

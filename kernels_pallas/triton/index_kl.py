@@ -77,7 +77,7 @@ def kl_targets(
       order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
       masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
-      targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
+      targets: `[B, T, INDEX_HEADS, N * BLOCK]`, the targets `t` of the loss.
     """
     at_row, batch, head, tile, begin, end = _part_of(
         tl.program_id(0), starts, ends, tile_of, tiles, items, c

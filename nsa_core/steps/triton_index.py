@@ -197,8 +197,8 @@ def _kl_tiles(
 
     Args:
       narrow: Whether the arrays have 16-bit elements.
-      rows: Number of rows on GPUs that read operands from shared memory, and number of rows on
-        other GPUs.
+      rows: Two numbers of rows: on GPUs whose matrix instructions read operands from shared
+        memory, and on other GPUs.
       wide: Number of warps and of stages on GPUs that read operands from shared memory.
     """
     if not narrow:

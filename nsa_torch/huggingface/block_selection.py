@@ -140,9 +140,9 @@ def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     block = getattr(config, "index_block_size", None)
     if block is not None and most_left >= block:
         raise NotImplementedError(
-            f"attention_mask must have less than index_block_size={block} columns of padding on "
-            f"the left with attn_implementation={NAME!r}, got {most_left}: the model's indexer "
-            "leaves such a row's first token without a key; pad on the right"
+            f"attention_mask must have fewer than index_block_size={block} columns of padding on "
+            f"the left with attn_implementation={NAME!r}, got {most_left}; with more, the indexer "
+            "gives the first token of a row no key, so pad on the right"
         )
     return bool(padded)
 

@@ -524,6 +524,7 @@ def one_name(implementation: Names) -> Name | None:
     names = set(Branches.each(implementation))
     if len(names) > 1:
         raise NotImplementedError(
-            f"attention from pages runs all branches by one implementation, got {implementation}"
+            "implementation must be one name for all branches if attention reads pages, got "
+            f"{implementation}"
         )
     return names.pop()
