@@ -257,7 +257,10 @@ def test_autocast_computes_in_its_dtype():
             dict(attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool)),
             "attention_mask of the model must",
         ),
-        (dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)), "attention_mask of the model must"),
+        (
+            dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)),
+            "attention_mask of the model must",
+        ),
         (dict(implementation="mosaic"), "mosaic"),
     ],
 )
