@@ -50,7 +50,7 @@ from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
 from .lm.measures import DISTANCES
-from .reports import crossover, render, sources
+from .reports import crossover, plots, render, sources
 from .tables import KINDS, MISSING, REFUSED, Line, cell, packing, rows
 from .tuners.dense_crossover import PAPER
 
@@ -428,8 +428,6 @@ def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
 
 def crossover_picture(old: str) -> str:
     """Return `docs/crossover.svg`."""
-    from .reports import plots
-
     _, each = _crossovers()
     data = [(x.name, x.answer, x.curves) for x in each if x.drawn]
     return drawn(old, data, lambda: plots.answers(each))
@@ -438,11 +436,13 @@ def crossover_picture(old: str) -> str:
 # Runs of `docs/distance.svg` by setting, and the seeds that all of them have.
 FAR = {
     "10,000 steps, one pair": (
-        *("52m_8k_long", "7"),
+        "52m_8k_long",
+        "7",
         {"dense": "dense", "head_shared": "16 blocks", "shared_n64": "64 blocks"},
     ),
     "30,000 steps, four pairs": (
-        *("52m_8k_once", "7,8,9,10"),
+        "52m_8k_once",
+        "7,8,9,10",
         {"dense": "dense", "shared_taps_n64": "64 blocks, key_taps=3"},
     ),
 }
@@ -450,8 +450,6 @@ FAR = {
 
 def distance_picture(old: str) -> str:
     """Return `docs/distance.svg`."""
-    from .reports import plots
-
     found: dict[str, dict[str, list[list[float]]]] = {}
     for title, (setting, seeds, runs) in FAR.items():
         for run, label in runs.items():
@@ -504,10 +502,10 @@ def documents(root: Path = ROOT) -> list[Path]:
 def main(argv: Sequence[str]) -> int:
     old = {path: path.read_text() for path in documents()}
     new = {path: filled(text, path.name) for path, text in old.items()}
-    for name, drawn in PICTURES.items():
+    for name, picture in PICTURES.items():
         path = ROOT / name
         old[path] = path.read_text() if path.exists() else ""
-        new[path] = drawn(old[path])
+        new[path] = picture(old[path])
     stale = [path for path, text in new.items() if text != old[path]]
     for path in stale:
         if WRITE.value:

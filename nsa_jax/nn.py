@@ -333,7 +333,7 @@ class NSAAttention(nnx.Module):
             newest = jnp.zeros((batch, *self.spec.kept_keys), self.dtype)
         return made._replace(contents=UNSAID.with_facts(facts), newest_keys=newest)
 
-    def project(self, x, position, before=None):
+    def project(self, x, position, convolve=None):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_jax.attention`.
 
@@ -341,8 +341,8 @@ class NSAAttention(nnx.Module):
 
         Args:
           position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
-          before: With `key_taps`, a function from the projected keys to the keys before them
-            (`KeyConvolution`). None means that rows begin with a sequence.
+          convolve: With `key_taps`, the convolution of the projected keys `[B, T, columns]`. None
+            means that of rows that begin with a sequence.
         """
         spec = self.spec
         batch, length, _ = x.shape
@@ -364,7 +364,8 @@ class NSAAttention(nnx.Module):
         projected = [linear(x) for linear in of_keys]
         if spec.key_taps is not None:
             joined = jnp.concatenate(projected, axis=-1)
-            joined = self.key_conv(joined, position, before and before(joined))
+            convolve = convolve or functools.partial(self.key_conv, position=position)
+            joined = convolve(joined)
             projected = jnp.split(joined, len(of_keys), axis=-1)
         keys = [turned(each, "k_norm", number < raw) for number, each in enumerate(projected)]
         values = [heads(linear, spec.n_kv_groups, spec.d_v) for linear in of_values]
@@ -430,20 +431,19 @@ class NSAAttention(nnx.Module):
         if rows is not None:
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
-        earlier, newest = None, None
+        convolve, newest = None, None
         if kv is not None:
 
-            def earlier(key):
+            def convolve(key):
                 nonlocal newest
                 assert kv.newest_keys is not None
-                joined = jnp.concatenate([kv.newest_keys, key], axis=1)
-                newest = joined[:, length:]
-                return kv.newest_keys
+                newest = jnp.concatenate([kv.newest_keys, key], axis=1)[:, length:]
+                return self.key_conv(key, position, kv.newest_keys)
+
         elif shards and spec.key_taps is not None:
-            earlier = functools.partial(
-                context.tokens_before, count=spec.key_taps - 1, **shards
-            )
-        query, key, value, gates = self.project(x.astype(self.dtype), position, earlier)
+            before = functools.partial(context.tokens_before, count=spec.key_taps - 1, **shards)
+            convolve = lambda key: self.key_conv(key, position, before(key))
+        query, key, value, gates = self.project(x.astype(self.dtype), position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
         params = self.compress_params()
         sizes: dict[str, Any] = dict(config=self.config, segment_ids=segment_ids)

@@ -290,10 +290,10 @@ class NSAAttention(nn.Module):
             separate=spec.separate,
         )
         made.pages.contents = Contents(spec.cached)
-        made.newest_keys = self.no_keys(made.length, made.pages.selected_key.dtype)
+        made.newest_keys = self.empty_newest_keys(made.length, made.pages.selected_key.dtype)
         return made
 
-    def no_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def empty_newest_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the `newest_keys` of an empty cache with rows of `lengths` [B]."""
         if self.spec.key_taps is None:
             return None

@@ -134,11 +134,7 @@ def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> 
             axes.errorbar(places, means, yerr=bars, label=label, color=color, **how)
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, map(str, places), size=7)
-        axes.set_title(title, loc="left", size=8)
-        axes.set_xlabel("tokens back", size=8)
-        axes.set_ylabel("nats per token", size=8)
-        axes.grid(color=INK, alpha=0.12, linewidth=0.5)
-        axes.minorticks_off()
+        _labels(axes, title, "tokens back", "nats per token")
     _legend(figure)
     return _svg(figure, "distance", facecolor="white")
 
@@ -226,14 +222,19 @@ def _log_log(axes, title: str, x: str, y: str) -> None:
     axes.set_ylim(low / stretch, high * stretch)
     subs = (1, 2, 5) if high / low < 100 else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.set_title(title, loc="left", size=9, weight="bold", color=INK)
-    axes.set_xlabel(x, size=8)
-    axes.set_ylabel(y, size=8)
-    axes.grid(color=INK, alpha=0.12, linewidth=0.5)
     axes.xaxis.set_major_formatter(
         lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
     )
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _labels(axes, title, x, y)
+
+
+def _labels(axes, title: str, x: str, y: str) -> None:
+    """Set title, labels and grid."""
+    axes.set_title(title, loc="left", size=9, weight="bold", color=INK)
+    axes.set_xlabel(x, size=8)
+    axes.set_ylabel(y, size=8)
+    axes.grid(color=INK, alpha=0.12, linewidth=0.5)
     axes.minorticks_off()
 
 

@@ -175,7 +175,7 @@ class PagedLayer:
                 compressed_dtype=dtype,
                 max_rows=self.batch,
             )
-            self.newest_keys = attention.no_keys(call.after, dtype)
+            self.newest_keys = attention.empty_newest_keys(call.after, dtype)
         newest = None
 
         def convolve(key: Tensor) -> Tensor:

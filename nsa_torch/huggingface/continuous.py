@@ -149,7 +149,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             torch.tensor(x, dtype=torch.int64, device=device)
             for x in (source_block_ids, dest_block_ids)
         )
-        plain = [*self.newest_keys.values()]
+        plain = [x for x in self.newest_keys.values() if x.numel()]
         for pages in self.pages.values():
             if isinstance(pages, PagedCache):
                 pages.copy_pages(source, target)

@@ -118,10 +118,6 @@ def _attend(
     step.attend(layer.pages, attention.spec, params, query, key, value, gates, out)
 
 
-def _shapes(query, key, value, gates, out, layer_name) -> None:
-    return
-
-
 def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
     """Write the convolved keys of `key` [N, columns] to `out`."""
     context = get_forward_context()
@@ -133,9 +129,9 @@ def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
     steps[layer_name].convolve(attention.key_conv, key, layer.newest_keys, page, out)
 
 
-def _same_shape(key, out, layer_name) -> None:
-    return
+def _writes_nothing(*arguments: Any) -> None:
+    """Stand for either operator while it is traced."""
 
 
-direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_shapes)
-direct_register_custom_op(CONVOLVE, _convolve, mutates_args=["out"], fake_impl=_same_shape)
+direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_writes_nothing)
+direct_register_custom_op(CONVOLVE, _convolve, mutates_args=["out"], fake_impl=_writes_nothing)
