@@ -34,7 +34,7 @@ from absl import app
 from nsa_core.types import Branches
 
 from ..harness import cli, exit_status
-from . import corpus, data, log, loop, recall, spec, variants, watch
+from . import corpus, data, log, loop, recall, spec, tasks, variants, watch
 from .data import Batches
 from .tokens import Documents
 
@@ -77,6 +77,7 @@ class Setting:
     Attributes:
       text: A folder of `bench.lm.corpus`, or `data.TEXT`. Defaults to the folder `--corpus`.
       repeats: Passages of a training row that repeat earlier ones beyond the window.
+      tasks: Share of the training rows that contain tasks (`bench.lm.tasks`).
     """
 
     model: str
@@ -86,6 +87,7 @@ class Setting:
     lr: float
     text: str | None = None
     repeats: int = 0
+    tasks: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +164,8 @@ def batches(job: Job) -> Batches:
     if job.text == data.TEXT:
         return data.load(data.TEXT, *given)
     documents = {"documents": _documents(job.text), "pack": "once"}
+    if at.tasks:
+        return tasks.Tasks(*given, share=at.tasks, **documents)
     if not at.repeats:
         return Batches(*given, **documents)
     apart = spec.model(at.model, "dense").layer.w

@@ -141,6 +141,9 @@ class Summary(Line):
     # By layer, head and half of the rows, of a passage just beyond the window: how often its
     # block is selected, and the same with another text (`measures.copies`).
     heads: list[Any] | None = None
+    # Of rows with tasks (`tasks.measured`).
+    records_at: dict[str, Any] | None = None
+    needle: dict[str, Any] | None = None
 
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ..harness import records, timing
-from . import checkpoint, health, log, measures, speed, variants
+from . import checkpoint, health, log, measures, speed, tasks, variants
 from . import share as shares
 from .data import Batch, Batches
 from .learner import Learner
@@ -222,6 +222,8 @@ def steps(
     copies = measures.copies(
         learner, held_out.batches, run.task.model.layer, (training.seed, 4), run.thorough
     )
+    if isinstance(run.batches, tasks.Tasks):
+        copies |= tasks.measured(learner, run.batches, run.task.model.layer)
     return summary(status="ok", steps=training.steps, held_out_loss=found["loss"], **copies)
 
 
