@@ -1,7 +1,7 @@
 """Rows of text that contain tasks, and how many of them a model solves by their distance.
 
-A row is cut into slots of 64 tokens, at a random offset. Two slots of a pair lie at a distance that
-is log-uniform. Most pairs hold a record twice, four tokens at a random place of each slot:
+A row is cut into slots of 64 tokens, at a random offset. The distance between the two slots of a
+pair is log-uniform. Most pairs contain a record twice, at a random position of each slot:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
@@ -125,12 +125,13 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
         str(x): {"solved": solved(losses[octave == x]), "loss": losses[octave == x].mean()}
         for x in sorted({*octave.tolist()})
     }
-    hits = [
+    observed = [
         _hits(learner, batch, row, at, layer)
         for batch, each in zip(rows, where, strict=True)
         for row, at in enumerate(each)
     ]
-    if not hits or hits[0] is None:
+    hits = [x for x in observed if x is not None]
+    if not hits:
         return found
     of_row = np.concatenate([np.full(len(x), i % 2) for i, x in enumerate(hits)])
     hit = np.concatenate(hits)  # [records, 1 + layers x heads]: chance, and each head
