@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Convert a dense model and tune it
 # This tutorial trains a small dense Llama, converts it to NSA, and tunes the converted model.
-# Up to the exact length both models compute the same. It needs the extras `hf` and `bench`.
+# Up to the exact length both models compute the same. The tutorial needs the extras `hf` and
+# `bench`.
 # To convert your own checkpoint, replace `folder / "dense"` with its path.
 # [Dense checkpoints](../convert.md) lists the supported models and all options.
 
@@ -48,7 +49,7 @@ def train(model, steps: int, lr: float) -> None:
 
 # %% [markdown]
 # ## A dense model
-# On a GPU it trains in bfloat16, as it would with `bf16=True` in a `Trainer`. In float32 torch has
+# On a GPU the model trains in bfloat16, as with `bf16=True` in a `Trainer`. In float32 torch has
 # no fast kernel for attention with grouped heads, and would store all attention weights.
 
 # %%
@@ -63,9 +64,10 @@ dense.save_pretrained(folder / "dense")
 
 # %% [markdown]
 # ## Convert
-# The exact length is `num_selected * select_block`. On a command line the same conversion is
+# The exact length is `num_selected * select_block` tokens. The following command does the same:
 # `python -m nsa_torch.huggingface.convert dense nsa --start shared --set num_selected=16`.
-# `start="shared"` keeps one set of keys and values, so that the cache is a third of the size.
+# With `start="shared"` all branches share one set of keys and values. The cache then has a third
+# of the size that it has with separate keys and values.
 
 # %%
 nsa = {"num_selected": 16}
@@ -83,7 +85,7 @@ print(f"largest difference of logits within {exact} tokens: {error:.1e}")
 
 # %% [markdown]
 # ## Compare
-# Within the exact length the losses are equal. Beyond it NSA reads only the selected blocks.
+# Within the exact length the losses are equal. Beyond this length NSA reads only selected blocks.
 
 
 # %%
@@ -102,8 +104,8 @@ found = {"dense": losses(dense), "converted": losses(model)}
 
 # %% [markdown]
 # ## Tune
-# A short tuning on long rows adapts the model to the selection. Use the learning rate with which
-# you would tune the dense model.
+# A few training steps on long rows adapt the model to the selection. Use the learning rate with
+# which you would tune the dense model.
 
 # %%
 train(model, tuning, 1e-4)

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Which attention is fastest on my GPU
 # NSA is slower than dense attention for short rows and faster for long rows. This tutorial finds
-# the break-even length for your model on your device. It needs the extras `torch` and `bench`.
+# the break-even length for your model on your device. The tutorial needs the extras `torch` and
+# `bench`.
 
 # %%
 import matplotlib.pyplot as plt
@@ -33,7 +34,7 @@ print(nsa_torch.explain(*inputs(lengths[-1])[:3]))
 
 # %% [markdown]
 # ## Measure
-# Each function computes the forward pass. `None` is the automatic choice.
+# Each function computes the forward pass. `None` selects the implementation automatically.
 
 
 # %%

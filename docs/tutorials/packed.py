@@ -34,8 +34,8 @@ print(row["input_ids"].shape, (row["position_ids"] == 0).nonzero()[:, 1].tolist(
 # %% [markdown]
 # ## Model
 # The model derives the tables of a packed row once per batch, and all layers share them.
-# The logits of a document are the same in the row as on its own, up to rounding. On a GPU they are
-# computed in bfloat16, as in training (`bf16=True` below).
+# Up to rounding, the logits of a document do not depend on the other documents in its row. On a
+# GPU the logits are computed in bfloat16, as in training (`bf16=True` below).
 
 # %%
 if gpu:

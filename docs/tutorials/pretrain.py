@@ -2,9 +2,9 @@
 # # Pretrain, test, generate and serve
 # This tutorial trains a small language model with NSA on Python source code, tests whether it
 # recalls passages far beyond its sliding window, generates text, and serves the model.
-# On a CPU it uses tiny sizes, which show the steps but learn little, and runs for less than a
-# minute. On a GPU it trains 29 million weights for 1500 steps of 2 rows of 8192 tokens. It computes
-# in bfloat16 there, because the Mosaic kernels need 16-bit inputs. To run it yourself:
+# On a CPU the tutorial uses tiny sizes and runs for less than a minute. The tiny model shows the
+# steps but learns little. On a GPU the tutorial trains 29 million weights for 1500 steps of 2 rows
+# of 8192 tokens. It uses bfloat16 there, because the Mosaic kernels need 16-bit inputs. To run it:
 # ```bash
 # pip install '.[hf,bench]'            # in a checkout of the repository
 # python docs/tutorials/pretrain.py    # or open the file as a notebook with jupytext
@@ -52,7 +52,7 @@ def rows(begin: int, end: int, distance: int) -> torch.Tensor:
 
 # %% [markdown]
 # ## Model
-# Each query reads 16 blocks of 64 tokens and a window of 512 tokens at full size.
+# At full size, each query reads 16 blocks of 64 tokens and a window of 512 tokens.
 
 # %%
 if gpu:
@@ -94,7 +94,8 @@ plt.show()
 # %% [markdown]
 # ## Recall by distance
 # For each distance the plot shows how much the loss of the copy rises if another text replaces the
-# earlier passage. A model that cannot read the passage has 0. The dashed line marks the window.
+# earlier passage. For a model that cannot read the passage, the rise is 0. The dashed line marks
+# the end of the window.
 
 # %%
 model.eval()

@@ -2,7 +2,8 @@
 # # NSA in your own JAX model
 # This tutorial puts `nsa_jax.attention` into a model in plain JAX, and trains it under
 # `jax.shard_map`. One mesh axis splits the rows of a batch, the other axis splits the tokens of
-# each row. It needs the extras `train` and `bench`. Without GPUs it runs on four virtual devices.
+# each row. The tutorial needs the extras `train` and `bench`. Without GPUs it runs on four virtual
+# devices.
 
 # %%
 import functools
@@ -40,8 +41,8 @@ print(mesh)
 # %% [markdown]
 # ## Model
 # The model is one block of attention and an MLP over bytes. Only `attention` communicates with
-# other devices, along `context_axis`. Positions must be those of the whole sequence. On a GPU it
-# computes in bfloat16 with weights in float32.
+# other devices, along `context_axis`. Positions must be those of the whole sequence. On a GPU the
+# model computes in bfloat16 with weights in float32.
 
 
 # %%
@@ -88,7 +89,7 @@ def loss(params, tokens, labels, position, **context):
 # %% [markdown]
 # ## Loss on the mesh
 # Inside `shard_map` each device has its own rows and tokens. The mean over the devices is the loss.
-# JAX adds up the gradients of the replicated parameters.
+# JAX sums the gradients of the replicated parameters over the devices.
 
 
 # %%
@@ -126,7 +127,7 @@ def sharded(x):
 
 # %% [markdown]
 # ## Train
-# The first loss is that of one device, up to rounding.
+# Up to rounding, the first loss equals the loss on a single device.
 
 # %%
 params = initial(jax.random.key(0))
