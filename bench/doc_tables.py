@@ -394,6 +394,20 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     return table(["run", "what it is", *quality.ANSWER_HEAD], rows)
 
 
+def solved(setting: str, runs: str) -> str:
+    """Return the share of records that each run solves, by distance, with `hit` and `chance`."""
+    rows, distances = [], list(map(str, DISTANCES[:-1]))
+    for run in runs.split(","):
+        for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl")):
+            (end,) = (x for x in train_log.read(path) if isinstance(x, train_log.Summary))
+            at = [(end.records_at or {})[x] for x in distances]
+            rows.append([f"`{run}`", "solved", *(f"{x['solved']:.2f}" for x in at)])
+            if "hit" in at[-1]:
+                hits = (f"{x['hit']:.2f} / {x['chance']:.2f}" for x in at)
+                rows.append([f"`{run}`", "hit / chance", *hits])
+    return table(["run", "share", *distances], rows)
+
+
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a column for each environment of `tests/versions.py`."""
     names = dict.fromkeys(x for each in found for x in each["versions"])
@@ -470,7 +484,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "seed_variables": seed_env.markdown,
 } | {
     x.__name__: x
-    for x in (summary, first_call, versions, parallel_training, experiment)
+    for x in (summary, first_call, versions, parallel_training, experiment, solved)
     + (crossovers, parity)
 }
 
