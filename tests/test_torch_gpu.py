@@ -4,11 +4,13 @@
 sequences without queries or keys, more sequences than one call takes, no wait for the device.
 """
 
+import copy
+
 import pytest
 import torch
 
 import nsa_torch
-from nsa_torch import NSAConfig, chunks, fa2
+from nsa_torch import NSAAttention, NSAConfig, chunks, fa2
 from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, Case, problem
 from tests.reach import check_torch
@@ -109,3 +111,35 @@ def test_fa2_gpu_varlen_is_deterministic_on_request():
     assert all(torch.isfinite(x).all() for x in grads[0])
     for again in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], again, strict=True))
+
+
+def test_a_layer_with_convolved_keys_equals_its_float32_form(device="cuda", low=torch.bfloat16):
+    """Whole rows with gradients, packed rows, and steps from a cache; all blocks are selected."""
+    torch.manual_seed(0)
+    sizes = dict(n_heads=12, n_kv_groups=2, d_k=64, d_v=64, gate="head", kv="shared")
+    layer = NSAAttention(256, **sizes, n_sel=8, key_taps=3).to(device)
+    torch.nn.init.normal_(layer.key_conv.weight, std=0.5)
+    fast = copy.deepcopy(layer).to(low)
+    layer.implementation = "reference"
+    x = torch.randn(1, 512, 256, device=device)
+
+    def near(found, wanted):
+        error = (found.float() - wanted).abs().max() / wanted.abs().max()
+        assert error < 0.03, error
+
+    bounds = torch.tensor([0, 200, 201, 512], device=device)
+    for packed in (None, bounds):
+        inputs = [x.clone().requires_grad_(), x.to(low).requires_grad_()]
+        for module, given in zip((layer, fast), inputs, strict=True):
+            module.zero_grad()
+            module(given, cu_seqlens=packed)[0].square().sum().backward()
+        near(fast(inputs[1], cu_seqlens=packed)[0], layer(x, cu_seqlens=packed)[0])
+        near(inputs[1].grad, inputs[0].grad)
+        for (name, a), b in zip(fast.named_parameters(), layer.parameters(), strict=True):
+            assert (a.grad.float() - b.grad).norm() < 0.03 * b.grad.norm(), name
+    with torch.no_grad():
+        whole, cache, parts = layer(x)[0], fast.init_cache(1, 512), []
+        for size in (300, 200, *[1] * 12):
+            begin = sum(each.shape[1] for each in parts)
+            parts.append(fast(x[:, begin : begin + size].to(low), cache)[0])
+        near(torch.cat(parts, dim=1), whole)
