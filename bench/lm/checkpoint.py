@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,8 +102,7 @@ def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
       ValueError: it was written under other settings; the message names the first that differs.
     """
     progress = check(path, settings)
-    with whole(path, learner) as folder:
-        learner.load(folder, progress["step"])
+    learner.load(path, progress["step"])
     return progress["step"]
 
 
@@ -165,20 +163,6 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         if ours != theirs:
             raise ValueError(f"{path}: {name} must be {theirs!r} as it was, got {ours!r}")
     return progress
-
-
-@contextlib.contextmanager
-def whole(path: Path, learner: Learner) -> Iterator[Path]:
-    """A folder with the tensors of the checkpoint at `path` in a form that `learner` reads:
-    shards stay shards for one that shards, and become whole files for others."""
-    if not (path / SHARDS).exists() or getattr(learner, "shards", False):
-        yield path
-        return
-    from . import shards
-
-    with tempfile.TemporaryDirectory() as scratch:
-        shards.join(path, Path(scratch))
-        yield Path(scratch)
 
 
 @contextlib.contextmanager

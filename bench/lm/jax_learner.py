@@ -361,15 +361,16 @@ class Learner:
                 weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
-        """Read files that `save` of either framework wrote after `step` steps."""
-        state = self.state
-        adam = state[0]._replace(
-            count=jnp.int32(step),
-            mu=self._read(folder / "mean.safetensors"),
-            nu=self._read(folder / "square.safetensors"),
-        )
-        state = self._committed((adam, *state[1:]))
-        self.keep(self._read(folder / "weights.safetensors"), state)
+        """Read what `save` of any learner wrote after `step` steps."""
+        from . import shards  # whose imports take a second
+
+        with shards.whole(folder) as whole:
+            params, mean, square = (
+                self._read(whole / f"{x}.safetensors") for x in shards.PARTS
+            )
+        adam, *others = self.state
+        adam = adam._replace(count=jnp.int32(step), mu=mean, nu=square)
+        self.keep(params, self._committed((adam, *others)))
 
     @property
     def params(self) -> nnx.State:
@@ -416,7 +417,7 @@ class Learner:
         if batch.segment_ids is None:
             total *= self.ranks.size
         else:
-            told = self.ranks.gather([total, int(share.documents(batch).max())])
+            told = self.ranks.gather([total, int(share.begins(batch).sum(axis=1).max())])
             total = max(1, sum(tokens for tokens, _ in told))
             self._make_room(max(documents for _, documents in told))
         ids = None if batch.segment_ids is None else self._placed(batch.segment_ids)

@@ -6,11 +6,13 @@ writes the whole files of the sharded checkpoint into a folder: `weights.safeten
 `nsa_interop.weights` reads in both frameworks, and AdamW's `mean` and `square`.
 """
 
+import contextlib
 import dataclasses
 import json
 import pickle
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from absl import app
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
@@ -27,8 +31,9 @@ from nsa_interop import weights
 from ..harness import cli
 from . import checkpoint, torch_lm
 from .spec import ModelSpec
+from .torch_learner import MOMENTS, Learner
 
-PARTS = "weights", "mean", "square"
+PARTS = "weights", *MOMENTS
 # Names in the description of shards, in addition to dtypes and the classes of
 # `torch.distributed.checkpoint.metadata`.
 DESCRIBED = {
@@ -71,7 +76,7 @@ class _Description(pickle.Unpickler):
         raise ValueError(f"shards must be described only by the sizes of tensors, got {place}")
 
 
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Weights and moments of a checkpoint in either form by `key`, on the CPU."""
     path = folder / checkpoint.SHARDS
     if not path.exists():
@@ -90,6 +95,75 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensors_of(learner: Learner) -> dict[str, Tensor]:
+    """Return weights and moments by `key`, in this process's shards if there are any."""
+    found = {}
+    named = learner.master.named_parameters()
+    for (name, parameter), trained in zip(named, learner.trained, strict=True):
+        found[key("weights", name)] = parameter.detach()
+        state = learner.optimizer.state.get(trained, {})
+        for part, moment in MOMENTS.items():
+            mine = state.get(moment, torch.zeros_like(trained))
+            found[key(part, name)] = _sharded(mine, parameter)
+    return found
+
+
+def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Continue `learner` after `step` steps from weights and moments, whole or in its shards."""
+    named = dict(learner.master.named_parameters())
+
+    def placed(part: str, name: str) -> Tensor:
+        return _placed(tensors[key(part, name)], named[name])
+
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(placed("weights", name))
+    optimizer, names = learner.optimizer, dict(zip(learner.trained, named, strict=True))
+    order = [names[x] for group in optimizer.param_groups for x in group["params"]]
+    state = {
+        number: {"step": torch.tensor(float(step))}
+        | {moment: local(placed(part, name)).clone() for part, moment in MOMENTS.items()}
+        for number, name in enumerate(order)
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    learner.use_master()
+
+
+def _placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shard `tensor` like `like`. Every process has the whole tensor, or its shard."""
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    whole = tensor.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's shard, or the tensor if it has none, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded(mine: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor in shards like `like`, if it has any, of which `mine` is this process's,
+    in the same memory.
+    """
+    if not isinstance(like, DTensor):
+        return mine
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(mine, mesh, placements, shape=like.shape, stride=like.stride())
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A folder with the whole files of the checkpoint at `path`."""
+    if not (path / checkpoint.SHARDS).exists():
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        join(path, Path(scratch))
+        yield Path(scratch)
+
+
 def join(path: Path, target: Path) -> None:
     """Writes the sharded checkpoint at `path` as whole files into the folder `target`."""
     settings = json.loads((path / checkpoint.PROGRESS).read_text())["settings"]
@@ -99,7 +173,13 @@ def join(path: Path, target: Path) -> None:
     model = torch_lm.LM(
         ModelSpec(layer, **{name: settings[name] for name in own & settings.keys()})
     )
-    tensors = whole_tensors(path)
+    write(target, model, whole_tensors(path))
+
+
+def write(target: Path, model: torch_lm.LM, tensors: Mapping[str, Tensor]) -> None:
+    """Writes whole files of weights and moments into the folder `target`. `model` then has the
+    last of them.
+    """
     for part in PARTS:
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -54,15 +54,14 @@ class Share:
     def of_whole(self, batch: Batch) -> Batch:
         """The same as `of`, for a batch that is available as a whole."""
         tokens, ids = batch
-        return self.of(lambda rows: Batch(tokens[rows], None if ids is None else ids[rows]))
+        return Batch(self.rows_of(tokens), None if ids is None else self.rows_of(ids))
 
 
 def split(batch: Batch, count: int) -> list[Batch]:
     """Split `batch` into `count` parts of equal size."""
-    rows = len(batch.tokens) // count
-    places = [slice(i * rows, (i + 1) * rows) for i in range(count)]
-    ids = batch.segment_ids
-    return [Batch(batch.tokens[at], None if ids is None else ids[at]) for at in places]
+    tokens, ids = batch
+    parts = [None] * count if ids is None else np.split(ids, count)
+    return list(map(Batch, np.split(tokens, count), parts))
 
 
 def counted(batch: Batch) -> np.ndarray | None:
@@ -78,15 +77,14 @@ def counted(batch: Batch) -> np.ndarray | None:
 def count(batch: Batch) -> int:
     """Return the number of tokens of the batch that have a loss."""
     which = counted(batch)
-    rows, width = batch.tokens.shape
-    return rows * (width - 1) if which is None else int(which.sum())
+    return batch.tokens[:, 1:].size if which is None else int(which.sum())
 
 
-def documents(batch: Batch) -> np.ndarray:
-    """Return the number of documents per row of the inputs, including padding, `[rows]`."""
+def begins(batch: Batch) -> np.ndarray:
+    """Return whether a document, or padding, begins at a token of the inputs, `[rows, length]`."""
     assert batch.segment_ids is not None
     ids = batch.segment_ids[:, :-1]
-    return 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)
+    return np.diff(ids, axis=1, prepend=ids[:, :1] - 1) != 0
 
 
 def check_vocabulary(batch: Batch, vocabulary: int) -> None:

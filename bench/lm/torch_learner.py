@@ -1,4 +1,4 @@
-"""One step of the training of `torch_lm` with `torch.optim.AdamW`, in one process.
+"""One step of the training of `torch_lm` with `torch.optim.AdamW`.
 
 Master weights and moments are float32; the model computes with a copy of the weights in `dtype`.
 """
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nsa_core.config import NSAConfig
 from nsa_interop import weights
@@ -60,7 +60,7 @@ def total_loss(network: nn.Module, rows: Rows) -> Tensor:
 
 
 class Learner:
-    """A model and its optimizer in one process, which can be saved to a folder.
+    """A model and its optimizer, which can be saved to a folder. Every process has all weights.
 
     Args:
       task: The model and its training.
@@ -71,9 +71,9 @@ class Learner:
         program; on the CPU nothing. What waits for the device meanwhile cannot be captured.
       accumulate: number of micro-batches per batch, whose gradients are summed in float32.
       compiled: whether blocks run with `torch.compile`.
+      ranks: the processes. A graph runs no hooks, by which `DistributedDataParallel` adds some
+        gradients up while others are computed. Here one collective follows the graphs.
     """
-
-    ranks = Ranks()
 
     def __init__(
         self,
@@ -83,8 +83,10 @@ class Learner:
         graph: bool = True,
         accumulate: int = 1,
         compiled: bool = False,
+        ranks: Ranks = Ranks(),
     ):
-        self.training = training = task.training
+        self.training, self.ranks = task.training, ranks
+        training = task.training
         self.dtype = getattr(torch, task.dtype)
         self.accumulate, self.config = accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
@@ -95,7 +97,7 @@ class Learner:
             torch.cuda.reset_peak_memory_stats()
         self.master = LM(task.model, implementation).to(self.place)
         weights.load(initial, self.master)
-        self.share = self._share(training.batch)
+        self.share = share.Share(training.batch, accumulate, ranks.rank, ranks.size)
         self.model = self._network()
         if compiled:
             for block in self._blocks():
@@ -125,16 +127,18 @@ class Learner:
         rows = self._rows(batch)
         loss = self._backward(rows)
         norm = self._clip()
-        numbers = self._numbers(loss, norm)
-        if not all(map(math.isfinite, numbers)):
-            loss_value, norm_value = numbers
-            raise DivergedError(step, loss_value, norm_value, self._culprit(loss, rows))
+        mean = loss
+        if self.ranks.size > 1:
+            mean = self._summed(loss.clone()) / self.ranks.size
+        of_all, size = torch.stack([mean, norm]).tolist()
+        if not (math.isfinite(of_all) and math.isfinite(size)):
+            raise DivergedError(step, of_all, size, self._culprit(loss, rows))
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._use_master()
-        return numbers[0], numbers[1]
+        self.use_master()
+        return of_all, size
 
     @torch.no_grad()
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
@@ -183,39 +187,16 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Writes weights and moments, each as `nsa_interop.weights` does."""
-        if self.ranks.rank:
-            return
-        weights.save(folder / "weights.safetensors", self.master)
-        for name, key in MOMENTS.items():
-            moments = copy.deepcopy(self.master)
-            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
-            for parameter, moment in pairs:
-                found = self.optimizer.state.get(parameter, {}).get(key)
-                moment.data = torch.zeros_like(parameter.data) if found is None else found
-            weights.save(folder / f"{name}.safetensors", moments)
+        from . import shards  # whose imports take a second
+
+        if self.ranks.rank == 0:
+            shards.write(folder, copy.deepcopy(self.master), shards.tensors_of(self))
 
     def load(self, folder: Path, step: int) -> None:
-        """Read files that `save` of either framework wrote after `step` steps."""
-        weights.load(folder / "weights.safetensors", self.master)
-        found: dict[Tensor, dict[str, Tensor]] = {}
-        for name, key in MOMENTS.items():
-            moments = copy.deepcopy(self.master)
-            weights.load(folder / f"{name}.safetensors", moments)
-            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
-            for parameter, moment in pairs:
-                found.setdefault(parameter, {})[key] = moment.detach()
-        self._set_moments(found, step)
-        self._use_master()
+        """Read what `save` of any learner, of any number of processes, wrote after `step` steps."""
+        from . import shards
 
-    def _set_moments(self, found: dict[Tensor, dict[str, Tensor]], step: int) -> None:
-        groups = self.optimizer.param_groups
-        order = [parameter for group in groups for parameter in group["params"]]
-        count = torch.tensor(float(step))
-        state = {i: {"step": count.clone(), **found[p]} for i, p in enumerate(order)}
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-
-    def _share(self, batch: int) -> share.Share:
-        return share.Share(batch, self.accumulate, self.ranks.rank, self.ranks.size)
+        shards.put(self, shards.whole_tensors(folder), step)
 
     def _network(self) -> nn.Module:
         """Return the model that computes, with a copy of the weights in `dtype`."""
@@ -236,17 +217,13 @@ class Learner:
         return [each for each in self.model.modules() if isinstance(each, Block)]
 
     @torch.no_grad()
-    def _use_master(self) -> None:
+    def use_master(self) -> None:
         torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
 
-    def _numbers(self, *numbers: Tensor) -> list[float]:
-        """Convert the loss of this process's rows to that of all rows, followed by numbers that
-        are equal in all processes.
-        """
-        return torch.stack(numbers).tolist()
-
     def _summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all processes."""
+        """Sum `numbers` over all processes, in place."""
+        if self.ranks.size > 1:
+            dist.all_reduce(numbers)
         return numbers
 
     def _rows(self, batch: Batch) -> list[Rows]:
@@ -256,10 +233,15 @@ class Learner:
         """
         parts, count = share.split(batch, self.accumulate), share.count(batch)
         if batch.segment_ids is not None:
-            most = max(int(share.documents(part).sum()) for part in parts)
+            most = max(int(share.begins(part).sum()) for part in parts)
             told = self.ranks.gather([count, most])
             count = sum(tokens for tokens, _ in told) / self.ranks.size
-            self._make_room(max(documents for _, documents in told))
+            documents = max(documents for _, documents in told)
+            # Equal in all processes, whose graphs may contain collectives. It never shrinks,
+            # since a captured graph also serves fewer sequences.
+            if documents > self.room:
+                self.room = room(documents)
+                self.captured.clear()  # before others take as much memory
         total, found = torch.tensor(max(1.0, count), device=self.place), []
         for part in parts:
             # Not uint16, of which torch knows little.
@@ -270,18 +252,9 @@ class Learner:
             found.append(Rows(tokens, total, packing))
         return found
 
-    def _make_room(self, documents: int) -> None:
-        """Reserve space for this number of sequences per micro-batch, equal in all processes,
-        whose graphs may contain collectives. It never shrinks, since a captured graph also
-        serves fewer sequences.
-        """
-        if documents > self.room:
-            self.room = room(documents)
-            self.captured.clear()  # before others take as much memory
-
-    def _backward(self, rows: list[Rows]) -> Tensor:
-        """Run the backward pass. Returns the loss, and leaves float32 gradients in
-        `trained`.
+    def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
+        """Run the backward pass. Returns the loss of this process's rows, and leaves float32
+        gradients in `trained`, with `reduce` their means over all processes.
         """
         compute = self._replay if self.graph else self._gradients
         loss, grads = compute(rows[0])
@@ -291,6 +264,11 @@ class Learner:
             more, others = compute(each)
             loss += more
             torch._foreach_add_(grads, others)
+        if reduce and self.ranks.size > 1:
+            means = self._summed(torch.cat([x.flatten() for x in grads]))
+            means /= self.ranks.size
+            parts = means.split([x.numel() for x in grads])
+            grads = [part.view_as(x) for part, x in zip(parts, grads, strict=True)]
         for parameter, grad in zip(self.trained, grads, strict=True):
             parameter.grad = grad
         return loss
@@ -313,20 +291,13 @@ class Learner:
         """The same as `_gradients`, with a graph that is captured for the first rows of a
         shape.
         """
-        leaves, form = tree_flatten(rows)
-        # A leaf of rows without documents is None, in some versions of torch.
-        given = [each for each in leaves if each is not None]
-        shapes = tuple(map(_shape, given))
+        shapes = tuple(map(_shape, _leaves(rows)))
         if shapes not in self.captured:
-            static = [_own(each) for each in given]
-            following = iter(static)
-            inputs = [None if each is None else next(following) for each in leaves]
-            replay, found = timing.cuda_graph(
-                lambda: self._gradients(tree_unflatten(inputs, form))
-            )
-            self.captured[shapes] = replay, static, found
+            own = copy.deepcopy(rows)
+            replay, found = timing.cuda_graph(lambda: self._gradients(own))
+            self.captured[shapes] = replay, _leaves(own), found
         replay, static, found = self.captured[shapes]
-        for mine, each in zip(static, given, strict=True):
+        for mine, each in zip(static, _leaves(rows), strict=True):
             if isinstance(mine, VarlenMetadata):
                 mine.update(each.cu_seqlens)
             else:
@@ -334,20 +305,19 @@ class Learner:
         replay()
         return found
 
-    def _own_backward(self, rows: list[Rows]) -> None:
-        """Store the gradients of this process's rows in `master`."""
-        self._backward(rows)
-
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
         """Return the first value of each kind that is not finite, on the first rank that has one
         before the sum over ranks. Gradients after clipping do not show it.
         """
         found = [] if loss.isfinite().all() else ["loss"]
-        self._own_backward(rows)
-        named = list(self.master.named_parameters())
-        found += first_bad("gradient of", ((n, p.grad) for n, p in named))
-        found += first_bad("weight", named)
-        return of_ranks(self.ranks, found)
+        self._backward(rows, reduce=False)
+        return of_ranks(self.ranks, sum(self._bad(), found))
+
+    def _bad(self) -> list[list[str]]:
+        """Return the first gradient and the first weight here that is not finite."""
+        names = [name for name, _ in self.master.named_parameters()]
+        kinds = {"gradient of": [x.grad for x in self.trained], "weight": self.trained}
+        return [first_bad(kind, zip(names, of, strict=True)) for kind, of in kinds.items()]
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
@@ -378,17 +348,12 @@ def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str
     return []
 
 
+def _leaves(rows: Rows) -> list[Any]:
+    return [rows.tokens, rows.total, *(rows.packing or ())]
+
+
 def _shape(leaf: Tensor | VarlenMetadata) -> torch.Size:
     return leaf.cu_seqlens.shape if isinstance(leaf, VarlenMetadata) else leaf.shape
-
-
-def _own(leaf: Any) -> Any:
-    """Return a separate copy of a tensor."""
-    if isinstance(leaf, Tensor):
-        return leaf.clone()
-    names = "max_seqlen", "total", "padded", "max_sequences", "config", "device"
-    sizes: dict[str, Any] = {name: getattr(leaf, name) for name in names}
-    return varlen_metadata(leaf.cu_seqlens.clone(), **sizes)
 
 
 def _packing(
@@ -400,9 +365,7 @@ def _packing(
     which = share.counted(batch)
     if which is None or batch.segment_ids is None:
         return None
-    ids = batch.segment_ids[:, :-1]
-    begins = np.ones(ids.shape, bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ids, begins = batch.segment_ids[:, :-1], share.begins(batch)
     index = np.arange(ids.size).reshape(ids.shape)
     position = index - np.maximum.accumulate(np.where(begins, index, 0).ravel()).reshape(
         ids.shape

@@ -160,26 +160,24 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
         return jax_learner.Learner(task, initial, variant.implementation, spread, ranks)
     if spread.tensor > 1:
         raise NotImplementedError(f"tensor must be 1 in torch, got {spread.tensor}")
-    options: dict[str, Any] = {"accumulate": spread.accumulate, "compiled": spread.compiled}
-    at = task, initial, variant.implementation
-    if spread.kind == "none":
-        return torch_learner.Learner(*at, graph=variant.graph, **options)
-    if task.model.selection_loss:
-        raise NotImplementedError("selection_loss must be 0 on several devices")
-    if spread.devices != ranks.size:
-        raise ValueError(
-            f"devices must be {ranks.size}, the number of processes, got {spread.devices}"
-        )
-    from . import torch_parallel
-
-    sharded = spread.kind == "fsdp"
-    if variant.graph:
-        if spread.safe or spread.compiled:
+    if spread.kind != "none":
+        if task.model.selection_loss:
+            raise NotImplementedError("selection_loss must be 0 on several devices")
+        if spread.devices != ranks.size:
+            raise ValueError(
+                f"devices must be {ranks.size}, the number of processes, got {spread.devices}"
+            )
+        if variant.graph and (spread.safe or spread.compiled):
             raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe needs")
-        kind = torch_parallel.FSDPGraphLearner if sharded else torch_parallel.GraphLearner
-        return kind(*at, ranks=ranks, **options)
-    kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner
-    return kind(*at, ranks=ranks, safe=spread.safe, **options)
+    options = dict(accumulate=spread.accumulate, compiled=spread.compiled, graph=variant.graph)
+    kind: Any = torch_learner.Learner
+    if spread.kind == "fsdp" or (spread.kind == "ddp" and not variant.graph):
+        from . import torch_parallel
+
+        options |= {"safe": spread.safe}
+        sharded = spread.kind == "fsdp"
+        kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner
+    return kind(task, initial, variant.implementation, ranks=ranks, **options)
 
 
 def free() -> None:
