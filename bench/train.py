@@ -123,8 +123,8 @@ FLAGS = cli.define(
     tokens=(32768, "Tokens a step for --throughput, without --batch."),
     row_seconds=(3.0, "Time spent on samples of a row of --throughput."),
     save_records=(False, "Append to bench/records/<device>/train.jsonl too."),
+    **spread.DEFINED,
 )
-SPREAD = spread.Flags(FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--graph needs --framework=torch, got jax")
     if None not in (FLAGS.batch, FLAGS.batch_size):
         raise ValueError("--batch and --batch_size are both given")
-    ranks = SPREAD.ranks(FLAGS.framework)
+    ranks = spread.ranks(FLAGS, FLAGS.framework)
     try:
         status = _main(ranks, settings)
     except LostError as error:  # who is gone cannot be taken leave of
@@ -216,11 +216,11 @@ def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
     """Return the global batch for `--batch_size`, as an argument of `_tasks`."""
     if batch_size is None:
         return {}
-    spread = SPREAD.parallel(_frameworks()[0], ranks)
-    batch = batch_size * spread.accumulate * spread.replicas
+    layout = spread.parallel(FLAGS, _frameworks()[0], ranks)
+    batch = batch_size * layout.accumulate * layout.replicas
     if ranks.rank == 0:
         print(
-            f"{batch_size=} x accumulate={spread.accumulate} x {spread.replicas} replica(s): "
+            f"{batch_size=} x accumulate={layout.accumulate} x {layout.replicas} replica(s): "
             f"{batch=} rows per step"
         )
     return {"batch": batch}
@@ -264,7 +264,7 @@ def _variant(
         named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
         found = variants.nsa(framework, named, fallback, task, packed)
         found = variants.with_ranges(found, FLAGS.ranges, task)
-    parallel = SPREAD.parallel(framework, ranks or Ranks())
+    parallel = spread.parallel(FLAGS, framework, ranks or Ranks())
     can = not parallel.compiled and not parallel.safe
     if FLAGS.graph and framework == "torch" and not can:
         raise NotImplementedError(
@@ -297,7 +297,7 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
             FLAGS.save_every,
             FLAGS.commit,
             ranks,
-            SPREAD.watched(),
+            spread.watched(FLAGS),
             FLAGS.evaluate_every,
         )
         for framework in _frameworks()

@@ -18,8 +18,7 @@ from bench.lm import checkpoint, loop, share, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import TorchRanks, debug_level
-from bench.lm.watch import Settings
-from bench.lm.watchdog import Watchdog
+from bench.lm.watch import Settings, watchdog
 from nsa_core.layer import LayerSpec
 from nsa_torch import Branches
 
@@ -116,7 +115,7 @@ def main(rank: int, folder: Path) -> None:
         stop = StopAt(STOPPED, rank == 2)
         trained("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
     if rank == 3:  # alone, and none waits for it
-        with Watchdog(folder / "stacks.txt", 0.2):
+        with watchdog(folder / "stacks.txt", 0.2):
             time.sleep(TIMEOUT_S)
     with started(folder, "compared", rank, 2, "DETAIL") as ranks:
         if ranks is not None:

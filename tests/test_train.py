@@ -166,7 +166,7 @@ def test_a_header_says_how_a_run_is_spread(tmp_path, framework):
     run = dataclasses.replace(run, variant=variant)
     assert loop.run(run, loop.Stop()).status == "ok"
     header = next(line for line in log.read(run.path) if isinstance(line, log.Header))
-    assert header.parallel == Parallel(accumulate=2).as_dict() | {
+    assert header.parallel == dataclasses.asdict(Parallel(accumulate=2)) | {
         "graph": framework == "torch" and torch.cuda.is_available()
     }
 

@@ -34,7 +34,6 @@ from bench.lm import (
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from bench.lm.share import Share
-from bench.lm.watchdog import HUNG
 from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
 from tests import spawned
@@ -252,7 +251,7 @@ def test_a_rank_that_dies_ends_the_others(several):
 
 def test_a_hung_rank_leaves_its_stacks(several):
     folder, ends = several
-    assert ends[3] == HUNG
+    assert ends[3] == watch.HUNG
     stacks = (folder / "stacks.txt").read_text()
     assert "Thread" in stacks and "parallel_worker.py" in stacks and "in main" in stacks
 

@@ -30,7 +30,6 @@ from bench.lm import (
     watched,
 )
 from bench.lm.parallel import Parallel
-from bench.lm.progress import Progress
 from bench.lm.ranks import Ranks
 from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
@@ -156,7 +155,7 @@ def header(parallel=None, dtype="float32", lr=1.0) -> log.Header:
 
 
 def test_losses_on_other_devices_are_compared():
-    spread = Parallel("fsdp", 4, accumulate=2).as_dict()
+    spread = dataclasses.asdict(Parallel("fsdp", 4, accumulate=2))
     steps = rates([1.0] * 30)
 
     def beside(change, **values):
@@ -172,7 +171,7 @@ def test_losses_on_other_devices_are_compared():
 
 
 def test_runs_side_by_side_are_a_figure(tmp_path):
-    spread = Parallel("ddp", 2).as_dict() | {"graph": True}
+    spread = dataclasses.asdict(Parallel("ddp", 2)) | {"graph": True}
     files = [tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl")]
     for path, parallel in zip(files, (None, spread, None), strict=True):
         about = header(parallel)
@@ -401,10 +400,9 @@ def test_a_safe_run(command, torchrun):  # noqa: F811
 
 
 def test_safe_ranks_compare_collectives(torchrun):
-    own = flags.FlagValues()
-    spread_flags = spread.Flags(own)
+    own = cli.define(flags.FlagValues(), **spread.DEFINED)
     own(["train", *SAFE[1:]])
-    ranks = spread_flags.ranks("torch")
+    ranks = spread.ranks(own, "torch")
     group = torch.distributed.group.WORLD
     try:
         assert "Wrapper" in type(group._get_backend(torch.device("cpu"))).__name__
@@ -488,18 +486,18 @@ def test_a_lost_rank_is_an_exit_status(command, monkeypatch, capsys):  # noqa: F
 
 
 def test_progress_on_a_terminal_and_elsewhere(monkeypatch, capsys):
-    with Progress("torch-nsa", 0, 20) as progress:
+    with watch.progress("torch-nsa", 0, 20) as shown:
         for done in range(1, 21):
-            progress.stepped(done, 2.5, 12.0)
+            shown(done, 2.5, 12.0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10 and "step 2 of 20: loss 2.5000, 12 ms, 0:00:0" in lines[0]
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress("torch-nsa", 5, 20) as progress:
-        progress.stepped(6, 2.5, 12.0)
+    with watch.progress("torch-nsa", 5, 20) as shown:
+        shown(6, 2.5, 12.0)
     assert "6/20" in terminal.getvalue() and "loss 2.5000" in terminal.getvalue()
-    with Progress("torch-nsa", 0, 2, silent=True) as progress:
-        progress.stepped(1, 2.5, 12.0)
+    with watch.progress("torch-nsa", 0, 2, silent=True) as shown:
+        shown(1, 2.5, 12.0)
     assert capsys.readouterr().err == ""

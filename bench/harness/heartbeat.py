@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 SILENCE_S = 8.0
@@ -36,25 +36,38 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
     """A context that writes a line to stderr whenever stdout and stderr were silent for
     `silence_s`.
     """
-    start, before, ended = time.monotonic(), (sys.stdout, sys.stderr), threading.Event()
+    start, before = time.monotonic(), (sys.stdout, sys.stderr)
     out, err = map(_Watched, before)
 
     def beat():
-        while True:
-            quiet = time.monotonic() - max(out.last, err.last)
-            if ended.wait(max(silence_s - quiet, 0.01)):
-                return
-            if time.monotonic() - max(out.last, err.last) >= silence_s:
-                print(f"... {time.monotonic() - start:.0f} s {_doing}".rstrip(), file=err)
-                err.flush()
+        print(f"... {time.monotonic() - start:.0f} s {_doing}".rstrip(), file=err)
+        err.flush()
 
     sys.stdout, sys.stderr = out, err
-    thread = threading.Thread(target=beat, daemon=True)
+    try:
+        with on_silence(lambda: max(out.last, err.last), silence_s, beat):
+            yield
+    finally:
+        out.flush()
+        sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def on_silence(
+    last: Callable[[], float], seconds: float, call: Callable[[], None]
+) -> Iterator[None]:
+    """A context that calls `call` in a thread whenever the time `last()` was `seconds` ago."""
+    ended = threading.Event()
+
+    def watch():
+        while not ended.wait(max(0.01, last() + seconds - time.monotonic())):
+            if time.monotonic() - last() >= seconds:
+                call()
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        out.flush()
-        sys.stdout, sys.stderr = before

@@ -63,9 +63,6 @@ def overlap(indices: np.ndarray) -> float:
     """
     now, before = indices[1:], indices[:-1]
     filled = now >= 0
-    common = np.zeros(now.shape[:-1])
-    for slot in range(now.shape[-1]):
-        same = (now[..., slot, None] == before).any(axis=-1)
-        common += same & filled[..., slot]
-    counts = np.maximum(filled.sum(axis=-1), 1)
-    return float((common / counts).mean()) if now.size else 0.0
+    common = (now[..., None] == before[..., None, :]).any(axis=-1) & filled
+    shares = common.sum(axis=-1) / np.maximum(filled.sum(axis=-1), 1)
+    return float(shares.mean()) if now.size else 0.0

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.flatten_util import ravel_pytree
 
 from nsa_interop import weights
 from nsa_jax.nn import NSAAttention
@@ -91,28 +93,39 @@ class Program(NamedTuple):
         """Within `jit`, convert the tree to a form that every process can read."""
         return tree if self.layout is None else self.layout.shown(tree)
 
+    def pinned(self, tree):
+        """Within `jit`, constrain weights or moments to their shardings."""
+        return tree if self.layout is None else self.layout.pinned(tree)
+
+    def summed(self, compute):
+        """Sum `compute(params, total, tokens, segment_ids)` over the rows of all devices."""
+        return compute if self.layout is None else self.layout.summed(compute)
+
+
+def _cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
     """Return the losses `[B, T]` of some rows, or 0 for a token without a loss. On a mesh these are
     the rows of a device.
     """
-    layout, embedding = program.layout, params["embedding"]
-    if layout is None:
-        params = jax.tree.map(lambda x: x.astype(program.dtype), params)
-        params["embedding"] = embedding  # its gradient adds up over many tokens
-        prepare = None
-    else:
-        prepare = functools.partial(layout.gathered, dtype=program.dtype)
-        blocks = params["blocks"]
-        params = prepare(nnx.State({k: x for k, x in params.items() if k != "blocks"}))
-        params["embedding"] = layout.gathered({"embedding": embedding}, jnp.float32)[
-            "embedding"
-        ]
-        params["blocks"] = blocks
+    layout = program.layout
+    prepare = functools.partial(
+        _cast if layout is None else layout.gathered, dtype=program.dtype
+    )
+    # The gradient of the embedding adds up over many tokens.
+    wide = {"embedding": jnp.float32}
+    used = {
+        name: x
+        if name == "blocks"
+        else prepare({name: x}, dtype=wide.get(name, program.dtype))[name]
+        for name, x in params.items()
+    }
     tokens = tokens.astype(jnp.int32)
     inputs = None if segment_ids is None else segment_ids[:, :-1]
     again = layout is not None and layout.mesh.shape[jax_parallel.FSDP] > 1
-    model, limit = nnx.merge(program.graphdef, params), program.max_segments
+    model, limit = nnx.merge(program.graphdef, nnx.State(used)), program.max_segments
     logits = model(tokens[:, :-1], inputs, prepare, again, limit)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
@@ -126,14 +139,6 @@ def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
 def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
     """Return the sum of the losses of some rows, divided by `total`."""
     return _losses(program, params, tokens, segment_ids).sum() / total
-
-
-def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
-    """The same as `_part` for a micro-batch, over all devices."""
-    compute = functools.partial(_part, program)
-    if program.layout is not None:
-        compute = program.layout.summed(compute, params)
-    return compute(params, total, tokens, segment_ids)
 
 
 def _added(compute, rows: Rows):
@@ -161,9 +166,8 @@ def _sums(program: Program, params, rows: Rows, categories: jax.Array, count: in
         sums = [jnp.where(which == i, losses, 0.0).sum() for i in range(count)]
         return jnp.stack(sums) / total
 
-    compute = part if program.layout is None else program.layout.summed(part, params)
     given = rows._replace(tokens=(rows.tokens, categories))
-    return program.shown(_added(functools.partial(compute, params), given))
+    return program.shown(_added(functools.partial(program.summed(part), params), given))
 
 
 @functools.partial(jax.jit, static_argnames="program")
@@ -183,7 +187,7 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
     def update(leaves, grads, numbers, rate):
         params, state = tree.unflatten(leaves)
-        grads = of_params.unflatten(_leaves(grads, leaves[: of_params.num_leaves]))
+        grads = of_params.unflatten(_leaves(grads, params))
         kept = _update(program, params, state, grads, numbers, rate)
         leaves, after = jax.tree.flatten(kept)
         assert after == tree
@@ -201,21 +205,24 @@ def _gradients(program: Program, params, rows: Rows):
     list, or one array where all weights are on every device of several."""
     layout = program.layout
     if layout is not None and layout.data_only:
-        compute = layout.summed_gradients(functools.partial(_part, program), params)
+        compute = layout.summed_gradients(functools.partial(_part, program))
         grads = _added(functools.partial(compute, params), rows)
         loss = grads[-1]
     else:
-        compute = jax.value_and_grad(_micro, argnums=1)
-        loss, grads = _added(functools.partial(compute, program, params), rows)
-        grads = jax.tree.leaves(grads if layout is None else layout.pinned(grads))
-    squares = [(x * x).sum() for x in _leaves(grads, jax.tree.leaves(params))]
+        compute = jax.value_and_grad(program.summed(functools.partial(_part, program)))
+        loss, grads = _added(functools.partial(compute, params), rows)
+        grads = jax.tree.leaves(program.pinned(grads))
+    squares = [(x * x).sum() for x in _leaves(grads, params)]
     numbers = jnp.stack([loss, jnp.sqrt(sum(squares))]), jnp.stack(squares)
     return *program.shown(numbers), grads
 
 
 def _leaves(grads, params) -> list[jax.Array]:
     """Return the results of `_gradients` for each of `params`."""
-    return grads if isinstance(grads, list) else jax_parallel.apart(grads, params)
+    if isinstance(grads, list):
+        return grads
+    _, apart = ravel_pytree((params, jnp.float32(0)))
+    return jax.tree.leaves(apart(grads)[0])
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
@@ -231,14 +238,14 @@ def _update(program: Program, params, state, grads, numbers, rate):
     new = optax.apply_updates(params, updates), new_state
     finite = jnp.isfinite(numbers).all()
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    return kept if program.layout is None else program.layout.pinned(kept)
+    return program.pinned(kept)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "graphdef"))
 def _observe(program: Program, graphdef, params, tokens):
     """Call `LM.observe` for all heads of `graphdef`."""
-    params = jax.tree.map(lambda x: x.astype(program.dtype), params)
-    gates, indices = nnx.merge(graphdef, params).observe(tokens)
+    model = nnx.merge(graphdef, _cast(params, program.dtype))
+    gates, indices = model.observe(tokens)
     return program.shown((gates.astype(jnp.float32), indices))
 
 
@@ -343,19 +350,15 @@ class Learner:
             return []
         tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
         with self._precision():
-            found = _observe(
-                self.program,
-                self.graphdef,
-                self.params,
-                jax_parallel.same(tokens, self.ranks),
-            )
+            tokens = multihost_utils.broadcast_one_to_all(tokens)
+            found = _observe(self.program, self.graphdef, self.params, tokens)
         return list(zip(*map(np.asarray, found), strict=True))
 
     def save(self, folder: Path) -> None:
         """Writes weights and moments, each as `nsa_interop.weights` does."""
         adam = self.state[0]
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
-            whole = jax_parallel.whole(tree, self.ranks)
+            whole = multihost_utils.process_allgather(tree, tiled=True)
             if self.ranks.rank == 0:
                 module = nnx.merge(self.graphdef, whole)
                 weights.save(folder / f"{name}.safetensors", module)
@@ -419,19 +422,15 @@ class Learner:
         else:
             told = self.ranks.gather([total, int(share.begins(batch).sum(axis=1).max())])
             total = max(1, sum(tokens for tokens, _ in told))
-            self._make_room(max(documents for _, documents in told))
+            documents = max(documents for _, documents in told)
+            # Equal in all processes, since they run one program. It never shrinks: a program
+            # serves fewer of them.
+            if documents > (self.program.max_segments or 0):
+                power = 1 << (documents - 1).bit_length()
+                self.program = self.program._replace(max_segments=max(FEWEST_SEGMENTS, power))
+                self.compiled = None
         ids = None if batch.segment_ids is None else self._placed(batch.segment_ids)
         return Rows(self._placed(batch.tokens), np.float32(total), ids)
-
-    def _make_room(self, documents: int) -> None:
-        """Reserve space for this number of sequences per row, which must be equal in all
-        processes, since they run one program. It never
-        shrinks: a program serves fewer of them.
-        """
-        if documents > (self.program.max_segments or 0):
-            power = 1 << (documents - 1).bit_length()
-            self.program = self.program._replace(max_segments=max(FEWEST_SEGMENTS, power))
-            self.compiled = None
 
     def _placed(self, x: np.ndarray) -> jax.Array:
         """Return the rows as micro-batches, on the devices."""

@@ -4,6 +4,7 @@ Blocks, norms and head compute in `dtype`; the embedding is looked up, and softm
 computed, in float32.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
 from nsa_jax.api import varlen_metadata
-from nsa_jax.nn import KeyConvolution, NSAAttention, apply_rope
+from nsa_jax.nn import KeyConvolution, NSAAttention
 
 from . import jax_parallel
 from .spec import TORCH_ONLY, ModelSpec
@@ -40,8 +41,12 @@ class DenseAttention(nnx.Module):
     `jax.nn.dot_product_attention`.
     """
 
+    project: Any = NSAAttention.project
+
     def __init__(self, spec: LayerSpec, *, dtype, implementation, rngs: nnx.Rngs):
-        self.spec, self.implementation = spec, implementation
+        # For `project`: one key and value for all branches, and no gates.
+        self.spec = dataclasses.replace(spec, kv="shared", gate="selected", phi="avg")
+        self.implementation = implementation
         groups = spec.n_kv_groups
         self.W_Q = _linear(spec.dim, spec.n_heads * spec.d_k, dtype, rngs)
         self.W_K = _linear(spec.dim, groups * spec.d_k, dtype, rngs)
@@ -52,7 +57,7 @@ class DenseAttention(nnx.Module):
             self.key_conv = KeyConvolution(spec.key_taps, columns, jnp.float32, rngs)
 
     def __call__(self, x, *, segment_ids=None):
-        spec, (batch, length, _) = self.spec, x.shape
+        batch, length, _ = x.shape
         position = jnp.broadcast_to(jnp.arange(length), (batch, length))
         how: dict[str, Any] = {"is_causal": True}
         if segment_ids is not None:
@@ -62,21 +67,9 @@ class DenseAttention(nnx.Module):
             how["mask"] = same
             position = position - jax.lax.cummax(start, axis=1)
 
-        def heads(linear, count):
-            return linear(x).reshape(batch, length, count, -1)
-
-        def rotate(x):
-            turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
-            return apply_rope(x, position, **turns)
-
-        query = rotate(heads(self.W_Q, spec.n_heads))
-        key = self.W_K(x)
-        if spec.key_taps is not None:
-            key = self.key_conv(key, position)
-        key = rotate(key.reshape(batch, length, spec.n_kv_groups, -1))
-        value = heads(self.W_V, spec.n_kv_groups)
+        query, key, value, _ = self.project(x, position)
         out = jax.nn.dot_product_attention(
-            query, key, value, implementation=self.implementation, **how
+            query, key.selected, value.selected, implementation=self.implementation, **how
         )
         return self.out(out.reshape(batch, length, -1)), None
 
@@ -152,7 +145,7 @@ class LM(nnx.Module):
         self,
         tokens,
         segment_ids=None,
-        prepare=None,
+        prepare=lambda stored: stored,
         again: bool = False,
         max_segments: int | None = None,
     ):
@@ -172,8 +165,7 @@ class LM(nnx.Module):
             packed["segment_ids"] = segment_ids
 
         def block(x, stored):
-            used = stored if prepare is None else prepare(stored)
-            return nnx.merge(graphs[0], used)(x, **packed)
+            return nnx.merge(graphs[0], prepare(stored))(x, **packed)
 
         if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)

@@ -8,17 +8,17 @@ of the MLP, so that attention runs as on one device (`shard_map`), kernels inclu
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .parallel import Parallel
-from .ranks import Ranks
 from .spec import ModelSpec
 
 AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
@@ -32,9 +32,13 @@ OF_ALL_HEADS = frozenset(
 KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
-def spec_of(path: tuple[str, ...]) -> PartitionSpec:
-    """Return the partition spec of the weight at `path`. Every device has all of a small weight."""
-    *parents, name = path
+def spec_of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+    """Return the partition spec of the weight `x` at `path` of a state, or of its moments. Every
+    device has all of a small weight.
+    """
+    *parents, name = _names(path)
+    if not x.ndim:
+        return PartitionSpec()
     if name == "embedding":
         return PartitionSpec(None, FSDP)
     if parents[-2:] == ["attention", "gate"] and name == "bias":
@@ -83,13 +87,9 @@ class Layout:
         shape = parallel.replicas // shards, shards, parallel.tensor
         return cls(Mesh(np.array(devices[: parallel.devices]).reshape(shape), AXES))
 
-    @property
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
     def shown(self, tree: Any) -> Any:
         """Within `jit`, replicate `tree` on every device, so that any process can read it."""
-        return jax.lax.with_sharding_constraint(tree, self.replicated)
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
 
     def part(self, model: ModelSpec) -> ModelSpec:
         """Return the model of a device, with its part of the heads."""
@@ -100,20 +100,15 @@ class Layout:
 
     def placed(self, tree: Any) -> Any:
         """Place weights or moments with their shardings."""
-
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: _global(x, self._sharding(path, x)), tree
+            lambda path, x: _global(x, NamedSharding(self.mesh, spec_of(path, x))), tree
         )
 
     def pinned(self, tree: Any) -> Any:
         """Within `jit`, constrain `tree` to its shardings."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(path, x)), tree
-        )
-
-    def _sharding(self, path: tuple[Any, ...], x: Any) -> NamedSharding:
-        spec = spec_of(_names(path)) if x.ndim else PartitionSpec()
-        return NamedSharding(self.mesh, spec)
+        specs = jax.tree_util.tree_map_with_path(spec_of, tree)
+        shardings = jax.tree.map(functools.partial(NamedSharding, self.mesh), specs)
+        return jax.lax.with_sharding_constraint(tree, shardings)
 
     def rows(self, x: np.ndarray) -> jax.Array:
         """Micro-batches `[accumulate, B, ...]`, of which this process has its rows."""
@@ -124,33 +119,31 @@ class Layout:
         """Return the weights of a device in `dtype`, gathered along `fsdp`."""
 
         def gather(path, x):
-            names = _names(path)
-            axes = frozenset(ROWS)
-            if OF_ALL_HEADS & set(names):
-                axes |= {TENSOR} if "attention" in names else set()
+            names, axes = set(_names(path)), set(ROWS)
+            if OF_ALL_HEADS & names and "attention" in names:
+                axes.add(TENSOR)
             # Varying before it is cast, so that the sum over devices of gradients is float32.
-            x = _varying(x, axes)
-            spec = spec_of(names)
+            x, spec = _varying(x, axes), spec_of(path, x)
             if FSDP not in spec:
                 return x.astype(dtype)
             return checkpoint_name(_gather(x, spec.index(FSDP), dtype), GATHERED)
 
         return jax.tree_util.tree_map_with_path(gather, stored)
 
-    def summed(self, compute: Any, params: Any) -> Any:
+    def summed(self, compute: Any) -> Any:
         """Sum `compute(params, total, tokens, segment_ids)` over the rows of all devices."""
 
         def local(*inputs):
             return jax.lax.psum(compute(*inputs), ROWS)
 
-        return self._of_rows(local, params)
+        return self._of_rows(local)
 
     @property
     def data_only(self) -> bool:
         """Whether every device has all weights."""
         return self.mesh.size == self.mesh.shape[DATA]
 
-    def summed_gradients(self, compute: Any, params: Any) -> Any:
+    def summed_gradients(self, compute: Any) -> Any:
         """One array of the gradients of `summed` and, as its last number, of the loss, where
         `data_only`: one all-reduce.
 
@@ -161,41 +154,23 @@ class Layout:
         def local(params, *inputs):
             params = jax.tree.map(lambda x: _varying(x, AXES), params)
             loss, grads = jax.value_and_grad(compute)(params, *inputs)
-            return jax.lax.psum(together([*jax.tree.leaves(grads), loss]), AXES)
+            return jax.lax.psum(ravel_pytree((grads, loss))[0], AXES)
 
-        return self._of_rows(local, params)
+        return self._of_rows(local)
 
-    def _of_rows(self, local: Any, params: Any) -> Any:
+    def _of_rows(self, local: Any) -> Any:
         """Call `local(params, total, tokens, segment_ids)` with the rows and weights of each
         device. It must return the same value on all devices."""
-        weights = jax.tree_util.tree_map_with_path(
-            lambda path, x: spec_of(_names(path)) if x.ndim else PartitionSpec(), params
-        )
         rows, whole = PartitionSpec(ROWS), PartitionSpec()
 
         def mapped(params, total, tokens, segment_ids):
+            weights = jax.tree_util.tree_map_with_path(spec_of, params)
             packed = None if segment_ids is None else rows
             specs = weights, whole, rows, packed
             function = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=whole)
             return function(params, total, tokens, segment_ids)
 
         return mapped
-
-
-def together(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate the elements of all arrays to `[N]`."""
-    return jnp.concatenate([x.ravel() for x in arrays])
-
-
-def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
-    """Split the first elements of a result of `together` into arrays with the shapes of
-    `like`.
-    """
-    ends = np.cumsum([x.size for x in like])
-    return [
-        jax.lax.slice(numbers, (end - x.size,), (end,)).reshape(x.shape)
-        for x, end in zip(like, ends.tolist(), strict=True)
-    ]
 
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
@@ -224,24 +199,6 @@ def _gather_backward(axis, dtype, _, grad):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def whole(tree: Any, ranks: Ranks) -> Any:
-    """Copy every array of `tree` to this host."""
-    if ranks.size == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """Return the value of `x` in process 0."""
-    if ranks.size == 1:
-        return x
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(x)
-
-
 def _global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Divide `x`, which every process has as a whole, or which is divided already."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -250,7 +207,7 @@ def _global(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _names(path: tuple[Any, ...]) -> list[str]:
     """Return a path into an `nnx.State` as names, without the entries for values of variables."""
-    found = (str(getattr(step, "key", getattr(step, "name", step))) for step in path)
-    return tuple(name for name in found if name != "value")
+    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    return [name for name in names if name != "value"]

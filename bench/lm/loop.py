@@ -9,14 +9,12 @@ import time
 from pathlib import Path
 
 from ..harness import records, timing
-from . import checkpoint, health, log, measures, speed, tasks, variants
+from . import checkpoint, health, log, measures, speed, tasks, variants, watch
 from . import share as shares
 from .data import Batch, Batches
 from .learner import Learner
-from .progress import Progress
 from .ranks import Ranks
 from .spec import DivergedError, Task
-from .watch import Settings, Watch
 
 EVALUATED_BATCHES = 8
 ON_THE_WAY = 4  # one in so many held-out batches
@@ -78,7 +76,7 @@ class Run:
     save_every: int | None = 100
     commit: str | None = None
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
-    watched: Settings = dataclasses.field(default_factory=Settings)
+    watched: watch.Settings = dataclasses.field(default_factory=watch.Settings)
     evaluate_every: int | None = None
     evaluated: int = EVALUATED_BATCHES
     thorough: bool = False
@@ -128,64 +126,91 @@ def run(run: Run, stop: Stop) -> log.Summary:
 
 
 def _run(run: Run, stop: Stop) -> log.Summary:
+    variant, task = run.variant, run.task
     with tempfile.TemporaryDirectory() as scratch:
-        learner = variants.learner(run.variant, run.task, Path(scratch), run.ranks)
+        learner = variants.learner(variant, task, Path(scratch), run.ranks)
     first = 0
     if run.ranks.first(run.checkpoint() is not None):
         first = checkpoint.load_last(run.folder, learner, run.settings(), run.ranks)
+    spread = variant.parallel
+    several = None
+    if spread != type(spread)():
+        several = dataclasses.asdict(spread) | {"graph": learner.graph}
     run.write(
         log.Header(
-            **run.variant.name,
-            model=run.task.model.as_dict() | run.task.model.layer.start(),
+            **variant.name,
+            model=task.model.as_dict() | task.model.layer.start(),
             parameters=learner.parameters(),
-            training=dataclasses.asdict(run.task.training),
-            dtype=run.task.dtype,
+            training=dataclasses.asdict(task.training),
+            dtype=task.dtype,
             first_step=first,
-            flops=run.task.flops(),
+            flops=task.flops(),
             input_sha256=run.batches.sha256,
-            device=variants.device(run.variant.framework),
+            device=variants.device(variant.framework),
             time=records.utc_now(),
-            parallel=_spread(run, learner),
-            epochs=run.batches.epochs(run.task.training.steps),
+            parallel=several,
+            epochs=run.batches.epochs(task.training.steps),
             **records.environment(run.commit),
         )
     )
     times_ms: list[float] = []
-    with Watch(run.path.parent, run.name, run.ranks, run.watched) as watch:
-        summary = steps(run, learner, first, stop, times_ms, watch)
+    with watch.Watch(run.path.parent, run.name, run.ranks, run.watched) as watched:
+        summary = steps(run, learner, first, stop, times_ms, watched)
     run.write(summary)
     if len(times_ms) > 1:  # the first compiles
         found = speed.ok(timing.Timing.of(times_ms[1:], "host"), learner)
-        run.write(speed.line(run.variant, run.task, run.commit, found))
+        run.write(speed.line(variant, task, run.commit, found))
     return summary
 
 
 def steps(
-    run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
+    run: Run,
+    learner: Learner,
+    first: int,
+    stop: Stop,
+    times_ms: list[float],
+    watched: watch.Watch,
 ) -> log.Summary:
     """Return the steps from `first` on. Each step appends to `times_ms` the time since the end of
     the previous one, without checkpoints and observations.
     """
-    training, save = run.task.training, functools.partial(_save, run, learner)
-    summary = functools.partial(log.Summary, **run.variant.name)
+    name, total, rate = run.variant.name, run.task.training.steps, run.task.training.rate
+    summary = functools.partial(log.Summary, **name)
     following, held_out = None, run.held_out()
     some = held_out.every(ON_THE_WAY)
-    with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
+
+    def save(step: int) -> Path:
+        return checkpoint.save(run.folder, learner, step, run.settings(), run.ranks)
+
+    def drawn(step: int) -> Batch:
+        """This rank's rows of the batch of `step`."""
+        batch = learner.share.of(functools.partial(run.batches.train, step))
+        shares.check_vocabulary(batch, run.task.model.vocabulary)
+        return batch
+
+    def evaluate(some: measures.HeldOut, done: int) -> dict[str, float]:
+        found = some.measured(learner)
+        run.write(log.Evaluation(**name, steps=done, measures=found))
+        return found
+
+    def due(every: int | None, done: int) -> bool:
+        return every is not None and done % every == 0 and done < total
+
+    silent = run.ranks.rank > 0
+    with watch.progress(run.name, first, total, silent) as shown:
         since = time.perf_counter()
-        for step in range(first, training.steps):
+        for step in range(first, total):
             # Signals come to ranks at different steps: all stop where one was asked to.
             if run.ranks.any(stop.asked):
                 where = "not saved" if run.save_every is None else f"saved to {save(step)}"
                 reason = f"{stop.by} after {step} steps, {where}"
                 return summary(status="stopped", steps=step, reason=reason)
             done = step + 1
-            last, observes = done == training.steps, watch.due(done)
-            saves = _due(run.save_every, done) and not last
-            evaluates = _due(run.evaluate_every, done) and not last
+            saves, evaluates = due(run.save_every, done), due(run.evaluate_every, done)
             # The work after such a step does not begin earlier: it would overlap untimed work.
-            pauses = last or observes or saves or evaluates
-            batch = _batch(run, learner, step) if following is None else following
-            following = None if pauses else _batch(run, learner, done)
+            pauses = done == total or watched.due(done) or saves or evaluates
+            batch = drawn(step) if following is None else following
+            following = None if pauses else drawn(done)
             try:
                 loss, norm = learner.step(batch, step, following)
             except DivergedError as error:
@@ -194,87 +219,47 @@ def steps(
             now = time.perf_counter()
             time_ms, since = (now - since) * 1e3, now
             times_ms.append(time_ms)
-            line = log.Step(
-                **run.variant.name,
+            numbers = dict(
                 step=step,
                 loss=loss,
                 grad_norm=norm,
-                lr=training.rate(step),
-                time_ms=time_ms,
+                lr=rate(step),
                 tokens_per_s=run.task.tokens() / time_ms * 1e3,
             )
+            line = log.Step(**name, **numbers, time_ms=time_ms)
             run.write(line)
-            watch.stepped(line)
-            if observes:
-                _observe(run, learner, batch, line, watch)
-            progress.stepped(done, loss, time_ms)
+            watched.stepped(line)
+            if watched.due(done):
+                device = variants.device(run.variant.framework)
+                mfu = speed.mfu(run.task, time_ms, device, run.variant.parallel.devices)
+                layers = health.layers(learner, batch)
+                seen = log.Watch(**name, **numbers, mfu=mfu, layers=layers)
+                run.write(seen)
+                if not silent:
+                    watched.observed(seen)
+            shown(done, loss, time_ms)
             if evaluates:
-                found = some.measured(learner)
-                run.write(log.Evaluation(**run.variant.name, steps=done, measures=found))
+                evaluate(some, done)
             if saves:
-                _save_if_there_is_room(run, save, done)
+                try:
+                    save(done)
+                except OSError as error:  # such as a full disk, which ends no run
+                    text = (
+                        f"no checkpoint after {done} steps, {run.checkpoint()} stays: {error}"
+                    )
+                    print(f"warning: {text}", file=sys.stderr)
             if pauses:
                 since = time.perf_counter()
     if run.save_every is not None:
-        save(training.steps)
-    found = held_out.measured(learner)
-    run.write(log.Evaluation(**run.variant.name, steps=training.steps, measures=found))
+        save(total)
+    loss = evaluate(held_out, total)["loss"]
     copies = measures.copies(
-        learner, held_out.batches, run.task.model.layer, (training.seed, 4), run.thorough
+        learner,
+        held_out.batches,
+        run.task.model.layer,
+        (run.task.training.seed, 4),
+        run.thorough,
     )
     if isinstance(run.batches, tasks.Tasks):
         copies |= tasks.measured(learner, run.batches, run.task.model.layer)
-    return summary(status="ok", steps=training.steps, held_out_loss=found["loss"], **copies)
-
-
-def _due(every: int | None, done: int) -> bool:
-    return every is not None and done % every == 0
-
-
-def _batch(run: Run, learner: Learner, step: int) -> Batch:
-    """This rank's rows of the batch of `step`."""
-    batch = learner.share.of(functools.partial(run.batches.train, step))
-    shares.check_vocabulary(batch, run.task.model.vocabulary)
-    return batch
-
-
-def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:
-    """Observe gates and selection after the step of `line`."""
-    devices = run.variant.parallel.devices
-    device = variants.device(run.variant.framework)
-    found = log.Watch(
-        **run.variant.name,
-        step=line.step,
-        loss=line.loss,
-        grad_norm=line.grad_norm,
-        lr=line.lr,
-        tokens_per_s=line.tokens_per_s,
-        mfu=speed.mfu(run.task, line.time_ms, device, devices),
-        layers=health.layers(learner, batch),
-    )
-    run.write(found)
-    if run.ranks.rank == 0:
-        watch.observed(found)
-
-
-def _spread(run: Run, learner: Learner) -> dict | None:
-    """Return the header's field about several devices or micro-batches."""
-    spread = run.variant.parallel
-    if spread == type(spread)():
-        return None
-    return spread.as_dict() | {"graph": learner.graph}
-
-
-def _save(run: Run, learner: Learner, step: int) -> Path:
-    return checkpoint.save(run.folder, learner, step, run.settings(), run.ranks)
-
-
-def _save_if_there_is_room(run: Run, save, step: int) -> None:
-    """Save a checkpoint during the run. If it cannot be written, the run continues and the last
-    checkpoint remains.
-    """
-    try:
-        save(step)
-    except OSError as error:
-        text = f"no checkpoint after {step} steps, {run.checkpoint()} stays: {error}"
-        print(f"warning: {text}", file=sys.stderr)
+    return summary(status="ok", steps=total, held_out_loss=loss, **copies)

@@ -1,7 +1,7 @@
 """How a run is spread over processes and devices."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from .share import Share
 from .spec import Task
@@ -62,6 +62,3 @@ class Parallel:
                 raise ValueError(
                     f"tensor must divide {name}={size} of the model, got {self.tensor}"
                 )
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)

@@ -1,29 +1,33 @@
-"""The files for the observation of a run, in addition to the lines of `train.jsonl`.
+"""The observation of a run, in addition to the lines of `train.jsonl`.
 
 `heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end;
 from rank 0 `<run>.csv` and, where asked for, the files
-of tensorboard. A stack of a hung rank is in `stackdump_rank<r>.txt`.
+of tensorboard. A stack of a hung rank is in `stackdump_rank<r>.txt`. `progress` shows the steps.
 """
 
+import contextlib
 import csv
 import dataclasses
 import datetime
+import faulthandler
+import importlib.util
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ..harness import heartbeat
 from . import log
 from .ranks import Ranks
-from .watchdog import Watchdog
 
 EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
 HEARTBEATS = "heartbeat_rank*.jsonl"
 MIB = 2**20
+HUNG = 76  # the exit status: no other ending has it
+REPORTS = 10  # lines of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Watch:
     def __init__(self, folder: Path, run: str, ranks: Ranks, settings: Settings):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.ranks, self.settings = folder, run, ranks, settings
-        self.path = heartbeat_path(folder, ranks.rank)
-        self.last = -np.inf
-        dump = folder / f"stackdump_rank{ranks.rank}.txt"
-        self.watchdog = Watchdog(dump, settings.hang_s)
+        self.last = 0.0  # the time of the last beat
         self.board: Any = None
+        dump = folder / f"stackdump_rank{ranks.rank}.txt"
+        self.within = contextlib.ExitStack()
+        self.watchdog = watchdog(dump, settings.hang_s)
 
     def __enter__(self) -> "Watch":
         if self.settings.tensorboard and self.ranks.rank == 0:
@@ -65,15 +69,14 @@ class Watch:
                     f"--tensorboard needs the extra tensorboard (pip): {error}"
                 ) from None
             self.board = SummaryWriter(str(self.folder / "tb" / self.run))
-        self.watchdog.__enter__()
+            self.within.callback(self.board.close)
+        self.fed = self.within.enter_context(self.watchdog)
         self.beat("boot", None)
         return self
 
     def __exit__(self, *raised: Any) -> None:
         self.beat("end" if raised[0] is None else "error", None)
-        self.watchdog.__exit__(*raised)
-        if self.board is not None:
-            self.board.close()
+        self.within.close()
 
     def due(self, done: int) -> bool:
         """Whether gates and selection are looked at after `done` steps."""
@@ -81,15 +84,13 @@ class Watch:
 
     def stepped(self, line: log.Step) -> None:
         """After a step, on every rank."""
-        self.watchdog.fed()
-        if self.due(line.step + 1) or self._silent_s() > self.settings.heartbeat_s:
+        self.fed()
+        silent_s = time.monotonic() - self.last
+        if self.due(line.step + 1) or silent_s > self.settings.heartbeat_s:
             numbers = dict(
                 loss=line.loss, toks_per_s=line.tokens_per_s, grad_norm=line.grad_norm
             )
             self.beat("step_end", line.step, **numbers)
-
-    def _silent_s(self) -> float:
-        return time.monotonic() - self.last
 
     def beat(self, what: str, step: int | None, **numbers: Any) -> None:
         """A line of the heartbeat; memory in MiB."""
@@ -106,21 +107,19 @@ class Watch:
             **memory(),
             **numbers,
         }
-        with self.path.open("a") as file:
+        path = self.folder / HEARTBEATS.replace("*", str(self.ranks.rank))
+        with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def observed(self, line: log.Watch) -> None:
         """On rank 0: a row of the CSV, scalars of tensorboard."""
         numbers = scalars(line)
         if self.settings.csv:
-            path = self.folder / f"{self.run}.csv"
-            fresh = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.writer(file)
-                if fresh:
-                    writer.writerow(["step", *numbers])
-                values = ("" if x is None else x for x in numbers.values())
-                writer.writerow([line.step, *values])
+            with (self.folder / f"{self.run}.csv").open("a", newline="") as file:
+                writer = csv.DictWriter(file, ["step", *numbers])
+                if not file.tell():
+                    writer.writeheader()
+                writer.writerow({"step": line.step, **numbers})
         if self.board is not None:
             for name, value in numbers.items():
                 if value is not None:
@@ -130,13 +129,8 @@ class Watch:
 
 def scalars(line: log.Watch) -> dict[str, float | None]:
     """Return the numbers of a line by name; those of a layer as `gates/<name>/layer<i>`."""
-    found: dict[str, float | None] = {
-        "loss": line.loss,
-        "lr": line.lr,
-        "tokens_per_s": line.tokens_per_s,
-        "mfu": line.mfu,
-        "grad_norm": line.grad_norm,
-    }
+    names = "loss", "lr", "tokens_per_s", "mfu", "grad_norm"
+    found = {name: getattr(line, name) for name in names}
     for number, layer in enumerate(line.layers):
         found |= {f"gates/{name}/layer{number}": value for name, value in layer.items()}
     return found
@@ -154,10 +148,6 @@ def memory() -> dict[str, float | None]:
     return {"gpu_mem_alloc": alloc, "gpu_mem_reserved": reserved, "host_mem": host}
 
 
-def heartbeat_path(folder: Path, rank: int) -> Path:
-    return folder / f"heartbeat_rank{rank}.jsonl"
-
-
 def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the lines of each rank's heartbeat in `folder`, by file; a last line that was cut off
     where a process ended is left out.
@@ -167,3 +157,66 @@ def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
         lines = path.read_text().splitlines(keepends=True)
         found[path.name] = [json.loads(line) for line in lines if line.endswith("\n")]
     return found
+
+
+@contextlib.contextmanager
+def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
+    """A context that yields a function to call every `hang_s` seconds. 0 seconds: never.
+
+    Where it is not called, the stacks of all threads go to the file at `path` and the process
+    ends with status `HUNG`, without a word to anyone that it waits for.
+    """
+    if not hang_s >= 0:
+        raise ValueError(f"hang_s must be >= 0, got {hang_s}")
+    last = time.monotonic()
+
+    def fed() -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    def end() -> None:
+        with path.open("a") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        text = f"error: no step for {hang_s:.0f} s; stacks are in {path}\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        os._exit(HUNG)
+
+    watched = heartbeat.on_silence(lambda: last, hang_s, end)
+    with watched if hang_s else contextlib.nullcontext():
+        yield fed
+
+
+@contextlib.contextmanager
+def progress(
+    name: str, first: int, steps: int, silent: bool = False
+) -> Iterator[Callable[[int, float, float], None]]:
+    """A context that shows the progress of `steps` steps from `first` on: a bar with the
+    remaining time on a terminal, otherwise some lines. It yields a function to call after `done`
+    steps with their number, the loss and the milliseconds of the last one.
+    """
+    start = time.monotonic()
+
+    def line(done: int, loss: float, time_ms: float) -> None:
+        if silent or done % max(1, steps // REPORTS):
+            return
+        a_step = (time.monotonic() - start) / max(1, done - first)
+        left = datetime.timedelta(seconds=round(a_step * (steps - done)))
+        where = f"{name} step {done} of {steps}"
+        print(f"{where}: loss {loss:.4f}, {time_ms:.0f} ms, {left} left", file=sys.stderr)
+
+    if silent or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield line
+        return
+    from rich import console
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("loss {task.fields[loss]}"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console.Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=steps, completed=first, loss="-")
+        yield lambda done, loss, _: bar.update(task, completed=done, loss=f"{loss:.4f}")
