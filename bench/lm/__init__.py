@@ -6,6 +6,6 @@ and `torch_learner` a training step. `loop` runs the steps, `checkpoint` and `sh
 state, `log` writes records, and `curves` evaluates and draws them. Several devices: `parallel`
 is the layout, `share` the rows of a process, `ranks` the messages between processes,
 `torch_parallel` and `jax_parallel` the learners, `spread` the flags. `watch` and `health`
-observe a run, and `watched` evaluates the observations. Quality: `corpus` is the text, `measures` and `recall` define the measures, `experiments` has the runs,
-`quality` the verdicts.
+observe a run, and `watched` evaluates the observations. Quality: `corpus` is the text,
+`measures` and `recall` define the measures, `experiments` has the runs, `quality` the verdicts.
 """

@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 
 from nsa_interop import weights
-from nsa_jax.nn import NSAAttention
 
 from . import jax_parallel, share
 from .data import Batch
@@ -280,7 +279,7 @@ class Learner:
             part = self.layout.part(task.model)
             axis = jax_parallel.TENSOR
             graphdef, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
-        self.shapes = shapes
+        self.shapes, self.observed = shapes, task.model.attention == "nsa"
         self.program = Program(graphdef, task.training, self.dtype, self.layout)
         params = self._read(initial)
         self.keep(params, self._committed(self.program.optimizer().init(params)))
@@ -346,7 +345,7 @@ class Learner:
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row
         of `batch` of process 0. Dense attention has none. Every process must call it."""
-        if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
+        if not self.observed:
             return []
         tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
         with self._precision():
@@ -402,11 +401,7 @@ class Learner:
             self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
         weights.load(path, module)
-        state = nnx.split(module)[1]
-        return state if self.layout is None else self.layout.placed(state)
-
-    def _model(self) -> LM:
-        return nnx.merge(self.graphdef, self.params)
+        return self._committed(nnx.split(module)[1])
 
     def _committed(self, tree):
         """Return `tree` bound to its devices, as results of a step are."""

@@ -151,19 +151,16 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("lr", "clip", "eps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be > 0, got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        rules = (
+            ("steps batch seq_len", ">= 1", lambda x: x >= 1),
+            ("lr clip eps", "> 0", lambda x: 0 < x < math.inf),
+            ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+            ("weight_decay seed", ">= 0", lambda x: 0 <= x < math.inf),
+        )
+        for names, rule, holds in rules:
+            for name in names.split():
+                if not holds(getattr(self, name)):
+                    raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(f"warmup must be in 0..steps={self.steps}, got {self.warmup}")
 
