@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.lm import checkpoint, loop, share, spec, variants
+from bench.lm import checkpoint, curves, log, loop, share, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
-from bench.lm.ranks import TorchRanks, debug_level
+from bench.lm.ranks import Ranks, TorchRanks, debug_level
 from bench.lm.watch import Settings, watchdog
 from nsa_core.layer import LayerSpec
 from nsa_torch import Branches
@@ -69,6 +69,19 @@ def run_of(
     return loop.Run(variant, todo, batches, path, folder / "kept", ranks=ranks, **options)
 
 
+def trained(folder: Path, todo: spec.Task, framework: str = "torch", stop=None, **options):
+    """A run of one process from its last checkpoint on, its summary and the losses of its steps."""
+    run = run_of(folder, Ranks(), Parallel(), todo, framework=framework, **options)
+    summary = loop.run(run, stop or StopAt(0, False))
+    return run, summary, curves.losses(log.read(run.path)).get(run.name, np.zeros(0))
+
+
+def learner_of(folder: Path, todo: spec.Task, spread: Parallel = Parallel(), **options):
+    """A learner in one process, and the run that would have it."""
+    run = run_of(folder, Ranks(), spread, todo, **options)
+    return variants.learner(run.variant, todo, folder), run
+
+
 class StopAt(loop.Stop):
     """Asked to stop after some steps, on one rank only."""
 
@@ -105,33 +118,33 @@ def main(rank: int, folder: Path) -> None:
     four = lambda kind, **how: Parallel(kind, 4, **how)
     two = lambda kind, **how: Parallel(kind, 2, **how)
 
-    def trained(name: str, ranks, spread: Parallel, todo: spec.Task, stop=None, **options):
+    def ran(name: str, ranks, spread: Parallel, todo: spec.Task, stop=None, **options):
         run = run_of(folder / name, ranks, spread, todo, **options)
-        return loop.run(run, stop or StopAt(0, False))
+        loop.run(run, stop or StopAt(0, False))
 
     with started(folder, "ddp4", rank, 4) as ranks:
-        trained("ddp4", ranks, four("ddp"), task())
+        ran("ddp4", ranks, four("ddp"), task())
     with started(folder, "moved", rank, 4) as ranks:
         stop = StopAt(STOPPED, rank == 2)
-        trained("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
+        ran("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
     if rank == 3:  # alone, and none waits for it
         with watchdog(folder / "stacks.txt", 0.2):
             time.sleep(TIMEOUT_S)
     with started(folder, "compared", rank, 2, "DETAIL") as ranks:
         if ranks is not None:
-            trained("safe", ranks, two("ddp", accumulate=2, safe=True), task(), kind=Documents)
-            trained("safe fsdp", ranks, two("fsdp", safe=True), task("dense"), kind=Documents)
+            ran("safe", ranks, two("ddp", accumulate=2, safe=True), task(), kind=Documents)
+            ran("safe fsdp", ranks, two("fsdp", safe=True), task("dense"), kind=Documents)
             for kind in ("ddp", "fsdp"):
                 other_collective(folder, ranks, kind)
     with started(folder, "two", rank, 2) as ranks:
         if ranks is None:
             return
-        trained("moved", ranks, two("fsdp"), task(), kind=Documents)
+        ran("moved", ranks, two("fsdp"), task(), kind=Documents)
         micro = two("ddp", accumulate=2)
-        trained("packed", ranks, micro, task(), kind=Documents)
-        trained("graph", ranks, micro, task(), kind=Documents, graph=True)
-        trained("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
-        trained("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
+        ran("packed", ranks, micro, task(), kind=Documents)
+        ran("graph", ranks, micro, task(), kind=Documents, graph=True)
+        ran("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
+        ran("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
         same_rows(folder, ranks)
         faults(folder, ranks)
 

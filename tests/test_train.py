@@ -38,6 +38,8 @@ from bench.lm.ranks import Ranks
 from nsa_core.layer import LayerSpec
 from nsa_core.types import Branches
 from tests import commands, pretend
+from tests import parallel_worker as worker
+from tests.parallel_worker import StopAt, learner_of, trained
 
 # Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
 TOLERANCE = 3e-6
@@ -62,40 +64,8 @@ def task(attention: spec.Attention, **changed) -> spec.Task:
     return spec.Task("micro", model, dataclasses.replace(TRAINING, **changed), "float32")
 
 
-def run_of(folder: Path, framework: str, todo: spec.Task, save_every: int = 100) -> loop.Run:
-    if todo.model.attention == "nsa":
-        variant = variants.nsa(framework, Branches(None, None, None), "error", todo)
-    else:
-        variant = variants.dense(framework, "auto", todo.dtype)
-    at = todo.training
-    batches = Batches(at.batch, at.seq_len, at.seed, CORPUS)
-    return loop.Run(variant, todo, batches, folder / "train.jsonl", folder / "kept", save_every)
-
-
-def trained(folder: Path, framework: str, todo: spec.Task, **options):
-    """The summary and the losses of a run from its last checkpoint on."""
-    run = run_of(folder, framework, todo, **options)
-    summary = loop.run(run, loop.Stop())
-    return summary, curves.losses(log.read(run.path)).get(run.name, np.zeros(0))
-
-
-class StopAfter(loop.Stop):
-    """A SIGTERM during the given step."""
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self.left = steps + 1
-
-    @property
-    def asked(self):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return self.received
-
-    @asked.setter
-    def asked(self, value):
-        self.received = value
+def run_of(folder: Path, framework: str, todo: spec.Task) -> loop.Run:
+    return worker.run_of(folder, Ranks(), Parallel(), todo, framework=framework)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +74,8 @@ def whole(tmp_path_factory):
     found = {}
     for framework, attention in itertools.product(FRAMEWORKS, ATTENTIONS):
         folder = tmp_path_factory.mktemp(f"{framework}-{attention}")
-        found[framework, attention] = trained(folder, framework, task(attention))
+        _, *ended = trained(folder, task(attention), framework)
+        found[framework, attention] = ended
     return found
 
 
@@ -127,7 +98,7 @@ def test_jax_and_torch_agree_step_by_step(whole, attention):
     ids=str,
 )
 def test_another_optimizer_does_not_agree(whole, tmp_path, attention, mutant):
-    _, losses = trained(tmp_path, "torch", task(attention, **mutant))
+    *_, losses = trained(tmp_path, task(attention, **mutant))
     assert apart(losses, whole["jax", attention][1]) > 3 * TOLERANCE
 
 
@@ -141,18 +112,15 @@ def test_the_loss_falls(whole, framework, attention):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
-    todo, stop = task("nsa"), StopAfter(5)
-    run = run_of(tmp_path, framework, todo, save_every=2)
-    with stop:
-        summary = loop.run(run, stop)
+    todo = task("nsa")
+    run, summary, before = trained(tmp_path, todo, framework, StopAt(5, True), save_every=2)
     assert summary.status == "stopped" and "SIGTERM after 5 steps" in summary.reason
     assert [path.name for path in checkpoint.found(run.folder)] == [
         "step-000005",
         "step-000004",
     ]
-    before = curves.losses(log.read(run.path))[run.name]
     assert len(before) == 5
-    summary, losses = trained(tmp_path, framework, todo)
+    _, summary, losses = trained(tmp_path, todo, framework)
     assert summary == whole[framework, "nsa"][0]
     np.testing.assert_array_equal(losses, whole[framework, "nsa"][1])
     headers = [line for line in log.read(run.path) if isinstance(line, log.Header)]
@@ -173,28 +141,26 @@ def test_a_header_says_how_a_run_is_spread(tmp_path, framework):
 
 def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
     todo = task("dense")
-    with StopAfter(5) as stop:
-        loop.run(run_of(tmp_path, "torch", todo), stop)
-    _, losses = trained(tmp_path, "jax", todo)
+    trained(tmp_path, todo, stop=StopAt(5, True))
+    *_, losses = trained(tmp_path, todo, "jax")
     assert len(losses) == TRAINING.steps - 5
     assert apart(losses, whole["torch", "dense"][1][5:]) < TOLERANCE
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    with StopAfter(1) as stop:
-        loop.run(run_of(tmp_path, "torch", task("dense")), stop)
+    trained(tmp_path, task("dense"), stop=StopAt(1, True))
     for changed, message in (
         ({"lr": 1.0}, r"lr must be 0\.01 as it was, got 1\.0"),
         ({"steps": 13}, "steps must be 12 as it was, got 13"),
     ):
         with pytest.raises(ValueError, match=message):
-            trained(tmp_path, "torch", task("dense", **changed))
+            trained(tmp_path, task("dense", **changed))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
     todo = task("dense", lr=1e30, warmup=0)
-    summary, losses = trained(tmp_path, framework, todo, save_every=1)
+    _, summary, losses = trained(tmp_path, todo, framework, save_every=1)
     done = len(losses)
     assert summary.status == "diverged" and summary.steps == done < TRAINING.steps
     assert f"step {done}: loss=" in summary.reason and "must be finite" in summary.reason
@@ -206,9 +172,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_diverged_step_changes_nothing(tmp_path, framework):
-    todo = task("dense")
-    run = run_of(tmp_path, framework, todo)
-    learner = variants.learner(run.variant, todo, tmp_path)
+    learner, run = learner_of(tmp_path, task("dense"), framework=framework)
     batch = run.batches.train(0)
     learner.step(batch, 0)
     kept = checkpoint.save(run.folder, learner, 1, {})
@@ -236,53 +200,51 @@ def test_a_diverged_step_changes_nothing(tmp_path, framework):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_following_batch_changes_no_number(tmp_path, framework):
     """The following batch that is given: none, the right one, or another one."""
-    todo = task("dense")
-    run = run_of(tmp_path, framework, todo)
-    batches = [run.batches.train(i) for i in range(5)]
     found = []
     for ahead in (None, 1, 2):
-        learner = variants.learner(run.variant, todo, tmp_path)
+        learner, run = learner_of(tmp_path, task("dense"), framework=framework)
+        batches = [run.batches.train(i) for i in range(5)]
         told = [None] * 3 if ahead is None else batches[ahead : ahead + 3]
         numbers = [learner.step(batches[i], i, told[i]) for i in range(3)]
         found.append([*numbers, measures.loss(learner, batches[4])])
     assert found[0] == found[1] == found[2]
 
 
-def test_a_graph_serves_any_number_of_documents_that_there_is_room_for(tmp_path, monkeypatch):
-    """Of any process; one graph is kept."""
-    captures = []
+DOCUMENTS = {  # of a row here and of all rows of another process, the room, the number of graphs
+    "torch": ((2, 1, 8, 1), (9, 1, 32, 2), (2, 1, 32, 2), (2, 70, 128, 3)),
+    "jax": ((2, 1, 8, 1), (20, 1, 32, 2), (3, 1, 32, 2), (2, 70, 128, 3)),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_program_serves_any_number_of_documents_that_there_is_room_for(
+    tmp_path, monkeypatch, framework
+):
+    """Of any process; one program is kept."""
+    made, others = [], [1]
 
     def captured(call):
-        captures.append(call)
+        made.append(call)
         return lambda: None, call()
 
     monkeypatch.setattr(torch_learner.timing, "cuda_graph", captured)
-    run = run_of(tmp_path, "torch", task("nsa"))
-    learner = variants.learner(run.variant, run.task, tmp_path)
+    learner, run = learner_of(tmp_path, task("nsa"), framework=framework)
     learner.graph = True
     tokens = run.batches.train(0).tokens
-    several = lambda n: np.sort(np.arange(tokens.size).reshape(tokens.shape) % n, axis=1)
-    others = [1]
     monkeypatch.setattr(learner.ranks, "gather", lambda value: [value, [0, others[0]]])
-    steps = (2, 1, 8, 1), (9, 1, 32, 2), (2, 1, 32, 2), (2, 70, 128, 3)
-    for n, others[0], room, count in steps:
-        learner.step(Batch(tokens, several(n).astype(np.int32)), 0)
-        assert (learner.room, len(captures), len(learner.captured)) == (room, count, 1)
-
-
-def test_a_program_serves_any_number_of_documents_that_there_is_room_for(tmp_path, monkeypatch):
-    """In JAX, of a row of any process."""
-    run = run_of(tmp_path, "jax", task("nsa"))
-    learner = variants.learner(run.variant, run.task, tmp_path)
-    tokens = run.batches.train(0).tokens
-    others = [1]
-    monkeypatch.setattr(learner.ranks, "gather", lambda value: [value, [0, others[0]]])
-    for n, others[0], room in ((2, 1, 8), (20, 1, 32), (3, 1, 32), (2, 70, 128)):
+    for n, others[0], room, count in DOCUMENTS[framework]:
         ids = np.sort(np.arange(tokens.size).reshape(tokens.shape) % n, axis=1)
-        before, learner.compiled = learner.program, "a program"
-        learner._rows(Batch(tokens, ids.astype(np.int32)))
-        assert learner.program.max_segments == room
-        assert (learner.compiled is None) == (learner.program != before)
+        batch = Batch(tokens, ids.astype(np.int32))
+        if framework == "torch":
+            learner.step(batch, 0)
+            found = learner.room, len(learner.captured)
+        else:
+            before, learner.compiled = learner.program, "a program"
+            learner._rows(batch)
+            made += [learner.program] * (learner.program != before)
+            found = learner.program.max_segments, 1
+            assert (learner.compiled is None) == (learner.program != before)
+        assert (*found, len(made)) == (room, 1, count)
 
 
 def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
@@ -322,29 +284,20 @@ def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
         assert 100 * drawn <= time_ms < 100 * drawn + 100
 
 
-def test_a_checkpoint_that_breaks_off_leaves_the_last_one(tmp_path):
-    class Broken:
+def test_what_breaks_off_or_was_killed_leaves_whole_checkpoints(tmp_path):
+    class Half:
         def save(self, folder):
-            (folder / "weights.safetensors").write_bytes(b"half")
+            (folder / "weights").write_bytes(b"half")
             raise OSError("no space left")
 
-        def load(self, folder, step):
-            raise AssertionError
-
-    (tmp_path / "step-000003").mkdir()
-    with pytest.raises(OSError, match="no space"):
-        checkpoint.save(tmp_path, Broken(), 4, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
-
-
-def test_what_a_killed_process_had_written_is_removed(tmp_path):
     class Whole:
         def save(self, folder):
             (folder / "weights").write_bytes(b"whole")
 
-        def load(self, folder, step):
-            raise AssertionError
-
+    (tmp_path / "step-000003").mkdir()
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path, Half(), 4, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
     (tmp_path / ".step-000004.1f").mkdir()
     (tmp_path / ".step-000004.1f" / "weights").write_bytes(b"half")
     for step in (4, 5, 6):
@@ -519,48 +472,47 @@ def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     assert evaluations == sorted({*range(2, steps + 1, 2), steps})
 
 
-def test_the_command_measures_speed(command):
-    status, output, found = command(
-        "--throughput", "--lengths=32,64", "--tokens=64", "--row_seconds=0", "--dense=all",
-        "--framework=torch", f"--corpus_bytes={CORPUS}",
-    )  # fmt: skip
-    rows = [(x.attention, x.implementation, x.seq_len, x.batch, x.status) for x in found]
-    each = (("nsa", "sdpa", "ok"), ("dense", "flash", "ok"), ("dense", "cudnn", "unsupported"))
-    each = (*each, ("dense", "math", "ok"))
-    shapes = ((32, 2), (64, 1))
-    assert rows == [(a, i, *shape, s) for shape in shapes for a, i, s in each]
-    assert status == 0 and "| unsupported |" in output.out
+DENSE_ALL = (
+    "nsa sdpa {0} ok",
+    "dense flash {0} ok",
+    "dense cudnn {0} unsupported",
+    "dense math {0} ok",
+)
+SPEEDS = {  # flags, the exit status, and the rows
+    "--lengths=32,64 --dense=all": (
+        0,
+        [f"tiny {row.format(shape)}" for shape in ("32 2", "64 1") for row in DENSE_ALL],
+    ),
+    "--lengths=32 --attention=nsa --gate=sigmoid,head,sigmoid": (
+        0,
+        [f"tiny{gates} nsa sdpa 32 2 ok" for gates in ("", "-head-gates", "")],
+    ),
+    "--lengths=32 --attention=nsa --pack=documents": (0, ["tiny-documents nsa sdpa 32 2 ok"]),
+    # Dense attention by a backend of GPUs; what NSA took is measured.
+    "--lengths=32 --dense=cudnn": (
+        exit_status.NOT_MEASURED,
+        ["tiny nsa sdpa 32 2 ok", "tiny dense cudnn 32 2 unsupported"],
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SPEEDS)
+def test_the_command_measures_speed(command, words, monkeypatch):
+    packed = pretend.calls_of(monkeypatch, variants, "nsa", lambda *at: at[-1])
+    given = "--throughput --tokens=64 --row_seconds=0 --framework=torch".split()
+    status, output, found = command(*given, f"--corpus_bytes={CORPUS}", *words.split())
+    rows = [
+        f"{x.model} {x.attention} {x.implementation} {x.seq_len} {x.batch} {x.status}"
+        for x in found
+    ]
+    assert (status, rows) == SPEEDS[words] and set(packed) == {"documents" in words}
     for row in found:
         measured = row.status == "ok"
         assert bool(row.time_ms and row.tokens_per_s and row.samples) == measured
         assert measured or row.reason
-
-
-def test_the_command_measures_kinds_of_gates_in_turn(command):
-    flags = "--throughput --lengths=32 --tokens=64 --row_seconds=0 --attention=nsa".split()
-    flags += ["--framework=torch", f"--corpus_bytes={CORPUS}"]
-    status, output, found = command(*flags, "--gate=sigmoid,head,sigmoid")
-    assert status == 0 and [x.model for x in found] == ["tiny", "tiny-head-gates", "tiny"]
-    assert all(x.status == "ok" for x in found) and "| tiny-head-gates |" in output.out
-
-
-def test_speed_of_packed_rows_has_a_name_of_its_own(command, monkeypatch):
-    asked = pretend.calls_of(monkeypatch, variants, "nsa", lambda *at: at[-1])
-    flags = "--throughput --lengths=32 --tokens=64 --row_seconds=0 --attention=nsa".split()
-    flags += ["--framework=torch", f"--corpus_bytes={CORPUS}", "--pack=documents"]
-    status, _, (found,) = command(*flags)
-    assert status == 0 and (found.model, found.status) == ("tiny-documents", "ok")
-    assert asked == [True]
-
-
-def test_a_speed_that_was_asked_for_and_is_not_there(command):
-    """Dense attention by a backend of GPUs; what NSA took is measured."""
-    status, _, found = command(
-        "--throughput", "--lengths=32", "--tokens=64", "--row_seconds=0", "--dense=cudnn",
-        "--framework=torch", f"--corpus_bytes={CORPUS}",
-    )  # fmt: skip
-    assert [row.status for row in found] == ["ok", "unsupported"]
-    assert status == exit_status.NOT_MEASURED
+        assert f"| {row.model} |" in output.out and (
+            measured or "| unsupported |" in output.out
+        )
 
 
 def test_a_lack_of_memory_is_a_status(tmp_path, monkeypatch):
@@ -583,29 +535,56 @@ def raising(error):
     raise error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seq_len=0"], "lower bound|positive integer"),
-        (["--model=7b"], "should be one of"),
-        (["--lr=0"], r"lr must be > 0, got 0\.0"),
-        (["--warmup=9", "--steps=3"], r"warmup must be in 0\.\.steps=3, got 9"),
-        (["--dense=xla", "--framework=torch"], "dense must be in .*'math'.* got 'xla'"),
-        (["--gate=head,sigmoid"], "several values of --gate require --throughput"),
-        (["--gate=relu"], "--gate must be in"),
-        (["--dense=all"], "--dense=all requires --throughput"),
-        (["--lengths=64"], "--lengths requires --throughput"),
-        (["--tokens=64"], "--tokens requires --throughput"),
-        (["--resume"], "--resume needs a checkpoint, found none in"),
-        (["--corpus_bytes=99"], "corpus_bytes must be over"),
-        (["--throughput", "--lengths=512,x"], "lengths must be positive numbers"),
-        (["--throughput", "--lengths="], r"lengths must be positive numbers, got \[\]"),
-    ],
-    ids=str,
+TINY = (
+    "--framework=torch --attention=dense --batch=1 --steps=2 --seq_len=64 --corpus_bytes=65536"
 )
-def test_bad_flags_are_named(command, arguments, message):
-    with pytest.raises((ValueError, flags.IllegalFlagValueError), match=message):
-        command(*arguments)
+BAD = {
+    "--seq_len=0": "lower bound|positive integer",
+    "--model=7b": "should be one of",
+    "--lr=0": r"lr must be > 0, got 0\.0",
+    "--warmup=9 --steps=3": r"warmup must be in 0\.\.steps=3, got 9",
+    "--dense=xla --framework=torch": "dense must be in .*'math'.* got 'xla'",
+    "--gate=head,sigmoid": "several values of --gate require --throughput",
+    "--gate=relu": "--gate must be in",
+    "--dense=all": "--dense=all requires --throughput",
+    "--lengths=64": "--lengths requires --throughput",
+    "--tokens=64": "--tokens requires --throughput",
+    "--resume": "--resume needs a checkpoint, found none in",
+    "--corpus_bytes=99": "corpus_bytes must be over",
+    "--throughput --lengths=512,x": "lengths must be positive numbers",
+    "--throughput --lengths=": r"lengths must be positive numbers, got \[\]",
+    "--parallel=ddp": "--parallel needs --framework=torch, got both",
+    "--parallel=ddp --framework=torch": "torchrun --nproc-per-node=N",
+    "--framework=torch --jax_coordinator=auto": "needs --framework=jax, got torch",
+    "--framework=jax --parallel=ddp --jax_coordinator=a:1": (
+        "needs --jax_processes and --jax_process"
+    ),
+    "--throughput --accumulate=2": "--throughput measures only one device",
+    "--framework=jax --devices=2": "parallel must be ddp or fsdp for 2 devices",
+    "--framework=torch --graph --compile": "--graph captures what a process",
+    "--framework=torch --ddp_safe": "--ddp_safe needs --parallel=ddp or fsdp, got none",
+    "--framework=jax --parallel=ddp --ddp_safe": "--ddp_safe needs --framework=torch, got jax",
+    "--framework=jax --compile": "--compile needs --framework=torch, got jax",
+    "--framework=jax --graph": "--graph needs --framework=torch, got jax",
+    "--framework=jax --jax_coordinator=auto": "needs --parallel=ddp or fsdp, got none",
+    "--framework=jax --jax_process=0": "--jax_process needs --jax_coordinator",
+    "--framework=jax --jax_processes=2": "--jax_processes needs --jax_coordinator",
+    f"{TINY} --batch_size=1": "--batch and --batch_size are both given",
+    f"{TINY} --set=model.vocabulary=255": "model.vocabulary must be >= 256, that of the tokens",
+    f"{TINY} --attention=nsa --seq_len=31": "seq_len must be >= select_block=32 .*, got 31",
+    f"{TINY} --config=125m_2gpu": "parallel.strategy=ddp needs --parallel|torchrun|processes",
+    f"{TINY} --dataset=none/*.jsonl": "no such file with one of",
+    f"{TINY} --set=nsa.select_block=20": "select_block must be a multiple of",
+    f"{TINY} --set=model.n_heads=3": "n_heads must be a multiple of",
+    f"{TINY} --attention=nsa --ranges=v2": r"ranges=v2 needs the selected branch by fa2",
+}
+ERRORS = ValueError, NotImplementedError, FileNotFoundError, flags.IllegalFlagValueError
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_flags_are_named(command, words):
+    with pytest.raises(ERRORS, match=BAD[words]):
+        command(*words.split())
 
 
 def test_an_unknown_or_refusing_kernel_is_named():

@@ -9,7 +9,7 @@ from absl import flags
 from bench import train
 from bench.lm import config_file, log, spec
 from nsa_core import config_files
-from tests import commands
+from tests.test_train import command  # noqa: F401, a fixture
 
 FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
 # Flags of a run on several devices and of what is watched.
@@ -175,17 +175,6 @@ def own():
     reset()
 
 
-@pytest.fixture
-def command(tmp_path, own):
-    """`bench.train.main` with arguments: its status, and the lines of its folder."""
-
-    def call(*arguments):
-        status = commands.called(train, f"--out={tmp_path / 'out'}", *arguments)
-        return status, log.read(tmp_path / "out" / "train.jsonl")
-
-    return call
-
-
 def test_who_wins(own):
     own(["train", "--lr=0.5", "--steps=7"])
     _, values, _ = config_file.read("tiny", ["train.steps=8", "train.batch=9"])
@@ -215,7 +204,7 @@ def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
 SMALL = ("--framework=torch", "--attention=dense", "--batch=1", "--steps=2", "--seq_len=64")
 
 
-def test_a_run_from_a_file(command, tmp_path):
+def test_a_run_from_a_file(command, tmp_path):  # noqa: F811
     """A changed model on documents of a file, and what may not change before it goes on."""
     texts = tmp_path / "texts.jsonl"
     lines = [json.dumps({"body": f"{i} of the documents " * 9}) + "\n" for i in range(40)]
@@ -227,7 +216,7 @@ def test_a_run_from_a_file(command, tmp_path):
         f"data: {{dataset: {texts}, text_column: body, pack: none, cache: {tmp_path}/cache}}\n"
     )
     given = (*SMALL, f"--config={run}")
-    status, found = command(*given)
+    status, _, found = command(*given)
     header = next(line for line in found if isinstance(line, log.Header))
     assert status == 0 and (header.model["dim"], header.model["hidden"]) == (32, 96)
     assert (header.model["vocabulary"], header.training["weight_decay"]) == (300, 0.5)
@@ -253,39 +242,14 @@ SEED_RUN = ("--set=train.batch_size=1", "--set=train.accumulate_grad_batches=4")
         ("--framework=jax --parallel=fsdp --devices=4 --tensor=2", 2),
     ],
 )
-def test_the_seeds_batch_size_is_a_devices_micro_batch(command, capsys, arguments, replicas):
+def test_the_seeds_batch_size_is_a_devices_micro_batch(command, arguments, replicas):  # noqa: F811
     """1 x 4 of accumulation are 4 rows per step, of each device."""
     small = "--attention=dense --steps=1 --seq_len=32 --corpus_bytes=65536"
     small += " --set=model.dim=32 --set=model.layers=1"
-    status, found = command(*small.split(), *SEED_RUN, *arguments.split())
+    status, output, found = command(*small.split(), *SEED_RUN, *arguments.split())
     header = next(line for line in found if isinstance(line, log.Header))
     assert status == 0 and header.training["batch"] == 4 * replicas
     assert header.parallel["accumulate"] == 4
     rows = f"batch={4 * replicas} rows per step"
     told = f"batch_size=1 x accumulate=4 x {replicas} replica(s): {rows}"
-    assert told in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch_size=1"], "--batch and --batch_size are both given"),
-        (["--set=model.vocabulary=255"], "model.vocabulary must be >= 256, that of the tokens"),
-        (["--attention=nsa", "--seq_len=31"], "seq_len must be >= select_block=32 .*, got 31"),
-        (["--config=125m_2gpu"], "parallel.strategy=ddp needs --parallel|torchrun|processes"),
-        (["--dataset=none/*.jsonl"], "no such file with one of"),
-        (["--set=nsa.select_block=20"], "select_block must be a multiple of"),
-        (["--set=model.n_heads=3"], "n_heads must be a multiple of"),
-    ],
-    ids=str,
-)
-def test_bad_runs_are_named(command, arguments, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        command(*SMALL, "--corpus_bytes=65536", *arguments)
-
-
-def test_ranges_need_fa2(command):
-    with pytest.raises(
-        NotImplementedError, match=r"ranges=v2 needs the selected branch by fa2"
-    ):
-        command(*SMALL, "--attention=nsa", "--ranges=v2", "--corpus_bytes=65536")
+    assert told in output.out

@@ -1,6 +1,7 @@
 """Several processes and devices: the losses of one, checkpoints for any number, and faults."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -37,10 +38,11 @@ from bench.lm.share import Share
 from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
 from tests import spawned
-from tests.parallel_worker import Documents, StopAt, run_of, task
+from tests.parallel_worker import Documents, StopAt, learner_of, run_of, task, trained
 
 # Of losses over the steps of `worker.TRAINING`, relative.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+HEADS = Parallel("fsdp", 4, tensor=2)  # of JAX
 
 
 def losses(folder: Path) -> np.ndarray:
@@ -71,8 +73,8 @@ def one(tmp_path_factory):
     found = {}
     for name, (todo, options) in runs.items():
         folder = tmp_path_factory.mktemp(name)
-        run = run_of(folder, Ranks(), Parallel(), todo, **options)
-        found[name] = loop.run(run, StopAt(0, False)), losses(folder), norms(folder)
+        _, *ended = trained(folder, todo, **options)
+        found[name] = *ended, norms(folder)
     packed, dense = found["packed"], found["dense"]
     return found | {"moved": packed, "graph": packed, "safe": packed, "safe fsdp": dense}
 
@@ -141,10 +143,8 @@ def test_graphs_of_shards(one, tmp_path):
 
 
 def test_a_rank_with_the_rows_of_another_is_found(several, tmp_path):
-    run = run_of(tmp_path, Ranks(), Parallel(), task("dense"))
-    loop.run(run, StopAt(4, True))
-    wrong = told(several, "same_rows")[0]
-    assert apart(wrong, losses(tmp_path)) > 100 * TOLERANCE["float32"]
+    *_, right = trained(tmp_path, task("dense"), stop=StopAt(4, True))
+    assert apart(told(several, "same_rows")[0], right) > 100 * TOLERANCE["float32"]
 
 
 def test_packed_rows_are_other_rows(one):
@@ -181,8 +181,7 @@ def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
     folder, _ = several
     lines = log.read(folder / "ddp4" / "train.jsonl")
     found = next(line for line in lines if isinstance(line, log.Watch))
-    run = run_of(tmp_path, Ranks(), Parallel(), task())
-    learner = variants.learner(run.variant, run.task, tmp_path)
+    learner, run = learner_of(tmp_path, task())
     for step in range(4):
         learner.step(run.batches.train(step), step)
     each = []
@@ -201,8 +200,7 @@ def test_shards_become_whole_files(several, tmp_path):
     folder, _ = several
     kept = folder / "moved" / "kept" / "step-000003"
     assert shards.main(["shards", str(kept), str(tmp_path)]) == 0
-    run = run_of(tmp_path, Ranks(), Parallel(), task(), kind=Documents)
-    learner = variants.learner(run.variant, run.task, tmp_path)
+    learner, run = learner_of(tmp_path, task(), kind=Documents)
     learner.load(tmp_path, 3)
     loss, _ = learner.step(run.batches.train(3), 3)
     assert apart([loss], [losses(folder / "moved")[3]]) < TOLERANCE["float32"]
@@ -212,21 +210,16 @@ def test_shards_become_whole_files(several, tmp_path):
 
 @pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
 def test_a_nan_on_one_rank_stops_all(several, kind):
-    first = "loss" if kind == "fsdp" else "loss, gradient of embedding"
+    """It has a name, and a rank where the sum over ranks can be left out."""
+    sharded, on = kind == "fsdp", ", on rank 1"
+    first = "loss" if sharded else "loss, gradient of embedding"
     for text in told(several, f"loss {kind}"):
         assert text.startswith("DivergedError: step 7: loss=nan and grad_norm=nan")
-        assert text.endswith(f"must be finite; first: {first}, on rank 1")
-    assert told(several, f"after {kind}") == ["", ""]
-
-
-ON = ", on rank 1"
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", ON), ("graph", ON), ("fsdp", "")])
-def test_a_nan_of_a_gradient_has_a_name(several, kind, rank):
-    """And a rank, where the sum over ranks can be left out."""
+        assert text.endswith(f"must be finite; first: {first}{on}")
     for text in told(several, f"gradient {kind}"):
+        rank = "" if sharded else on
         assert "loss=nan" not in text and text.endswith(f"first: gradient of embedding{rank}")
+    assert told(several, f"after {kind}") == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -256,16 +249,20 @@ def test_a_hung_rank_leaves_its_stacks(several):
     assert "Thread" in stacks and "parallel_worker.py" in stacks and "in main" in stacks
 
 
-def jax_learner(folder: Path, spread: Parallel, todo: spec.Task, **options):
-    run = run_of(folder, Ranks(), spread, todo, framework="jax", **options)
-    return run, variants.learner(run.variant, todo, folder)
+def layered(todo: spec.Task, **fields) -> spec.Task:
+    """The task with another layer."""
+    layer = dataclasses.replace(todo.model.layer, **fields)
+    return dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
+
+
+jax_learner = functools.partial(learner_of, framework="jax")
 
 
 def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
     """NSA on a mesh of rows, shards and heads, with documents."""
     folder, _ = several
     todo = task()
-    run, learner = jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo, kind=Documents)
+    learner, run = jax_learner(tmp_path, todo, HEADS, kind=Documents)
     before = folder / "moved" / "kept" / "step-000003"
     first = checkpoint.load(before, learner, run.settings())
     steps = range(first, todo.training.steps)
@@ -287,24 +284,21 @@ def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("bias", True), ("key_taps", 3)])
 def test_what_is_not_divided_over_heads(name, value, tmp_path):
-    todo = task()
-    layer = dataclasses.replace(todo.model.layer, **{name: value})
-    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
+    todo = layered(task(), **{name: value})
     with pytest.raises(ValueError, match=f"{name} must be .* if tensor=2, got"):
-        jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo)
+        jax_learner(tmp_path, todo, HEADS)
 
 
 def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
     """Each device has the rows and biases of its own heads; losses are torch's of one process."""
-    todo = task()
-    layer = dataclasses.replace(todo.model.layer, gate="head", gate_bias=(0, 1, 3))
-    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
-    run, learner = jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo)
+    todo = layered(task(), gate="head", gate_bias=(0, 1, 3))
+    layer = todo.model.layer
+    learner, run = jax_learner(tmp_path, todo, HEADS)
     gate = learner.params["blocks"][1]["attention"]["gate"]
     parts = {x.device: np.asarray(x.data) for x in gate["bias"].get_value().addressable_shards}
     heads = layer.n_heads // 2
     assert all((x == np.tile(layer.gate_bias, heads)).all() for x in parts.values())
-    twin = variants.learner(run_of(tmp_path, Ranks(), Parallel(), todo).variant, todo, tmp_path)
+    twin, _ = learner_of(tmp_path, todo)
     batches = [run.batches.train(step) for step in range(4)]
     ours, theirs = ([x.step(b, i) for i, b in enumerate(batches)] for x in (learner, twin))
     for got, want in zip(ours, theirs, strict=True):
@@ -346,7 +340,7 @@ def _joined(path: Path, scratch: Path) -> Path:
 
 def test_jax_on_four_devices_in_bf16(one, tmp_path):
     todo = task("dense", "bfloat16")
-    run, learner = jax_learner(tmp_path, Parallel("ddp", 4), todo)
+    learner, run = jax_learner(tmp_path, todo, Parallel("ddp", 4))
     batches = [run.batches.train(i) for i in range(todo.training.steps + 1)]
     pairs = itertools.pairwise(batches)
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention is not strict
@@ -356,8 +350,7 @@ def test_jax_on_four_devices_in_bf16(one, tmp_path):
 
 def test_jax_on_two_devices_with_micro_batches(one, tmp_path):
     todo = task("dense")
-    spread = Parallel("ddp", 2, accumulate=2)
-    run, learner = jax_learner(tmp_path, spread, todo, kind=Documents)
+    learner, run = jax_learner(tmp_path, todo, Parallel("ddp", 2, accumulate=2), kind=Documents)
     found = [learner.step(run.batches.train(i), i)[0] for i in range(todo.training.steps)]
     assert apart(found, one["dense"][1]) < TOLERANCE["float32"]
     # A weight that is no number is named, and nothing moves.
@@ -397,8 +390,7 @@ def test_a_captured_step_reads_new_rows(tmp_path, documents, monkeypatch):
     found = []
     for graph in (False, True):
         kind = {"kind": Documents} if documents else {}
-        run = run_of(tmp_path, Ranks(), Parallel(), task("nsa", "float32"), **kind)
-        learner = variants.learner(run.variant, run.task, tmp_path)
+        learner, run = learner_of(tmp_path, task(), **kind)
         learner.graph = graph
         found.append([learner.step(run.batches.train(i), i)[0] for i in range(3)])
     np.testing.assert_array_equal(*found)
@@ -410,10 +402,8 @@ def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
     """Bitwise: the same kernels on the same rows, captured or not. Of sizes that Mosaic's kernels
     take: gradients of torch's own paths come by atomics, in no fixed order.
     """
-    todo, found = task(attention, "bfloat16", seq_len=200), []
     sizes = dict(d_k=16, d_v=16, l=32, d=16, l_sel=64, w=64)
-    layer = dataclasses.replace(todo.model.layer, **sizes)
-    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
+    todo, found = layered(task(attention, "bfloat16", seq_len=200), **sizes), []
     for graph in (False, True):
         run = run_of(tmp_path, Ranks(), Parallel(accumulate=2), todo, kind=Documents)
         assert run.variant.label in ("mosaic", "flash")
@@ -459,14 +449,12 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
         assert apart(two[run], one[run]) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize(
-    "layout", [Parallel("fsdp", 4, tensor=2), Parallel("ddp", 2, accumulate=2)], ids=str
-)
+@pytest.mark.parametrize("layout", [HEADS, Parallel("ddp", 2, accumulate=2)], ids=str)
 def test_sums_of_losses_over_devices_in_jax(tmp_path, layout):
     """By category, of rows of documents; those of torch in one process."""
     todo = task()
-    run, learner = jax_learner(tmp_path, layout, todo, kind=Documents)
-    twin = variants.learner(run_of(tmp_path, Ranks(), Parallel(), todo).variant, todo, tmp_path)
+    learner, run = jax_learner(tmp_path, todo, layout, kind=Documents)
+    twin, _ = learner_of(tmp_path, todo)
     batch = run.batches.train(0)
     length = batch.tokens.shape[1] - 1
     which = np.random.default_rng(0).integers(0, 4, (len(batch.tokens), length), np.int32)

@@ -22,7 +22,6 @@ from bench.lm import (
     health,
     jax_parallel,
     log,
-    loop,
     side_by_side,
     spread,
     variants,
@@ -34,21 +33,15 @@ from bench.lm.ranks import Ranks
 from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
 from bench.reports import page, sources
-from tests.parallel_worker import StopAt, run_of, task
+from tests.parallel_worker import StopAt, run_of, task, trained
 from tests.test_train import command  # noqa: F401, a fixture
 
 DENSE = task("dense", steps=6)
 
 
-def trained(folder, todo=DENSE, stop=None, **options):
-    run = run_of(folder, Ranks(), Parallel(), todo, **options)
-    summary = loop.run(run, stop or StopAt(0, False))
-    return run, summary, curves.losses(log.read(run.path))[run.name]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("whole"))
+    return trained(tmp_path_factory.mktemp("whole"), DENSE)
 
 
 def test_health_is_what_loops_say():
@@ -224,7 +217,7 @@ def test_lines_from_before_still_load(tmp_path):
 
 @pytest.mark.parametrize("damage", ["bits", "short", "gone", "progress"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd, damage):
-    run, *_ = trained(tmp_path, stop=StopAt(5, True), save_every=2)
+    run, *_ = trained(tmp_path, DENSE, stop=StopAt(5, True), save_every=2)
     newest = run.folder / "step-000005"
     path = newest / ("progress.json" if damage == "progress" else "mean.safetensors")
     data = bytearray(path.read_bytes())
@@ -232,7 +225,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd
     path.write_bytes(data[:-9] if damage in ("short", "progress") else data)
     if damage == "gone":
         path.unlink()
-    _, summary, losses = trained(tmp_path)
+    _, summary, losses = trained(tmp_path, DENSE)
     told = capfd.readouterr().err
     assert f"warning: {newest}: {path.name} is " in told
     assert f"continuing from {run.folder / 'step-000004'}" in told
@@ -241,10 +234,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd
 
 
 def test_where_all_are_damaged_nothing_starts_anew(tmp_path):
-    run, *_ = trained(tmp_path, stop=StopAt(1, True))
+    run, *_ = trained(tmp_path, DENSE, stop=StopAt(1, True))
     (run.folder / "step-000001" / "weights.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"no checkpoint in .* is complete: .*weights"):
-        trained(tmp_path)
+        trained(tmp_path, DENSE)
 
 
 def test_a_full_disk_on_the_way_ends_no_run(whole, tmp_path, monkeypatch, capfd):
@@ -257,7 +250,7 @@ def test_a_full_disk_on_the_way_ends_no_run(whole, tmp_path, monkeypatch, capfd)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "_publish", publish)
-    run, summary, _ = trained(tmp_path, save_every=2)
+    run, summary, _ = trained(tmp_path, DENSE, save_every=2)
     assert summary == whole[1]
     stays = f"{run.folder / 'step-000002'} stays: [Errno 28] No space left"
     assert f"warning: no checkpoint after 4 steps, {stays}" in capfd.readouterr().err
@@ -343,43 +336,6 @@ def test_what_is_a_graph(arguments, graph):
 def test_what_a_graph_cannot_be_beside(beside):
     with pytest.raises(NotImplementedError, match="--graph captures what a process computes"):
         variant_of("--graph", *beside.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parallel=ddp"], "--parallel needs --framework=torch, got both"),
-        (["--parallel=ddp", "--framework=torch"], "torchrun --nproc-per-node=N"),
-        (["--framework=torch", "--jax_coordinator=auto"], "needs --framework=jax, got torch"),
-        (
-            ["--framework=jax", "--parallel=ddp", "--jax_coordinator=a:1"],
-            "needs --jax_processes and --jax_process",
-        ),
-        (["--throughput", "--accumulate=2"], "--throughput measures only one device"),
-        (["--framework=jax", "--devices=2"], "parallel must be ddp or fsdp for 2 devices"),
-        (["--framework=torch", "--graph", "--compile"], "--graph captures what a process"),
-        (
-            ["--framework=torch", "--ddp_safe"],
-            "--ddp_safe needs --parallel=ddp or fsdp, got none",
-        ),
-        (
-            ["--framework=jax", "--parallel=ddp", "--ddp_safe"],
-            "--ddp_safe needs --framework=torch, got jax",
-        ),
-        (["--framework=jax", "--compile"], "--compile needs --framework=torch, got jax"),
-        (["--framework=jax", "--graph"], "--graph needs --framework=torch, got jax"),
-        (
-            ["--framework=jax", "--jax_coordinator=auto"],
-            "needs --parallel=ddp or fsdp, got none",
-        ),
-        (["--framework=jax", "--jax_process=0"], "--jax_process needs --jax_coordinator"),
-        (["--framework=jax", "--jax_processes=2"], "--jax_processes needs --jax_coordinator"),
-    ],
-    ids=str,
-)
-def test_bad_flags_are_named(command, arguments, message):  # noqa: F811
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        command(*arguments)
 
 
 @pytest.fixture
