@@ -34,8 +34,8 @@ class DamagedError(ValueError):
 
 def found(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, the one with the most steps first."""
-    steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
+    steps = lambda path: int(path.name.removeprefix("step-"))
+    return sorted(folder.glob("step-*"), key=steps, reverse=True)
 
 
 def latest(folder: Path) -> Path | None:
@@ -94,18 +94,6 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
         shutil.rmtree(path)
 
 
-def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
-    """Read the checkpoint at `path` into `learner`, and return its number of steps.
-
-    Raises:
-      DamagedError: A file is missing, or has changed.
-      ValueError: it was written under other settings; the message names the first that differs.
-    """
-    progress = check(path, settings)
-    learner.load(path, progress["step"])
-    return progress["step"]
-
-
 def load_last(
     folder: Path, learner: Learner, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> int:
@@ -131,28 +119,28 @@ def load_last(
     path = folder / ranks.first(wanted)
     if told:
         print(f"warning: continuing from {path}", file=sys.stderr)
-    return load(path, learner, settings)
+    step = check_settings(path, settings)["step"]
+    learner.load(path, step)
+    return step
 
 
-def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of `progress.json` of the checkpoint at `path`.
+def check(path: Path, settings: dict[str, Any]) -> None:
+    """Check the checkpoint at `path`.
 
-    Raises as `load` does.
+    Raises:
+      DamagedError: A file is missing, or has changed.
+      ValueError: it was written under other settings; the message names the first that differs.
     """
-    progress = check_settings(path, settings)
-    sums = progress.get("files")
-    if sums is None:  # written before there were checksums
-        return progress
-    for name, expected in sums.items():
+    # Those written before there were checksums have none.
+    for name, expected in check_settings(path, settings).get("files", {}).items():
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
         if _checksum(path / name) != expected:
             raise DamagedError(f"{path}: {name} is damaged: its checksum differs")
-    return progress
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same as `check`, without reading the files of tensors."""
+    """The same as `check`, without reading the files of tensors. Returns `progress.json`."""
     try:
         progress = json.loads((path / PROGRESS).read_text())
         written = progress["settings"]
