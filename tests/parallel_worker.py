@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.lm import checkpoint, curves, log, loop, share, spec, variants
+from bench.lm import checkpoint, curves, log, loop, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks, TorchRanks, debug_level
@@ -177,8 +177,6 @@ def faults(folder: Path, ranks) -> None:
     """What is raised on each rank."""
     for kind in ("ddp", "graph", "fsdp"):
         learner, batch = broken(folder, ranks, kind)
-    error = raised(lambda: share.Share(8, 3, ranks.rank, ranks.size))
-    told(folder, "batch", ranks, error)
     learner.step(batch, 2)
     if ranks.rank == 1:
         os._exit(9)
