@@ -52,7 +52,7 @@ from .lm.ranks import LostError, Ranks
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
 MEMORIZED = "what differs then is what a model keeps of it, too"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-# sequences, tokens per sequence, steps, highest learning rate
+DEFAULTED = "batch", "seq_len", "steps", "lr"
 DEFAULTS = {
     "tiny": (4, 512, 100, 3e-3),
     "52m": (16, 2048, 700, 1e-3),
@@ -154,23 +154,21 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--batch and --batch_size are both given")
     ranks = spread.ranks(FLAGS, FLAGS.framework)
     try:
-        status = _main(ranks, settings)
+        first = str(command.folder(FLAGS.out) if ranks.rank == 0 else "")
+        folder = Path(ranks.first(first))
+        path = folder / "train.jsonl"
+        if path.exists() and not FLAGS.resume:
+            raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
+        with variants.ranges(FLAGS.ranges):
+            if FLAGS.throughput:
+                status = throughput(folder, settings)
+            else:
+                status = runs(folder, settings, ranks)
     except LostError as error:  # who is gone cannot be taken leave of
         print(f"error: {error}", file=sys.stderr)
         return LOST
     ranks.close()
     return status
-
-
-def _main(ranks: Ranks, settings: TrainConfig) -> int:
-    folder = Path(ranks.first(str(command.folder(FLAGS.out) if ranks.rank == 0 else "")))
-    path = folder / "train.jsonl"
-    if path.exists() and not FLAGS.resume:
-        raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
-    with variants.ranges(FLAGS.ranges):
-        if FLAGS.throughput:
-            return throughput(folder, settings)
-        return runs(folder, settings, ranks)
 
 
 def _frameworks() -> tuple[str, ...]:
@@ -180,17 +178,11 @@ def _frameworks() -> tuple[str, ...]:
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     """Return a task for each attention; `known` overrides values of `Training`."""
-    batch, length, steps, lr = DEFAULTS[FLAGS.model]
-    steps = FLAGS.steps or steps
-    values: dict[str, Any] = {
-        "steps": steps,
-        "batch": FLAGS.batch or batch,
-        "seq_len": FLAGS.seq_len or length,
-        "lr": lr if FLAGS.lr is None else FLAGS.lr,
-        "warmup": max(1, steps // 10) if FLAGS.warmup is None else FLAGS.warmup,
-        "clip": FLAGS.clip,
-        "seed": FLAGS.seed,
-    }
+    values: dict[str, Any] = dict(zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True))
+    for name in (*DEFAULTED, "warmup", "clip", "seed"):
+        if FLAGS[name].value is not None:
+            values[name] = FLAGS[name].value
+    values.setdefault("warmup", max(1, values["steps"] // 10))
     training = spec.Training(**settings.training() | values | known)
     on_gpu = any(map(variants.gpu, _frameworks()))
     dtype = DTYPES[FLAGS.dtype or ("bf16" if on_gpu else "f32")]
@@ -319,14 +311,13 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
             summary = loop.run(run, stop)
             variants.free()
             if summary.status != "ok":
+                stopped = summary.status == "stopped"
+                text = f"{run.name} {summary.status}: {summary.reason}"
+                if stopped:
+                    text += f"\nthe same command with --resume --out={folder} goes on"
                 if ranks.rank == 0:
-                    print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
-                if summary.status != "stopped":
-                    return DIVERGED
-                if ranks.rank == 0:
-                    again = f"the same command with --resume --out={folder} goes on"
-                    print(again, file=sys.stderr)
-                return STOPPED
+                    print(text, file=sys.stderr)
+                return STOPPED if stopped else DIVERGED
     if ranks.rank:
         return 0
     tolerance = curves.TOLERANCE[dtype] if FLAGS.tolerance is None else FLAGS.tolerance
