@@ -127,18 +127,6 @@ def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
     assert [header.first_step for header in headers] == [0, 5]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_header_says_how_a_run_is_spread(tmp_path, framework):
-    run = run_of(tmp_path, framework, task("dense", steps=2, warmup=1))
-    variant = dataclasses.replace(run.variant, parallel=Parallel(accumulate=2))
-    run = dataclasses.replace(run, variant=variant)
-    assert loop.run(run, loop.Stop()).status == "ok"
-    header = next(line for line in log.read(run.path) if isinstance(line, log.Header))
-    assert header.parallel == dataclasses.asdict(Parallel(accumulate=2)) | {
-        "graph": framework == "torch" and torch.cuda.is_available()
-    }
-
-
 def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
     todo = task("dense")
     trained(tmp_path, todo, stop=StopAt(5, True))
@@ -303,20 +291,6 @@ def test_what_breaks_off_or_was_killed_leaves_whole_checkpoints(tmp_path):
     for step in (4, 5, 6):
         checkpoint.save(tmp_path, Whole(), step, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"]
-
-
-def test_batches_follow_from_seed_and_step():
-    one, same, other = (Batches(3, 40, seed, CORPUS) for seed in (1, 1, 2))
-    first, fifth = one.train(0).tokens, one.train(5).tokens
-    assert first.shape == (3, 41) and first.dtype == np.uint8
-    np.testing.assert_array_equal(fifth, same.train(5).tokens)
-    np.testing.assert_array_equal(fifth[1:2], one.train(5, slice(1, 2)).tokens)
-    assert (fifth != one.train(6).tokens).any() and (fifth != other.train(5).tokens).any()
-    assert len(one.training) + len(one.held_out) == CORPUS
-    for batch in one.evaluation(2):
-        assert all(row.tobytes() in one.held_out.tobytes() for row in batch.tokens)
-    with pytest.raises(ValueError, match="corpus_bytes must be over 656 for seq_len=40"):
-        Batches(3, 40, 1, 640)
 
 
 def test_weights_start_alike_under_both_attentions(tmp_path):
@@ -550,7 +524,7 @@ BAD = {
     "--lengths=64": "--lengths requires --throughput",
     "--tokens=64": "--tokens requires --throughput",
     "--resume": "--resume needs a checkpoint, found none in",
-    "--corpus_bytes=99": "corpus_bytes must be over",
+    "--seq_len=40 --corpus_bytes=640": "corpus_bytes must be over 656 for seq_len=40",
     "--throughput --lengths=512,x": "lengths must be positive numbers",
     "--throughput --lengths=": r"lengths must be positive numbers, got \[\]",
     "--parallel=ddp": "--parallel needs --framework=torch, got both",

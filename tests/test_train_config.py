@@ -4,10 +4,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from absl import flags
 
 from bench import train
 from bench.lm import config_file, log, spec
+from bench.lm.parallel import Parallel
 from nsa_core import config_files
 from tests.test_train import command  # noqa: F401, a fixture
 
@@ -236,20 +238,21 @@ SEED_RUN = ("--set=train.batch_size=1", "--set=train.accumulate_grad_batches=4")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "replicas"),
+    ("arguments", "layout"),
     [
-        ("--framework=torch", 1),
-        ("--framework=jax --parallel=fsdp --devices=4 --tensor=2", 2),
+        ("--framework=torch", Parallel(accumulate=4)),
+        ("--framework=jax --parallel=fsdp --devices=4 --tensor=2", Parallel("fsdp", 4, 2, 4)),
     ],
 )
-def test_the_seeds_batch_size_is_a_devices_micro_batch(command, arguments, replicas):  # noqa: F811
+def test_the_seeds_batch_size_is_a_devices_micro_batch(command, arguments, layout):  # noqa: F811
     """1 x 4 of accumulation are 4 rows per step, of each device."""
     small = "--attention=dense --steps=1 --seq_len=32 --corpus_bytes=65536"
     small += " --set=model.dim=32 --set=model.layers=1"
     status, output, found = command(*small.split(), *SEED_RUN, *arguments.split())
     header = next(line for line in found if isinstance(line, log.Header))
-    assert status == 0 and header.training["batch"] == 4 * replicas
-    assert header.parallel["accumulate"] == 4
-    rows = f"batch={4 * replicas} rows per step"
-    told = f"batch_size=1 x accumulate=4 x {replicas} replica(s): {rows}"
-    assert told in output.out
+    graph = "torch" in arguments and torch.cuda.is_available()
+    assert status == 0 and header.parallel == dataclasses.asdict(layout) | {"graph": graph}
+    batch = header.training["batch"]
+    assert batch == 4 * layout.replicas
+    rows = f"{batch=} rows per step"
+    assert f"batch_size=1 x accumulate=4 x {layout.replicas} replica(s): {rows}" in output.out
