@@ -136,7 +136,7 @@ REFUSED = [
     (
         seed_state,
         {},
-        "^gate and phi must be passed .* got no 'kind'|^gate and phi must be passed .*safetensors",
+        "^gate and phi must be passed .*(got no '|safetensors)",
     ),
     (seed_state, {"gate": "softmax"}, "^phi must be passed"),
     (seed_state, {"phi": "avg"}, "^gate must be passed"),
