@@ -5,6 +5,7 @@ replaces an earlier one.
 """
 
 import dataclasses
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,7 +17,13 @@ from ..harness import records
 SCHEMA = 1
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def _line[T](cls: type[T]) -> type[T]:
+    make: Any = pydantic.dataclasses.dataclass
+    return make(cls, frozen=True, kw_only=True, config=records.STRICT)
+
+
+@_line
 class Line:
     """The fields of every line. `implementation` is the one that ran, for NSA that of the
     forward pass.
@@ -32,7 +39,7 @@ class Line:
         return f"{self.framework}-{self.attention}"
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Header(Line):
     """The description of a run, written before its first step."""
 
@@ -53,7 +60,7 @@ class Header(Line):
     epochs: float | None = None  # how often the run sees a token; None if not known
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Step(Line):
     """One step. The loss is that before the step, and the gradient norm is that before
     clipping.
@@ -68,7 +75,7 @@ class Step(Line):
     tokens_per_s: float
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Watch(Line):
     """Values that are observed at intervals; `layers` from `health.layer`, none if dense."""
 
@@ -82,7 +89,7 @@ class Watch(Line):
     layers: list[Any]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Evaluation(Line):
     """Mean losses on held-out text after `steps` steps, by name (`bench.lm.measures`)."""
 
@@ -91,7 +98,7 @@ class Evaluation(Line):
     measures: dict[str, Any]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Speed(Line):
     """The cost of a step at one shape, in a run or measured separately (`--throughput`)."""
 
@@ -124,7 +131,7 @@ class Speed(Line):
         return records.times_of(self)
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
+@_line
 class Summary(Line):
     """How a run ended."""
 
