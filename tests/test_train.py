@@ -261,8 +261,10 @@ def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
             return super().train(step, rows)
 
     todo = task("dense", steps=5)
-    run = run_of(tmp_path, "torch", todo, save_every=3)
-    run = dataclasses.replace(run, batches=Slow(2, todo.training.seq_len, 0, CORPUS))
+    run = run_of(tmp_path, "torch", todo)
+    run = dataclasses.replace(
+        run, save_every=3, batches=Slow(2, todo.training.seq_len, 0, CORPUS)
+    )
     times_ms: list[float] = []
     with watch.Watch(tmp_path, "idle", run.ranks, watch.Settings()) as watched:
         loop.steps(run, Idle(), 0, loop.Stop(), times_ms, watched)
