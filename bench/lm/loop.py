@@ -116,51 +116,42 @@ def run(run: Run, stop: Stop) -> log.Summary:
       ValueError: the checkpoint was written under other settings.
       LostError: another rank is gone.
     """
-    try:
-        return _run(run, stop)
-    except RuntimeError as error:
-        lost = run.ranks.lost(error)
-        if lost is None:
-            raise
-        raise lost from error
-
-
-def _run(run: Run, stop: Stop) -> log.Summary:
-    variant, task = run.variant, run.task
-    with tempfile.TemporaryDirectory() as scratch:
-        learner = variants.learner(variant, task, Path(scratch), run.ranks)
-    first = 0
-    if run.ranks.first(run.checkpoint() is not None):
-        first = checkpoint.load_last(run.folder, learner, run.settings(), run.ranks)
-    spread = variant.parallel
-    several = None
-    if spread != type(spread)():
-        several = dataclasses.asdict(spread) | {"graph": learner.graph}
-    run.write(
-        log.Header(
-            **variant.name,
-            model=task.model.as_dict() | task.model.layer.start(),
-            parameters=learner.parameters(),
-            training=dataclasses.asdict(task.training),
-            dtype=task.dtype,
-            first_step=first,
-            flops=task.flops(),
-            input_sha256=run.batches.sha256,
-            device=variants.device(variant.framework),
-            time=records.utc_now(),
-            parallel=several,
-            epochs=run.batches.epochs(task.training.steps),
-            **records.environment(run.commit),
+    with run.ranks.together():
+        variant, task = run.variant, run.task
+        with tempfile.TemporaryDirectory() as scratch:
+            learner = variants.learner(variant, task, Path(scratch), run.ranks)
+        first = 0
+        if run.ranks.first(run.checkpoint() is not None):
+            first = checkpoint.load_last(run.folder, learner, run.settings(), run.ranks)
+        spread = variant.parallel
+        several = None
+        if spread != type(spread)():
+            several = dataclasses.asdict(spread) | {"graph": learner.graph}
+        run.write(
+            log.Header(
+                **variant.name,
+                model=task.model.as_dict() | task.model.layer.start(),
+                parameters=learner.parameters(),
+                training=dataclasses.asdict(task.training),
+                dtype=task.dtype,
+                first_step=first,
+                flops=task.flops(),
+                input_sha256=run.batches.sha256,
+                device=variants.device(variant.framework),
+                time=records.utc_now(),
+                parallel=several,
+                epochs=run.batches.epochs(task.training.steps),
+                **records.environment(run.commit),
+            )
         )
-    )
-    times_ms: list[float] = []
-    with watch.Watch(run.path.parent, run.name, run.ranks, run.watched) as watched:
-        summary = steps(run, learner, first, stop, times_ms, watched)
-    run.write(summary)
-    if len(times_ms) > 1:  # the first compiles
-        found = speed.ok(timing.Timing.of(times_ms[1:], "host"), learner)
-        run.write(speed.line(variant, task, run.commit, found))
-    return summary
+        times_ms: list[float] = []
+        with watch.Watch(run.path.parent, run.name, run.ranks, run.watched) as watched:
+            summary = steps(run, learner, first, stop, times_ms, watched)
+        run.write(summary)
+        if len(times_ms) > 1:  # the first compiles
+            found = speed.ok(timing.Timing.of(times_ms[1:], "host"), learner)
+            run.write(speed.line(variant, task, run.commit, found))
+        return summary
 
 
 def steps(

@@ -39,9 +39,9 @@ class Ranks:
         """Return the value from rank 0."""
         return self.gather(value)[0]
 
-    def lost(self, error: Exception) -> LostError | None:
-        """Return the loss of another rank that `error` of a collective means, or None."""
-        return None
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """A context that raises `LostError` if a collective fails because a rank is missing."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Leave the group of processes."""
@@ -94,7 +94,7 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        with self._others():
+        with self.together():
             dist.all_gather_object(found, value)
         return found
 
@@ -103,34 +103,30 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         votes = torch.tensor(int(flag))
-        with self._others():
+        with self.together():
             dist.all_reduce(votes)
         return bool(votes)
 
     @contextlib.contextmanager
-    def _others(self) -> Iterator[None]:
-        """A context that raises `LostError` if a collective fails because a rank is missing."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = self.lost(error)
-            if lost is None:
-                raise
-            raise lost from error
-
-    def lost(self, error: Exception) -> LostError | None:
+    def together(self) -> Iterator[None]:
         import torch.distributed as dist
 
         words = "closed", "reset by peer", "timed out", "timeout", "aborted", "broken pipe"
-        text = str(error)
-        known = isinstance(error, dist.DistError) or any(w in text.lower() for w in words)
-        if not known or isinstance(error, LostError):
-            return None
-        first = text.strip().splitlines()[0].partition(". ")[0]
-        return LostError(
-            f"rank {self.rank} of {self.size} lost another rank, or waited for it for longer "
-            f"than {self.timeout_s:.0f} s: {first}"
-        )
+        try:
+            yield
+        except LostError:
+            raise
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistError) and not any(
+                word in text.lower() for word in words
+            ):
+                raise
+            first = text.strip().splitlines()[0].partition(". ")[0]
+            raise LostError(
+                f"rank {self.rank} of {self.size} lost another rank, or waited for it for longer "
+                f"than {self.timeout_s:.0f} s: {first}"
+            ) from error
 
     def close(self) -> None:
         import torch.distributed as dist
