@@ -6,14 +6,13 @@ back to an earlier token goes on with other tokens. The oracles know no pages an
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
-import yaml
 
 import nsa_jax
 import nsa_torch
@@ -21,6 +20,7 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_torch import Branches, NSAConfig
 from nsa_torch.cache import crop
 from tests.oracles import fp8, nsa
+from tests.tables import table
 
 SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=9)
 LAZY = NSAConfig(12, 4, 12, num_selected=3, num_initial=0, num_local=1, window=0)
@@ -609,7 +609,9 @@ def sized(row, **sizes):
     return Sizes(**sizes | own), {x: y for x, y in row.items() if x not in names}
 
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+by_separate = pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+by_fp8 = pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+TABLE = table("caches")
 HISTORIES, DENSE, APPENDED_BY_TRITON = (
     {name: turns(parts) for name, parts in TABLE[x].items()}
     for x in ("histories", "dense", "triton")

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-import yaml
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nsa_torch
@@ -27,6 +26,7 @@ from nsa_torch import (
     context,
     context_ranks,
 )
+from tests.tables import table
 
 RANKS, TIMEOUT_S = 4, 20
 CONFIG = NSAConfig(8, 4, 8, num_selected=4, window=12)
@@ -51,7 +51,7 @@ class Case:
     nan: bool = False  # in the values of the last token
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("context.yaml").read_text())
+TABLE = table("context")
 CASES = {
     name: Case(**{x: tuple(y) if x == "lengths" else y for x, y in row.items()})
     for name, row in TABLE["cases"].items()

@@ -4,13 +4,11 @@ small problems shall have all of it.
 
 import functools
 import importlib
-from pathlib import Path
-
-import yaml
 
 from nsa_jax import eager
+from tests.tables import table
 
-LIMITS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+LIMITS = table("limits")
 
 
 def set_limits(monkeypatch, **values):

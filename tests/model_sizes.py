@@ -1,12 +1,11 @@
 """Small models of transformers that serve: their sizes, and what one computes alone."""
 
-from pathlib import Path
-
 import torch
-import yaml
 from transformers import GenerationConfig
 
-MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
+from tests.tables import table
+
+MODELS = table("models")
 SERVED, SMALLEST = MODELS["served"], MODELS["smallest"]
 
 

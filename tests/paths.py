@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import functools
-import pathlib
 from collections.abc import Callable
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import nsa_jax
 import nsa_torch
@@ -20,6 +18,7 @@ from tests import interpreted_triton
 from tests.devices import needs_gpu
 from tests.oracles.nsa import BRANCHES
 from tests.problems import CASES, STEP_NAMES, Problem, array, moved
+from tests.tables import table
 
 ALL_STEPS = *BRANCHES, "scores"
 
@@ -200,5 +199,5 @@ def of_row(name, whole=(), steps=None, fixtures=(), only=ALL_STEPS, bit=None, **
     )
 
 
-ROWS = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text())["paths"]
+ROWS = table("paths")["paths"]
 PATHS = {name: of_row(name, **row) for name, row in ROWS.items()}

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from tests.tables import table
+
 
 def gpu(monkeypatch, capability=(9, 0), name="a GPU", count=1):
     """torch says that there are GPUs of a compute capability; None: that there is none."""
@@ -34,22 +36,7 @@ def no_module(monkeypatch, *names):
 
 
 # What the library asks about its machine, by a name of this file.
-ASKED = {
-    "jax_has_cuda": "nsa_torch.dispatch.jax_has_cuda",
-    "jax_capability": "nsa_jax.jax_problem.capability",
-    "jax_device_name": "nsa_jax.jax_problem.device_name",
-    "plugin": "kernels_pallas.runtime.build.has_plugin",
-    "can_build": "kernels_pallas.runtime.loaded.can_build",
-    "build_why_not": "kernels_pallas.runtime.build.why_not",
-    "on_disk": "kernels_pallas.runtime.loaded.on_disk",
-    "kernels_why_not": "kernels_pallas.why_not",
-    "append_why_not": "nsa_torch.paged.append_why_not",
-    "indexer_why_not": "nsa_torch.indexers.device_why_not",
-    "is_hopper": "nsa_jax.ffi._is_hopper",
-    "ffi_registered": "nsa_jax.ffi._registered",
-    "ffi_serves": "nsa_jax.ffi.serves",
-    "mosaic_appends": "nsa_torch.paged_attend._appends",
-}
+ASKED = table("pretend")
 
 
 def machine(monkeypatch, **answers):

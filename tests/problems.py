@@ -6,18 +6,17 @@ yardstick of the tolerance rule (`bench.judge.parity`) make of it, by names that
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
 
 from bench.judge.parity import assert_parity, check_indices
 from nsa_torch import NSAConfig
 from tests.oracles import nsa
+from tests.tables import table
 
 SMALL, PAPER = NSAConfig(8, 4, 16, num_selected=4, window=10), NSAConfig()
 RESOLUTION = 1e-4  # of a score, relatively: what float32 on a chip may leave undecided
@@ -76,7 +75,7 @@ def of_row(row: dict) -> Case:
     return Case(**row)
 
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLE = table("problems")
 FEW, FAR = (NSAConfig(**TABLE["configs"][x]) for x in ("few", "far"))
 CASES = {
     f"{kind}: {name}" if kind else name: of_row(rows.get("all", {}) | row)

@@ -1,20 +1,19 @@
 """Refusals as data (`refusals.yaml`): of each call, what changes in it, and the sentence."""
 
 import re
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import torch
-import yaml
 
 from nsa_torch import Branches, NSAConfig, PoolParams, RopeMLPParams
+from tests.tables import table
 
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLE = table("refusals")
 # Dtype, kind, sizes or numbers by rows, a shape, and where the array is or how.
 ARRAY = re.compile(
     r"(?:(\w+) )?(zeros|ints) ([\dx]+|[-\d /]+?)(?: in ([\dx]+))?(?: |$)"
-    r"(|sparse|on meta|every other|of \w+)$"
+    r"(|sparse|on meta|every other|with a gradient|of \w+)$"
 )
 MAKERS = {
     "tuple": lambda *x: x,
@@ -52,6 +51,7 @@ def array(text, framework):
         "sparse": torch.Tensor.to_sparse,
         "on meta": lambda x: x.to("meta"),
         "every other": lambda x: x[::2],
+        "with a gradient": torch.Tensor.requires_grad_,
     }
     return changes.get(where, lambda x: x)(x)
 
@@ -76,7 +76,8 @@ def given(x, framework="torch", makers=MAKERS):
 
 def rows(*path):
     """Of each row of a table the changes, the sentence, and the error."""
-    table, kinds = TABLE, {"says": ValueError, "refuses": NotImplementedError}
+    kinds = {"says": ValueError, "refuses": NotImplementedError, "rejects": TypeError}
+    table = TABLE
     for name in path:
         table = table[name]
     found = []

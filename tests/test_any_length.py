@@ -15,14 +15,9 @@ from nsa_core.plan import kernels
 from nsa_torch import NSAConfig, mosaic, operators, plans
 from tests import planned
 from tests.planned import Eager
+from tests.problems import TABLE
 
-LAYERS = {
-    "G16": {"heads": 32, "kv_heads": 2, "key_width": 128, "value_width": 128},
-    "wide": {"heads": 16, "kv_heads": 1, "key_width": 192, "value_width": 128},
-    "gathered": {"heads": 8, "kv_heads": 2, "key_width": 64, "value_width": 64},
-    "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
-    "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
-}
+LAYERS = TABLE["any length"]
 MODES = {"wide": operators.SEPARATE_KV}  # of the others: SHARED_KV
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])

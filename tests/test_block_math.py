@@ -12,9 +12,9 @@ from nsa_jax import reference
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
+from tests.problems import TABLE
 
-# l, d, l': the paper's, all equal, l = d, l = l', odd sizes, stride 1.
-SIZES = [(32, 16, 64), (8, 8, 8), (4, 4, 12), (24, 4, 24), (12, 4, 24), (15, 5, 35), (2, 1, 3)]
+SIZES = TABLE["windows"]
 
 
 def config_of(block, stride, select_block):

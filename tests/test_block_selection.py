@@ -21,6 +21,7 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from nsa_torch.huggingface.cache import CACHE
+from tests import refusals
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
 from tests.torch_sizes import Sizes
@@ -246,57 +247,22 @@ def test_autocast_computes_in_its_dtype():
     assert out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(dropout=0.1), "dropout must be 0"),
-        (dict(s_aux=torch.zeros(4)), "s_aux must be None"),
-        (dict(sliding_window=4), "sliding_window must be None"),
-        (dict(indices=torch.zeros(2, 16, 4), block_indices=None), "indices must be None"),
-        (
-            dict(attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool)),
-            "attention_mask of the model must",
-        ),
-        (
-            dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)),
-            "attention_mask of the model must",
-        ),
-        (dict(implementation="mosaic"), "mosaic"),
-    ],
-)
-def test_bad_input(changed, message):
+@pytest.mark.parametrize(("changed", "sentence", "_"), refusals.rows("call of block attention"))
+def test_bad_input(changed, sentence, _):
     given = dict(module=module(), attention_mask=None)
     given |= dict(block_indices=torch.zeros(2, 2, 16, 1).long())
     given |= dict(zip(("query", "key", "value"), arguments(16, 16), strict=True))
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        block_attention(**given | changed)
+    refused = pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence))
+    with refused:
+        block_attention(**given | refusals.given(changed))
 
 
-EIGHT = torch.arange(8)[None]
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        (dict(attention_mask=torch.tensor([[1, 0, 1]])), "one run"),
-        (
-            dict(attention_mask=torch.tensor([[0] * BLOCK + [1] * 4])),
-            "fewer than index_block_size=8",
-        ),
-        (dict(position_ids=EIGHT % 4, use_cache=False), "packed rows"),
-        *(
-            ({name: torch.tensor([0, 4, 8])}, f"{name} must be None with")
-            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
-        ),
-        (
-            dict(attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()),
-            "attention_mask of the model must be",
-        ),
-    ],
-)
-def test_masks_and_packed_rows_that_are_refused(named, message):
+@pytest.mark.parametrize(("named", "sentence", "_"), refusals.rows("model by block attention"))
+def test_masks_and_packed_rows_that_are_refused(named, sentence, _):
+    named = refusals.given(named)
     width = named["attention_mask"].shape[-1] if "attention_mask" in named else 8
-    with pytest.raises((NotImplementedError, ValueError), match=message):
+    refused = pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence))
+    with refused:
         model(NAME)(tokens(1, width), **named)
 
 

@@ -13,15 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 import nsa_jax
 import nsa_torch
 from nsa_core import rotation
-from nsa_core.layer import LayerSpec
-from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import (
     Branches,
     MLPParams,
@@ -38,20 +35,20 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
 )
-from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, check
+from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, by_separate, check
 from tests.devices import needs_gpu
+from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
+from tests.test_layers import in_jax, in_torch
 
 FRAMEWORKS = {"jax": (nsa_jax, jnp.asarray), "torch": (nsa_torch, torch.tensor)}
 by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
-LAYER = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
+LAYER = MODELS["layer"]
 zeros, int32 = torch.zeros, functools.partial(torch.tensor, dtype=torch.int32)
 
 
 def layer_of(framework, **changed):
-    if framework == "torch":
-        return NSAAttention(**(LAYER | changed))
-    return JaxAttention(LayerSpec(**(LAYER | changed)), rngs=nnx.Rngs(0))
+    return {"torch": in_torch, "jax": in_jax}[framework](**changed)
 
 
 PARAMS = {
@@ -233,18 +230,6 @@ def called(name, api=nsa_torch, place=None, **changes):
     names = *NAMES.get(name, NAMES["paged_attention"]), "page_table", "lengths"
     rest = {k: x for k, x in given.items() if k not in {"cache", *ARGUMENTS}}
     return getattr(place or api, name)(*(given[x] for x in names), **rest)
-
-
-NO_GRADIENT = zeros(2, 4, 8).requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("append", {"key": NO_GRADIENT[:, :2]}), ("paged_attention", {"query": NO_GRADIENT})],
-)
-def test_calls_on_pages_have_no_gradient(name, changes):
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        called(name, **changes)
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
@@ -487,7 +472,7 @@ def step_of_nan(api, array, cache, separate, count, graph=False):
     return out, cache, tokens
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@by_separate
 @pytest.mark.parametrize("how", ["jax", "torch", "torch, in a graph"])
 def test_a_cache_that_was_reset_holds_no_nan(how, separate):
     """Kernels multiply whole tiles, of which the next tokens may fill a part."""
@@ -504,7 +489,7 @@ def test_a_cache_that_was_reset_holds_no_nan(how, separate):
         assert cache.selected_key.data_ptr() == before[1].data_ptr()
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@by_separate
 @pytest.mark.parametrize("graph", [False, True], ids=["in place", "in a graph"])
 def test_tokens_that_were_taken_back_leave_no_nan(graph, separate):
     """Rows of different lengths, whose compressed tokens end at other tokens."""

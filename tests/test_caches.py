@@ -28,6 +28,7 @@ from tests.caches import (
     LAZY,
     POOL,
     SMALL,
+    TABLE,
     JaxDense,
     JaxPages,
     Rows,
@@ -36,6 +37,8 @@ from tests.caches import (
     TorchPages,
     Turn,
     bounds,
+    by_fp8,
+    by_separate,
     call_of,
     check,
     close,
@@ -48,7 +51,6 @@ from tests.problems import Case, problem
 OWN = Sizes(H=6, Hkv=1, Dv=8, separate=True)
 PATHS = {"torch": TorchPages, "jax": JaxPages}
 by_path = pytest.mark.parametrize("path", PATHS)
-by_fp8 = pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 SIZES = dict.fromkeys(HISTORIES, Sizes())
 SIZES["tokens"] = Sizes(config=NSAConfig(16, 16, 16, 3, 0, 0, window=3))  # l = d = l'
 SIZES |= {"chunks": OWN, "draft tokens": OWN, "even rows": Sizes(H=2, config=LAZY)}
@@ -77,15 +79,7 @@ def phi(kind, width):
     }[kind]
 
 
-LEARNED = [  # path, history, phi, changes of sizes
-    *(("torch", "chunks", kind, {}) for kind in ("pool", "mlp")),
-    ("torch", "chunks", "rope", {"fp8": True}),
-    ("jax", "chunks", "rope", {}),
-    ("jax", "chunks", "pool", {"fp8": True}),
-]
-
-
-@pytest.mark.parametrize(("path", "history", "kind", "changes"), LEARNED)
+@pytest.mark.parametrize(("path", "history", "kind", "changes"), TABLE["learned"])
 def test_learned_compression_of_pages(path, history, kind, changes):
     """In fp8 of tokens that were not rounded, whether they come in one call or in several; autocast
     changes nothing.
@@ -96,17 +90,10 @@ def test_learned_compression_of_pages(path, history, kind, changes):
         check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
 
 
-ROWS = [  # path, history, phi
-    (JaxDense, "chunks and tokens", None),
-    (TorchDense, "chunks and tokens", None),
-    (JaxDense, "chunks and tokens", "rope"),
-    (JaxDense, "a row that begins later", None),
-    (TorchDense, "rows of different lengths", None),
-    (TorchDense, "rows of different lengths", "pool"),
-]
+DENSE_PATHS = {path.__name__: path for path in (JaxDense, TorchDense)}
 
 
-@pytest.mark.parametrize(("path", "history", "kind"), ROWS)
+@pytest.mark.parametrize(("path", "history", "kind"), TABLE["rows"])
 def test_dense_caches(path, history, kind):
     sizes, turns = Sizes(separate=kind is None), DENSE[history]
     params = None if kind is None else (phi(kind, sizes.D), phi(kind, sizes.Dv))
@@ -114,7 +101,7 @@ def test_dense_caches(path, history, kind):
     if "later" in history:
         for x in rows.tokens.values():
             x[1][:5] = 0
-    check(path(sizes), turns, rows)
+    check(DENSE_PATHS[path](sizes), turns, rows)
 
 
 @pytest.mark.parametrize("path", [JaxPages, JaxDense])
@@ -134,7 +121,7 @@ def test_places_known_to_the_compiler(path, monkeypatch):
     check(path(Sizes()), history[:3])
 
 
-@pytest.mark.parametrize("path", [JaxDense, TorchDense])
+@pytest.mark.parametrize("path", DENSE_PATHS.values())
 def test_the_window_may_differ_from_the_caches(path):
     """Nothing that a cache holds depends on it."""
     sizes = Sizes(config=dataclasses.replace(SMALL, window=30))
@@ -173,7 +160,7 @@ class Adopted(TorchPages):
         return {name: x[:: self.kinds or 1] for name, x in super().snapshot().items()}
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@by_separate
 @pytest.mark.parametrize("kinds", [0, 1, 2, 3])
 def test_adopted_pages_are_written_in_place(kinds, separate):
     """What lies between them, or behind whole pages, is not touched; a fork is of the caller's
@@ -286,34 +273,19 @@ def test_tokens_of_any_size_are_rounded_to_the_nearest(path):
 # Runs of a step.
 
 
-def test_runs_of_a_step():
-    """Decode rows, rows of nothing, draft tokens, prompts: which are attended together."""
-    lengths = [30, 17, 0, 40, 8, 25, 61]
-    counts = [1, 1, 0, 3, 3, 25, 30]
-    found = plan_runs(bounds(counts).tolist(), lengths, 16)
-    facts = "rows", "tokens", "queries", "columns", "few", "even", "whole"
-    assert [tuple(getattr(x, name) for name in facts) for x in found] == [
-        (slice(0, 2), slice(0, 2), 1, 2, True, True, False),
-        (slice(3, 5), slice(2, 8), 3, 3, True, True, False),
-        (slice(5, 6), slice(8, 33), 25, 2, False, True, True),
-        (slice(6, 7), slice(33, 63), 30, 4, False, True, False),
+@pytest.mark.parametrize(("starts", "lengths", "page", "wanted"), TABLE["planned runs"])
+def test_runs_of_a_step(starts, lengths, page, wanted):
+    found = [
+        [x.rows.start, x.rows.stop, x.tokens.start, x.tokens.stop]
+        + [x.queries, x.columns, x.few, x.even, x.whole]
+        for x in plan_runs(starts, lengths, page)
     ]
-    # A prompt of few tokens beside draft tokens, whose rows have tokens before them.
-    assert [x.whole for x in plan_runs([0, 2, 4], [2, 50], 16)] == [False]
-    # Different numbers of draft tokens are one run, of which 64 queries or a half may be padding.
-    drafts = plan_runs(bounds([1, 4, 2, 8, 9]).tolist(), [40] * 5, 16)
-    assert [(x.rows, x.queries, x.even) for x in drafts] == [
-        (slice(0, 4), 8, False),
-        (slice(4, 5), 9, True),
-    ]
-    rows_of = lambda *call: [x.rows for x in plan_runs(*call)]
-    many = bounds([1] * 100 + [8] * 100).tolist(), [40] * 200, 16
-    assert rows_of(*many) == [slice(0, 100), slice(100, 200)]
-    # 2^17 keys are copied at most, and 500 queries are not padded.
-    assert rows_of([0, 9, 18, 27], [65536] * 3, 64) == [slice(0, 2), slice(2, 3)]
-    assert rows_of([0, 1000, 1500, 2000], [1000, 500, 500], 64) == [slice(0, 2), slice(2, 3)]
-    assert plan_runs([0, 0], [0], 16) == []
-    assert plan_runs([0, 9, 18], [0, 9], 16) == plan_runs([9, 9, 18], [0, 9], 16)  # no tokens
+    assert found == wanted
+
+
+def test_many_decode_rows_are_not_padded():
+    runs = plan_runs(bounds([1] * 100 + [8] * 100).tolist(), [40] * 200, 16)
+    assert [x.rows for x in runs] == [slice(0, 100), slice(100, 200)]
 
 
 def test_a_prompt_does_not_gather_the_rows_beside_it():
@@ -348,7 +320,7 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
             assert gathered[1:] == [(2, 6), (2, 4)]
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@by_separate
 @pytest.mark.parametrize("counts", [[40, 0], [33, 33]], ids=["one row", "two alike"])
 def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
     """All of their tokens are those of the call; the output is that of copied ones."""

@@ -8,13 +8,11 @@ import functools
 import importlib.util
 import itertools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
-import yaml
 
 import nsa_jax
 from nsa_core.dispatch import Problem
@@ -30,6 +28,7 @@ from tests.caches import (
     Sizes,
     TorchPages,
     Turn,
+    by_fp8,
     check,
     decoding,
     sized,
@@ -37,6 +36,7 @@ from tests.caches import (
 )
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 once = pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
@@ -75,7 +75,7 @@ def test_steps(name):
 
 
 @kernel
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@by_fp8
 @pytest.mark.parametrize("history", APPENDED_BY_TRITON)
 def test_appended_tokens(history, fp8):
     """With their means; in fp8 rings, too."""
@@ -136,7 +136,7 @@ def problem(**changes) -> Problem:
 
 
 HOPPER = {"capability": (9, 0)}
-CHOICES = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["decode"]
+CHOICES = table("choice")["decode"]
 
 
 @once

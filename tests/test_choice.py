@@ -4,13 +4,13 @@ Rules of devices (`configs/devices`), thresholds, flags, names, and what Mosaic 
 is accepted runs forward and backward; a refusal comes before any kernel runs.
 """
 
+import builtins
 import dataclasses
 import functools
 import itertools
 import logging
 import types
 import typing
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -37,6 +37,7 @@ from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import fa2, functional, operators, plans, torch_ops
 from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
+from tests.tables import table
 from tests.torch_inputs import on_the_cpu
 
 REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
@@ -77,7 +78,7 @@ HOPPER = dict(framework="jax", platform="gpu", capability=(9, 0))
 EIGHT = NSAConfig(num_selected=8)  # 512 keys
 SLOW = dict(kernel="fa2", steps=["sliding"], reason="too slow", since="2025-09-04")
 FORBIDDEN = {"policy": [SLOW | {"allowed": False}]}
-TABLE = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())
+TABLE = table("choice")
 
 
 def described(row):
@@ -273,11 +274,12 @@ def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
 
 
 def test_every_registered_kernel_is_there():
-    for table in REGISTRIES.values():
-        for name in kernels_pallas.CAPABILITIES:
-            for step in (*STEPS, WHOLE):
-                entry = table.entry(step, name)
-                assert entry and callable(entry.load())
+    triples = itertools.product(
+        REGISTRIES.values(), (*STEPS, WHOLE), kernels_pallas.CAPABILITIES
+    )
+    for registry, step, name in triples:
+        entry = registry.entry(step, name)
+        assert entry and callable(entry.load())
 
 
 def test_flags_name_implementations(values):
@@ -431,35 +433,7 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 GROUPS = (1, 2, 3, 5, 6, 8, 10, 16, 64)
 MOVING = ("tile_block_lists", "dkv_merge")  # kernels that have sizes of others
 LENGTH = 8192  # so long that tiles may be gathered
-# (D, Dv, G) and the kernels, if not all, of slabs of 16, 32 and 64 columns, each width once but 80
-# and 128: those, 192 and other groups are in `test_mosaic_compiled.py`. Borders are the narrowest,
-# the largest odd groups that copies of slabs of 16 and of 32 columns can move, and a group that
-# does not divide the rows of `scores_kq`.
-ACCEPTED = (
-    ((48, 112, 3), ""),
-    ((256, 160, 64), ""),
-    ((16, 16, 15), ""),
-    ((96, 32, 31), ""),
-    ((64, 64, 24), "best_blocks"),
-    ((64, 64, 2), "gathered_"),
-)
-COPIED = "Only copies transferring a number of bytes divisible by"
-TOO_WIDE = "no instruction multiplies 272 columns"
-LONG_BLOCKS = NSAConfig(select_block=128, num_selected=64)
-# And how compiling it fails.
-REFUSED = {
-    "a group with more rows than a tile": ({"G": 65}, ZeroDivisionError, "by zero"),
-    "no multiple of 16": ({"D": 24}, StopIteration, None),  # no slab has such a width
-    "too wide a key": ({"D": 272}, ValueError, TOO_WIDE),  # in dq
-    "too wide a value": ({"Dv": 272}, ValueError, TOO_WIDE),
-    "an odd group in slabs of 16": ({"D": 48, "G": 17}, NotImplementedError, COPIED),
-    "an odd group in slabs of 32": ({"D": 96, "G": 33}, NotImplementedError, COPIED),
-    "too much shared memory": (
-        {"D": 256, "Dv": 256, "G": 1, "config": LONG_BLOCKS},
-        ValueError,
-        "exceeds available shared memory",
-    ),
-}
+REFUSED = TABLE["not accepted"]
 
 
 def asked(D=128, Dv=128, G=4, **change):
@@ -527,7 +501,7 @@ def test_gathered_query_tiles_can_be_copied():
     assert lowering.lower(kernel)
 
 
-@pytest.mark.parametrize(("shape", "names"), ACCEPTED)
+@pytest.mark.parametrize(("shape", "names"), TABLE["accepted"])
 def test_what_is_accepted_compiles(shape, names):
     assert not capability.why_not(asked(*shape))
     found = [kernel for kernel in kernels(*shape) if kernel.name.startswith(names)]
@@ -538,10 +512,11 @@ def test_what_is_accepted_compiles(shape, names):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_does_not_compile(name, monkeypatch):
     change, error, message = REFUSED[name]
+    change = refusals.given(change)
     assert capability.why_not(asked(**change))
-    if message == COPIED:  # with as many tokens as a tile has room for
+    if error == "NotImplementedError":  # with as many tokens as a tile has room for
         monkeypatch.setattr(Tile, "tokens", property(lambda tile: tile.rows // tile.group))
-    with pytest.raises(error, match=message):
+    with pytest.raises(getattr(builtins, error), match=message):
         first, *others = kernels(**change)  # the likeliest before others, which take long
         for kernel in (first, *sorted(others, key=lambda x: not x.name.endswith("_dq"))):
             lowering.lower(kernel)

@@ -8,6 +8,7 @@ import pytest
 
 from nsa_core import config_files
 from nsa_jax import NSAConfig
+from tests import refusals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +33,10 @@ def test_yaml_numbers_are_read_by_type(tmp_path):
     assert isinstance(built.inner.lr, float)
 
 
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        ("inner: {rate: 1}", "config.inner.rate: unknown key"),
-        ("outer: 1", "config.outer: unknown key"),
-        ("inner: {steps: 1.5}", "config.inner.steps: Input should be a valid integer, got 1.5"),
-        ("inner: {steps: many}", "config.inner.steps: Input should be a valid integer"),
-        ("inner: {fast: 1}", "config.inner.fast: Input should be a valid boolean, got 1"),
-        ("inner: {steps: true}", "config.inner.steps: Input should be a valid integer"),
-        ("inner: 3", "config.inner: Input should be an object, got 3"),
-        ("- 1", "must hold a dict, got list"),
-        ("limit: 1\ninner: {lr: 1}\nlimit: 2", "a.yaml is not YAML: key 'limit' occurs twice"),
-        ("inner:\n  lr: 1\n  lr: 2", "a.yaml is not YAML: key 'lr' occurs twice"),
-    ],
-)
-def test_yaml_errors_name_the_key(text, message, tmp_path):
+@pytest.mark.parametrize("row, message, _", refusals.rows("settings"))
+def test_yaml_errors_name_the_key(row, message, _, tmp_path):
     path = tmp_path / "a.yaml"
-    path.write_text(text)
+    path.write_text(row["text"])
     with pytest.raises(ValueError) as error:
         config_files.build(Outer, config_files.load(path))
     assert message in str(error.value)

@@ -158,10 +158,7 @@ def test_a_graph_holds_nothing_that_it_kept():
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "head_mib", "together"),
-    [(4, 32, 4), (4, 33, 2), (4, 64, 2), (4, 65, 1), (4, 1000, 1), (6, 40, 3), (1, 1, 1)],
-)
+@pytest.mark.parametrize(("kv_heads", "head_mib", "together"), worker.TABLE["head groups"])
 def test_short_heads_are_gathered_together(kv_heads, head_mib, together):
     """As many as have 128 MiB, in equal groups; a long one goes by itself."""
     groups = layouts.head_groups(kv_heads, head_mib * 2**20)
@@ -205,15 +202,7 @@ def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatc
         torch.testing.assert_close(found, whole[:, part], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "packed, kind, layout",
-    [
-        (False, {}, "zigzag"),
-        (True, {"gate": "selected"}, "zigzag"),
-        (True, {"phi": "mlp_rope", "kv": "separate", "key_taps": 3}, "contiguous"),
-        (True, {"key_taps": 4}, "zigzag"),
-    ],
-)
+@pytest.mark.parametrize("packed, kind, layout", worker.TABLE["layers"])
 def test_a_layer_of_jax_on_four_devices(packed, kind, layout):
     """Output and gradients of the weights are those of one device."""
     sizes = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)

@@ -24,7 +24,8 @@ from nsa_torch.huggingface import (
     continuous_batching_config,
     serve,
 )
-from tests.model_sizes import SERVED, alone, log_probabilities
+from tests import refusals
+from tests.model_sizes import MODELS, SERVED, alone, log_probabilities
 
 SIZES = SERVED | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 SIZES |= dict(kv="separate", pad_token_id=0)
@@ -95,15 +96,7 @@ def replaced(monkeypatch, name, own):
 
 
 ANSWERS = [
-    ("cpu", {"kv": "separate"}, {"max_blocks_per_request": 0}),
-    ("cpu", {"attention": ["nsa", "dense"], "phi": "mlp"}, {}),
-    ("cpu", {"attention": ["nsa", "dense"], "phi": "mlp"}, {"max_blocks_per_request": 0}),
-    ("cpu", {"phi": "mlp_rope", "gate": "head"}, {}),
-    ("cpu", {"phi": "mlp_pe", "kv": "shared"}, {}),
-    ("cpu", {"kv": "shared", "gate": "head", "key_taps": 3}, {}),
-    ("cpu", {"attention": ["nsa", "dense"], "key_taps": 5}, {"max_blocks_per_request": 0}),
-    ("cpu", {"attention": ["dense", "nsa"], "kv": "shared", "v_head_dim": 16}, {}),
-    ("cpu", {"attention": "dense"}, {}),  # as transformers runs them
+    *(("cpu", *row) for row in MODELS["answers"]),
     # Decode steps are CUDA graphs, which the manager captures for each number of rows.
     *(
         pytest.param("cuda", {}, {"use_cuda_graph": graph}, marks=pytest.mark.gpu)
@@ -289,7 +282,9 @@ def test_a_checkpoint_is_served(device, tmp_path, monkeypatch):
 @served
 def test_what_is_refused():
     lm = model()
-    config = functools.partial(continuous_batching_config, lm.config)
+    for changed, sentence, _ in refusals.rows("continuous batching"):
+        with pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence)):
+            continuous_batching_config(lm.config, **refusals.given(changed))
     make = functools.partial(
         continuous.NSACacheAllocator,
         index=0,
@@ -298,22 +293,17 @@ def test_what_is_refused():
         layer_indices=[0, 1],
         allow_block_sharing=True,
     )
-    page, least = "page_size must be select_block=16, got", "must be at least 1, or None, got 0"
-    graph = r"use_cuda_graph must be None, a bool or \(False, bool"
     mixed = Branches(None, "sdpa", None)
     for message, call in (
-        (f"{page} 32", lambda: config(page_size=32)),
-        ("cpu_offload_space must be 0", lambda: config(cpu_offload_space=1.0)),
-        (graph, lambda: config(use_cuda_graph=(True, True))),
-        (f"num_blocks {least}", lambda: config(num_blocks=0)),
-        (f"max_batch_tokens {least}", lambda: config(max_batch_tokens=0)),
-        (f"max_requests_per_batch {least}", lambda: config(max_requests_per_batch=0)),
         (
             "num_beams must be 1",
             lambda: lm.generate_batch([[1, 2]], **options(lm, num_beams=2)),
         ),
         ("one name for all branches", lambda: cache.one_name(mixed)),
-        (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
+        (
+            "page_size must be select_block=16, got 8",
+            lambda: make(num_key_value_heads=2, page_size=8),
+        ),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
@@ -355,24 +345,11 @@ def test_a_manager_that_persists_serves_the_weights_of_now():
         lm.destroy_cached_continuous_batching_manager()
 
 
-LISTED, KNOWN = "list of tokens, at least one, got", "tokens in 0..96 (vocab_size), got"
-
-
 @served
-@pytest.mark.parametrize(
-    ("prompt", "found"),
-    [
-        ([], f"{LISTED} []"),
-        ("text", f"{LISTED} 'text'"),
-        ([1, 97], f"{KNOWN} 97"),
-        ([-1], f"{KNOWN} -1"),
-        ([1.5], f"{KNOWN} 1.5"),
-    ],
-    ids=str,
-)
-def test_a_prompt_that_is_wrong(prompt, found):
+@pytest.mark.parametrize(("row", "found", "_"), refusals.rows("prompt"), ids=str)
+def test_a_prompt_that_is_wrong(row, found, _):
     """Before anything runs: in a step it would end the requests beside it."""
-    lm = model()
+    lm, prompt = model(), row["prompt"]
     manager = lm.init_continuous_batching(**options(lm))
     for name, call in (
         ("inputs[1]", lambda: lm.generate_batch([[1, 2], prompt], **options(lm))),

@@ -39,7 +39,6 @@ NSA = dict(compress_block=8, compress_stride=4, select_block=16, num_selected=4,
 SET = ["--set", *(f"{name}={value}" for name, value in NSA.items())]
 REACH = 64  # num_selected * select_block
 CASES = {name: AutoConfig.for_model(**SIZES | row) for name, row in MODELS["converted"].items()}
-LLAMA3, YARN = (MODELS["converted"][f"llama {x}"]["rope_parameters"] for x in ("3.1", "yarn"))
 tuples = lambda row: {x: tuple(y) if isinstance(y, list) else y for x, y in row.items()}
 PLAIN = [tuple(x) for x in MODELS["starts"]]
 ROWS = [(*x, {}) for x in PLAIN] + [(*x, tuples(row)) for *x, row in MODELS["options"]]
@@ -138,21 +137,13 @@ def test_generate_gives_the_dense_models_tokens(case, start, model):
     assert torch.equal(found, want) and want.shape[1] == REACH
 
 
-OTHERS = "gate.", "W_K_cmp", "W_V_cmp", "W_K_win", "W_V_win"
-STILL = {  # weights without a gradient, in a first step and in a second
-    "values": (("W_K_cmp", "W_K_win", "gate.fc1"), ()),  # they wait for others that are zero
-    "gates": (OTHERS, OTHERS),
-    "shared": (("gate.",), ("gate.",)),
-}
-
-
 @plain
 def test_steps_of_training_move_the_weights_of_the_start(case, start, model):
     made, ids = model(case, start=start).train(), tokens(width=2 * REACH)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.01)  # decays no weight
     named = dict(made.named_parameters())
     assert (start == "shared") != any("W_K_" in name for name in named)
-    for still in STILL[start]:
+    for still in MODELS["still"][start]:
         optimizer.zero_grad()
         made(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -187,18 +178,7 @@ def test_what_is_saved_again_is_read_by_both_frameworks(case, start, model, tmp_
     assert_dense(case, np.asarray(found, np.float64))
 
 
-SCALED = [
-    LLAMA3,
-    LLAMA3 | dict(original_max_position_embeddings=8192),
-    YARN | dict(original_max_position_embeddings=32768, rope_theta=1e6),
-    YARN | dict(beta_fast=8.0, beta_slow=2.0, truncate=False),
-    YARN | dict(factor=40.0, mscale=1.0, mscale_all_dim=0.7),
-    YARN | dict(attention_factor=1.5),
-    *(dict(rope_type="default", rope_theta=base) for base in (1e4, 5e5, 1e6)),
-]
-
-
-@pytest.mark.parametrize("rope", SCALED)
+@pytest.mark.parametrize("rope", MODELS["rotations"])
 @pytest.mark.parametrize("width", [8, 64, 128])
 def test_rates_are_those_of_transformers(rope, width):
     """A rate that is off by an ulp turns a key at position 1000 by 1e-4 more. Their power is of

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from nsa_core.plan import kernels
 from nsa_jax import Branches, ffi, mosaic, warm_up, xla_call
 from nsa_torch import NSAConfig
 from tests import pretend
+from tests.problems import TABLE
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3
@@ -79,18 +80,13 @@ def test_an_error_is_the_callers(target):
 
 
 def test_threads_call_at_once(target):
-    wrong = []
 
     def many(i):
         call = jax.jit(lambda a, b: target(a, b, name=f"kernel{i}"))
-        wrong.extend(i for _ in range(50) if not (call(A + i, B) == A + i + 2).all())
+        return [i for _ in range(50) if not (call(A + i, B) == A + i + 2).all()]
 
-    threads = [threading.Thread(target=many, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(many, range(4)))
 
 
 @pytest.fixture
@@ -159,16 +155,7 @@ def test_a_program_names_its_kernels(hopper):
     assert set(found) == set(want) == set(ffi._prefetch)
 
 
-@pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "packed", "has"),
-    [
-        (96, 12, 2, False, "specs.selected:dq"),
-        (8192, 12, 2, False, "specs.gathered:partial_dq"),
-        (8192, 32, 2, False, "specs.stored_ds:dq"),
-        (96, 12, 2, True, "specs.selected:dq"),
-        (8192, 32, 2, True, "specs.selected:dq"),
-    ],
-)
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "packed", "has"), TABLE["programs"])
 def test_a_program_has_no_loops(length, heads, kv_heads, packed, has, hopper):
     """XLA would launch the kernels of each of their steps, one after the other. A scatter where a
     slice is written is a kernel too, and its empty constants have crashed Shardy in `shard_map`.

@@ -32,7 +32,7 @@ from tests.jaxprs import equations
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
 from tests.paths import named, to_jax
-from tests.problems import CASES, Case, array, problem
+from tests.problems import CASES, TABLE, Case, array, problem
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
@@ -63,18 +63,9 @@ def rounded(key, value, end, places, tiles=()):
     ]
 
 
-ROUNDINGS = {
-    "ends in a tile": ((2, 70, 2, 64, 48), (70, 33), None),
-    "one key": ((1, 1, 1, 32, 16), (1,), None),
-    "more tiles than a warp has": ((1, 300, 1, 96, 128), (300,), None),
-    "more tokens than a lane asks for": ((1, 2100, 1, 32, 16), (2100,), None),
-    "packed": ((1, 150, 1, 32, 32), (140,), (70, 1, 69)),
-}
-
-
-@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("name", TABLE["rounded to e4m3"])
 def test_rounded_tokens(name):
-    (batch, count, heads, width, value_width), end, sequences = ROUNDINGS[name]
+    (batch, count, heads, width, value_width), end, sequences = TABLE["rounded to e4m3"][name]
     rng = np.random.default_rng(0)
     normal = lambda width: rng.normal(size=(batch, count, heads, width))
     key = (normal(width) * np.exp(rng.normal(size=width)) + 3).astype(ml_dtypes.bfloat16)

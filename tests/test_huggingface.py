@@ -25,7 +25,6 @@ from transformers import (
     LlamaConfig,
 )
 
-import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from bench.lm.spec import ModelSpec
 from bench.lm.torch_lm import LM
@@ -209,16 +208,8 @@ def test_packed_rows(kind):
             assert found.get(CACHE) is None
 
 
-MODES = {
-    "greedy": GREEDY,
-    "sampling": dict(do_sample=True, top_k=8),
-    "beams": dict(num_beams=3, num_return_sequences=2, do_sample=False),
-    "static": GREEDY | dict(cache_implementation="static"),
-    "chunks": GREEDY | dict(prefill_chunk_size=16),
-}
-TEXTS = [(kind, "greedy") for kind in ("nsa", "dense", "mixed", "shared")]
-TEXTS += [("mixed", mode) for mode in MODES if mode != "greedy"]
-TEXTS += [("taps", mode) for mode in ("beams", "chunks")]
+MODES = MODELS["texts"]
+TEXTS = [(kind, mode) for mode, (_, kinds) in MODES.items() for kind in kinds]
 
 
 @pytest.mark.parametrize("kind, mode", TEXTS)
@@ -226,7 +217,7 @@ def test_generate(kind, mode):
     """Through each cache as without one; a padded row as alone. The first token of a row of padding
     alone follows no attention at all, the others what was generated. Servers pass their tokenizer.
     """
-    made, new, given = model(kind), 7, MODES[mode]
+    made, new, (given, _) = model(kind), 7, MODES[mode]
     padding = (0, 38, WIDTH)
     ids, mask = left_padded(padding)
 
@@ -554,35 +545,11 @@ def test_the_start_of_the_weights():
         assert out.weight.std().item() == pytest.approx(0.5, rel=0.1)
 
 
-LAYER = LayerSpec(
-    dim=32,
-    n_heads=4,
-    n_kv_groups=2,
-    d_k=8,
-    d_v=6,
-    l=8,
-    d=4,
-    l_sel=8,
-    n_sel=3,
-    w=7,
-    phi="mlp",
-    gate="softmax",
-    gate_hidden=5,
-    gate_temp=2.0,
-    rope_base=1000.0,
-    rope_scale=2.0,
-    num_local=1,
-)
-GATED = dataclasses.replace(
-    LAYER, gate="head", gate_hidden=None, gate_bias=(0, 1, 2), kv="shared", key_taps=3
-)
-
-
-@pytest.mark.parametrize("attention, layer", [("nsa", LAYER), ("nsa", GATED), ("dense", LAYER)])
+@pytest.mark.parametrize("attention, layer", MODELS["trained"])
 @torch.no_grad()
 def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
     torch.manual_seed(1)
-    lm, ids = LM(ModelSpec(layer, attention, layers=2, hidden=48)), tokens(2)
+    lm, ids = LM(ModelSpec(LayerSpec(**layer), attention, layers=2, hidden=48)), tokens(2)
     lm.embedding.normal_()
     want, run, bare = lm(ids), tmp_path / "run.safetensors", tmp_path / "bare.safetensors"
     weights.save(run, lm)
@@ -684,19 +651,12 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        (dict(gate="softmax"), "gate must be 'sigmoid' as in the checkpoint .*, got 'softmax'"),
-        (dict(phi="avg"), "phi must be 'mlp' as in the checkpoint .*, got 'avg'"),
-        (dict(vocab_size=65), r"of shape \(64, 32\) in place of \(65, 32\)"),
-        (dict(num_hidden_layers=3), "got missing model.layers.2.* and 18 more"),
-        (dict(num_hidden_layers=1), "got unexpected model.layers.1.* and 18 more"),
-    ],
-    ids=str,
-)
-def test_checkpoints_that_are_refused(folder, changed, message):
-    with pytest.raises(ValueError, match=message):
+CHECKPOINTS = refusals.rows("checkpoint of a Hugging Face model")
+
+
+@pytest.mark.parametrize("changed, sentence, _", CHECKPOINTS, ids=str)
+def test_checkpoints_that_are_refused(folder, changed, sentence, _):
+    with pytest.raises(ValueError, match=refusals.words(sentence)):
         AutoModelForCausalLM.from_pretrained(folder, **changed)
 
 
@@ -712,9 +672,7 @@ def test_a_checkpoint_with_gate_and_phi_in_its_weights():
 
 
 SIX = dict(rows=1, width=6)
-ONES = torch.ones(1, 6, dtype=torch.long)
-BORDERS, OTHERS = torch.tensor([0, 4, 6]), torch.tensor([0, 2, 6])
-POSITION = torch.arange(6)[None]
+BORDERS = torch.tensor([0, 4, 6])
 CALLS = refusals.rows("call of a Hugging Face model")
 
 
@@ -728,27 +686,14 @@ def test_calls_that_are_refused(changed, sentence, kind):
             model(name)(**given)
 
 
-def test_texts_that_are_refused():
+TEXTS_REFUSED = refusals.rows("text of a Hugging Face model")
+
+
+@pytest.mark.parametrize("changed, sentence, kind", TEXTS_REFUSED, ids=lambda x: str(x)[:60])
+def test_texts_that_are_refused(changed, sentence, kind):
     made, ids = model("mixed"), tokens(**SIX)
-    right = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    left = "padded on the left in generate .* 111100 in row 0"
-    for kind, message, given in (
-        (ValueError, left, dict(inputs=ids * right, attention_mask=right)),
-        (ValueError, left, dict(inputs=ids * right)),  # from pad_token_id
-        (
-            ValueError,
-            "must have at least one row and one column, got .1, 0.",
-            dict(inputs=ids[:, :0]),
-        ),
-        (ValueError, "must be one of .None, 'dynamic'", dict(cache_implementation="offloaded")),
-        (
-            NotImplementedError,
-            "assistant_early_exit must be None, got 1, because",
-            dict(assistant_early_exit=1),
-        ),
-    ):
-        with pytest.raises(kind, match=message):
-            made.generate(**dict(inputs=ids, max_new_tokens=2, do_sample=False) | given)
+    with pytest.raises(kind, match=refusals.words(sentence)):
+        made.generate(**dict(inputs=ids, max_new_tokens=2) | GREEDY | refusals.given(changed))
     assert made(ids).logits.isfinite().all()  # the configuration is as it was
 
 
@@ -807,18 +752,6 @@ def test_keywords_of_the_loss():
 
     made.loss_function = loss_function
     torch.testing.assert_close(loss(weight=3.0, num_items_in_batch=3), 3 * loss())
-
-
-def test_a_cached_chunk_that_is_refused():
-    layer = nsa_torch.NSAAttention(32, 2, 1, 8, 8)
-    x, lengths, cache = torch.randn(2, 5, 32), torch.tensor([5, 2]), layer.init_cache(2, 9)
-    for kept, bad, message in (
-        (None, lengths, "new_lengths must be None if no cache is given"),
-        (cache, lengths[:1], r"new_lengths must have shape \(2,\)"),
-        (cache, lengths.float(), "new_lengths must have dtype in"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            layer(x, kept, new_lengths=bad)
 
 
 @torch.no_grad()

@@ -5,12 +5,10 @@ item has a partial of its own; the oracle counts pairs in plain Python.
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.dkv import Dkv
@@ -21,6 +19,7 @@ from nsa_core.steps.mosaic_backward import _interval_split, _known_items
 from nsa_core.varlen import Capacity
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
+from tests.tables import table
 
 CONFIG = NSAConfig()
 
@@ -111,7 +110,7 @@ def of_row(times=1, lengths=(), **fields):
     return Problem(**fields, lengths=tuple(lengths) * times)
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("lists.yaml").read_text())
+TABLE = table("lists")
 PROBLEMS = {name: of_row(**row) for name, row in TABLE["intervals"].items()}
 
 

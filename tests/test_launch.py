@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -296,23 +297,20 @@ def test_threads_load_once_and_launch_at_once(monkeypatch):
     made = pretend.calls_of(monkeypatch, loaded.driver, "load")
     inputs = [x + i for i in range(8)]
     torch.cuda.synchronize()
-    results, start = {}, threading.Barrier(len(inputs))
+    start = threading.Barrier(len(inputs))
 
     def work(i):
         stream = torch.cuda.Stream()
         start.wait()
         for _ in range(100):
             with torch.cuda.stream(stream):
-                results[i] = launch(kernel, inputs[i])
+                found = launch(kernel, inputs[i])
         stream.synchronize()
+        return found
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1
-    assert all(right(results[i], given) for i, given in enumerate(inputs))
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        results = list(pool.map(work, range(len(inputs))))
+    assert len(made) == 1 and all(map(right, results, inputs))
 
 
 @pytest.mark.gpu

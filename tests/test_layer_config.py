@@ -10,9 +10,9 @@ import nsa_jax.nn
 import nsa_torch
 from nsa_core.layer import LayerSpec
 from nsa_torch import NSAConfig
+from tests.problems import SMALL
 
 SIZES = {"dim": 32, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8}
-SMALL = NSAConfig(8, 4, 16, num_selected=4, window=10)
 
 
 def of_torch(**options):

@@ -5,13 +5,11 @@ The kernels that make them are emulated on the CPU, and run on a GPU.
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from kernels_pallas.specs import block_query_lists, tile_block_lists, work_items
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
@@ -22,6 +20,7 @@ from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests.limits import set_limits
 from tests.oracles.list_kernels import emulated, interpreted
+from tests.tables import table
 
 KEYS = 64  # of a tile
 by_device = pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def draw(position, heads, n, block):
     return indices
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("lists.yaml").read_text())
+TABLE = table("lists")
 PROBLEMS = {
     name: Problem(**{k: tuple(x) if isinstance(x, list) else x for k, x in row.items()})
     for name, row in TABLE["lists"].items()

@@ -13,6 +13,7 @@ from nsa_torch import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
 from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.llama_nsa import best_by_halves
+from tests import refusals
 from tests.model_sizes import MODELS
 from tests.oracles import nsa
 
@@ -129,13 +130,6 @@ def test_packed_is_apart(selection):
         got = made(ids, **options)
         torch.testing.assert_close(got.logits, want, rtol=0, atol=1e-6)
         assert got.get(CACHE) is None
-    for more in ({}, {"cu_seq_lens_q": borders}):
-        with pytest.raises(ValueError, match="position_ids must count from 0"):
-            made(ids, position_ids=position + 1, **more)
-    with pytest.raises(TypeError, match="segment_ids is not an argument of the model"):
-        made(ids, segment_ids=position)
-    with pytest.raises(NotImplementedError, match="output_attentions must be False, got True"):
-        made(ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q must be None if .* a cache is given"):
         made(ids, cu_seq_lens_q=borders, **{CACHE: transformers.DynamicCache()})
 
@@ -175,30 +169,27 @@ def test_gradients_reach_every_weight():
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(selection="best"), "selection must be one of"),
-        (dict(block_counts=3), "needs block_counts == block_size"),
-        (dict(block_size=0, selection="exact"), "compress_stride must be >= 1"),
-        (dict(window_size=-1), "window must be >= 0"),
-        (dict(attention_dropout=0.1), "attention_dropout must be 0, got 0.1"),
-    ],
+    ("changed", "sentence", "_"), refusals.rows("configuration of llama-nsa")
 )
-def test_bad_configurations(changed, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_configurations(changed, sentence, _):
+    with pytest.raises(ValueError, match=refusals.words(sentence)):
         LlamaNSAConfig(**SIZES | changed)
 
 
-def test_padding_is_refused():
-    mask = torch.ones(1, 9, dtype=torch.long)
-    mask[0, 0] = 0
-    with pytest.raises(NotImplementedError, match="supports no padding"):
-        model("exact")(torch.arange(9)[None], attention_mask=mask)
+@pytest.mark.parametrize("selection", ["exact", "trained"])
+@pytest.mark.parametrize(("changed", "sentence", "kind"), refusals.rows("call of llama-nsa"))
+def test_bad_calls(changed, sentence, kind, selection):
+    given = {"input_ids": torch.arange(12)[None]} | refusals.given(changed)
+    with pytest.raises(kind, match=refusals.words(sentence)):
+        model(selection)(**given)
+
+
+def test_the_public_name():
     assert nsa_torch.huggingface.LlamaNSAForCausalLM is LlamaNSAForCausalLM
 
 
 def test_what_would_attend_to_other_tokens_is_refused():
-    """A cache with room behind the tokens, several rows that are packed."""
+    """A cache with room behind the tokens."""
     made, ids = model("exact"), torch.arange(12)[None]
     cache = transformers.StaticCache(config=made.config, max_cache_len=32)
     with pytest.raises(NotImplementedError, match="got StaticCache with 32 keys"):
@@ -208,7 +199,5 @@ def test_what_would_attend_to_other_tokens_is_refused():
         ValueError, match=r"position_ids must follow each other if \w+ is given"
     ):
         made(ids, position_ids=positions, **{CACHE: transformers.DynamicCache()})
-    with pytest.raises(ValueError, match="position_ids must count each row's tokens"):
-        made(ids.expand(2, -1), position_ids=positions.expand(2, -1))
     later = made(ids, position_ids=torch.arange(5, 17)[None]).logits
     torch.testing.assert_close(later, made(ids).logits)  # a product follows from distances

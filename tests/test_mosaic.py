@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, PartitionSpec
 
@@ -20,7 +18,7 @@ import kernels_pallas
 import nsa_jax
 from kernels_pallas.mosaic import capability, mainloop, operands
 from kernels_pallas.specs import selected as selected_spec
-from nsa_core.config import FLOAT8, NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
@@ -31,8 +29,9 @@ from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.limits import set_limits
 from tests.paths import of_jax, steps_of_jax, to_jax
-from tests.problems import CASES, PAPER, SMALL, TINY, check, problem
+from tests.problems import CASES, PAPER, SMALL, TABLE, TINY, check, problem
 from tests.problems import FAR as FAR_BLOCKS
+from tests.tables import table
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 
@@ -82,20 +81,11 @@ def test_vmap_equals_a_loop_bit_by_bit(interpreted):
             np.testing.assert_array_equal(np.asarray(many[i]), np.asarray(one))
 
 
-SHARDED = {  # heads, key/value heads, tokens, width; a kernel that must be there
-    "kv_len": ((4, 2, 20, 16), SMALL, "selected_dq"),
-    "segment_ids": ((4, 2, 20, 16), SMALL, "selected_dq"),
-    "gathered": ((8, 4, 256, 64), NSAConfig(32, 32, 64, 3, 1, 1, 20), "gathered_dq"),
-    "stored dS": ((32, 2, 128, 64), NSAConfig(16, 8, 64, 3, 1, 1, 50), "stored_ds_dq"),
-    # Which has no gradient.
-    "e4m3": ((4, 2, 40, 32), NSAConfig(16, 16, 32, 4, compute_dtype=FLOAT8), "fp8_round"),
-}
-
-
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", TABLE["over devices"])
 def test_shard_map_over_batch_and_heads(name, monkeypatch):
     """Traced and lowered for GPUs: the interpreter knows one device."""
-    (heads, kv_heads, length, width), config, kernel = SHARDED[name]
+    heads, kv_heads, length, width, config, kernel = TABLE["over devices"][name]
+    config = NSAConfig(**config)
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=1)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
@@ -184,7 +174,7 @@ def test_later_tokens_change_nothing(interpreted, monkeypatch):
 PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["gathered"]
+ROWS = table("choice")["gathered"]
 
 
 @pytest.mark.parametrize(("change", "packed", "limit"), ROWS)

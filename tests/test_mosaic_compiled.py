@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import re
-from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
-import yaml
 
 from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.runtime import lowering
@@ -21,6 +19,7 @@ from nsa_jax.jax_ops import JaxOps
 from nsa_torch import NSAConfig
 from tests.cross_compile import compile_report
 from tests.problems import of_kind
+from tests.tables import table
 
 SHAPES, EDGES = of_kind("chip"), of_kind("chip edge")
 # Products in e4m3, which have no backward pass.
@@ -44,7 +43,7 @@ ALLOWED = {
     "gathered_merge_dq": REGISTERS // (2 * 128) // 8 * 8,
     "best_blocks": REGISTERS // (4 * 128),
 }
-NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+NAMES = table("test_mosaic_compiled")
 GRADIENTS, SUMS, FROM_STORED, BY_WALK = map(set, NAMES["gradients"].values())
 FORWARD, BACKWARD = map(set, NAMES["gathered"].values())
 GATHERED = ("G4", "G1")

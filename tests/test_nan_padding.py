@@ -15,15 +15,10 @@ from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
 from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
 from tests.limits import set_limits
+from tests.model_sizes import MODELS
 from tests.problems import SMALL
 
-SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
-LAYERS = {
-    "mean": {},
-    "pool": dict(phi="mlp"),
-    "mlp": dict(phi="mlp_pe", kv="shared", bias=True),
-    "rotated": dict(phi="mlp_rope", gate="head", qk_norm_eps=1e-6, bias=True),
-}
+SIZES, LAYERS = MODELS["small layer"], MODELS["padded"]
 LENGTH, REAL = 40, 29
 SEGMENTS = np.repeat([0, 1, -1], [12, REAL - 12, LENGTH - REAL])[None].astype(np.int32)
 BORDERS = torch.tensor([0, 12, REAL])

@@ -1,43 +1,19 @@
 """The oracle against the paper's equations in plain loops."""
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from nsa_jax import reference as jax_reference
-from nsa_torch import NSAConfig, reference
+from nsa_torch import reference
 from tests import loops
 from tests.oracles import nsa
 from tests.paths import to_jax
-from tests.problems import Case, array, problem
+from tests.problems import Case, array, of_kind, problem
 
-SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=10)
-FINE = NSAConfig(4, 2, 8, num_selected=4, num_initial=1, num_local=1, window=7)
-
-
-class Sizes(NamedTuple):
-    config: NSAConfig
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    documents: tuple[int, ...] | None = None
-    scale: float | None = None
-    keys: float | None = None  # all compressed tokens have this number; None: random
-
-
-CASES = {
-    "G=1": Sizes(SMALL, 61, 61, 2, 2),
-    "G=3, T<S": Sizes(SMALL, 29, 61, 6, 2, scale=0.3),
-    "paper's sizes": Sizes(NSAConfig(num_selected=4, window=50), 9, 411, 1, 1),
-    "packed": Sizes(SMALL, 40, 63, 4, 2, documents=(1, 23, 35)),
-    "2 + 3 forced": Sizes(NSAConfig(4, 2, 8, 6, 2, 3, 7), 40, 95, 2, 1),
-    "none forced": Sizes(NSAConfig(4, 2, 8, 2, 0, 0, 7), 43, 43, 2, 1),
-    "equal scores": Sizes(FINE, 70, 70, 6, 2, keys=0.0),
-}
+CASES = of_kind("oracle")
 
 
 @functools.cache
@@ -46,8 +22,8 @@ def drawn(name):
     query = rng.normal(size=(case.T, case.H, 4))
     keys = [rng.normal(size=(case.S, case.Hkv, 4)) for _ in range(3)]
     values = [rng.normal(size=(case.S, case.Hkv, 3)) for _ in range(3)]
-    if case.keys is not None:
-        keys[0][:] = case.keys
+    if case.ties:
+        keys[0][:] = 0
     return query, keys, values, rng.normal(size=(case.T, case.H, 3))
 
 

@@ -7,14 +7,12 @@ import copy
 import functools
 import itertools
 import pickle
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
 from flax import nnx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -37,12 +35,13 @@ from tests.cross_compile import compile_report
 from tests.limits import set_limits
 from tests.planned import interpret
 from tests.problems import SMALL
+from tests.tables import table
 from tests.test_mosaic_compiled import ALLOWED
 from tests.test_plan import call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
 T = 90
-TABLE = yaml.safe_load(Path(__file__).with_name("packed.yaml").read_text())
+TABLE = table("packed")
 BATCHES = TABLE["batches"]
 LAYER = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 10}
 gpu = pytest.mark.gpu

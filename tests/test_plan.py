@@ -11,23 +11,11 @@ from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.limits import set_limits
-from tests.problems import SMALL
+from tests.problems import TABLE
 from tests.stand_in_kernels import stand_in
 
-FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
-STORED = NSAConfig(num_selected=4, window=64)
-# B, T, S, H, Hkv, D, Dv, config
-ROWS = 2, 24, 24, 4, 2, 16, 16, SMALL
-SIZES = {
-    "rows": ROWS,
-    "late": (1, 9, 40, 3, 1, 16, 32, SMALL),
-    "one token": (2, 1, 30, 4, 2, 16, 16, SMALL),
-    "no compressed token": (1, 5, 5, 4, 2, 16, 16, SMALL),
-    "padding": (1, 24, 20, 4, 2, 16, 16, SMALL),
-    "gathered": (1, 400, 400, 4, 1, 64, 64, FAR),
-    "gathered rows": (2, 400, 400, 4, 1, 64, 64, FAR),
-    "dS stored": (2, 150, 150, 32, 2, 128, 128, STORED),
-}
+SIZES = {name: (*x, NSAConfig(**config)) for name, (*x, config) in TABLE["plans"].items()}
+ROWS = SIZES["rows"]
 WHERE = {
     "rows": {},
     "packed": {"cu_seqlens": torch.tensor([0, 1, 15, 15, 20], dtype=torch.int32)},
@@ -179,19 +167,12 @@ def test_large_buffers_do_not_lie_between_small_ones():
     assert size == 5 * 2**20 and offsets.keys() == lives.keys()
 
 
-IDLE = {
-    "24k, G=6, gathered": (1, 24576, 12, 2, 64),
-    "8k, G=16": (1, 8192, 64, 4, 128),
-    "32k, G=4, gathered": (1, 32768, 32, 8, 128),
-}
-
-
-@pytest.mark.parametrize("sizes", IDLE.values(), ids=IDLE)
+@pytest.mark.parametrize("sizes", TABLE["peaks"].values(), ids=TABLE["peaks"])
 def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeypatch):
-    batch, length, heads, kv_heads, width = sizes
+    length, heads, kv_heads, width = sizes
     layer = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
     mode = SHARED_KV.with_joined_gates()
-    arguments = planned.described(mode, batch, length, **layer, config=NSAConfig())
+    arguments = planned.described(mode, 1, length, **layer, config=NSAConfig())
     function = mosaic.PATH.planned(mode, SAVING)
     with_workspace = function.plans(arguments, None)
     set_limits(monkeypatch, workspace_bytes=0)

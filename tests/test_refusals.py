@@ -19,9 +19,9 @@ import nsa_jax.nn
 import nsa_torch
 from nsa_torch import Branches, NSAConfig, PoolParams, plan_runs
 from tests import refusals
+from tests.problems import SMALL
 from tests.refusals import TABLE, words
 
-SMALL = NSAConfig(8, 4, 16, 4, window=10)
 LIBRARIES = {"jax": nsa_jax, "torch": nsa_torch}
 
 
@@ -146,18 +146,8 @@ def test_what_is_of_another_kind(kind, framework):
                 world.function(call)(**world.arguments(call) | {name: wrong})
 
 
-# The largest and the smallest that the host lets pass.
-PASSING = [
-    ("sliding_attention", {"kv_len": "ints 0 20"}),
-    ("select_blocks", {"kv_len": "ints 0 23"}),
-    ("attention of lists", {"block_indices": "ints 1 0 -1 -1 in 2x20x2x4"}),
-    ("paged_block_attention", {"block_indices": "ints 0 1 in 1x1x2", "include": "tail"}),
-    ("paged_attention", {"max_seqlen_q": 4}),
-]
-
-
 @pytest.mark.parametrize(
-    ("call", "changes"), [*((x, {}) for x in WORLDS["torch"].calls), *PASSING]
+    ("call", "changes"), [*((x, {}) for x in WORLDS["torch"].calls), *TABLE["passing"]]
 )
 def test_what_is_changed_above_is_good(call, changes):
     """Each row fails for its own reason: so does no call without what it changes."""

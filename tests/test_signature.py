@@ -6,8 +6,8 @@ Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 import contextlib
 import ctypes
 import dataclasses
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import nsa_interop.launch
 import pytest
@@ -406,19 +406,16 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
 
 
 def test_threads_share_what_was_decided():
-    arguments, found = good(), []
+    arguments = good()
     with torch.no_grad():
         want = nsa_torch.attention(**arguments)
 
-    def work():
+    def work(_):
         with torch.no_grad(), capability.interpreted(True):
-            found.extend(nsa_torch.attention(**arguments) for _ in range(20))
+            return [nsa_torch.attention(**arguments) for _ in range(20)]
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        found = [x for each in pool.map(work, range(3)) for x in each]
     assert len(found) == 60 and all(torch.equal(x, want) for x in found)
 
 

@@ -10,12 +10,9 @@ import nsa_torch
 from bench.judge.parity import check_indices
 from nsa_torch import NSAConfig
 from tests.oracles import nsa
+from tests.problems import of_kind
 
 PLAIN = NSAConfig(1, 1, 1, num_selected=3, num_initial=0, num_local=1, window=1)
-FINE = NSAConfig(8, 4, 8, num_selected=4, num_initial=1, num_local=1, window=9)
-# Compressed tokens of three strides, blocks of five.
-WIDE = NSAConfig(12, 4, 20, num_selected=7, num_initial=1, num_local=1, window=9)
-NONE_FORCED = NSAConfig(4, 4, 4, num_selected=2, num_initial=0, num_local=0, window=0)
 PATHS = [
     pytest.param(api, name, id=f"{api.__name__}-{name}")
     for api, names in ((nsa_jax, ("reference", "xla")), (nsa_torch, ("reference", "sdpa")))
@@ -75,26 +72,19 @@ def test_a_block_below_the_range_of_float32(api, name, gap):
     assert found[0, 0, 0].tolist() == [1, 3, 4]
 
 
-CASES = {  # queries, heads, key heads, lengths of sequences
-    "one head": ((60, 1, 1), (60,), {}),
-    "groups": ((40, 6, 2), (230,), {"config": WIDE}),
-    "a cache": ((9, 4, 2), (75,), {"cached": True}),
-    "no forced block": ((30, 2, 1), (30,), {"config": NONE_FORCED}),
-    "packed": ((90, 4, 2), (37, 1, 43, 9), {}),
-    "bfloat16": ((50, 2, 2), (50,), {"dtype": "bfloat16"}),
-}
+CASES = of_kind("far logits")
 
 
 @by_path
 @pytest.mark.parametrize("std", [300, 2000])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_far_apart(api, name, case, std, rng):
-    (T, H, Hkv), lengths, options = CASES[case]
-    rows, config = nsa.Rows(T, sum(lengths), lengths), options.get("config", FINE)
-    dtype = jnp.dtype(options.get("dtype", "float32"))
-    query = rng.normal(size=(1, T, H, 8), scale=std / 8**0.5).astype(dtype)
-    key = rng.normal(size=(1, config.num_compressed(rows.keys), Hkv, 8)).astype(dtype)
-    found = select(api, name, query, key, config, rows, options.get("cached", False))
+    cached, case = case == "a cache", CASES[case]
+    rows, config = nsa.Rows(case.T, case.S, case.documents), case.config
+    query = rng.normal(size=(1, case.T, case.H, 8), scale=std / 8**0.5)
+    key = rng.normal(size=(1, config.num_compressed(case.S), case.Hkv, 8))
+    query, key = (x.astype(jnp.dtype(case.dtype)) for x in (query, key))
+    found = select(api, name, query, key, config, rows, cached)
     assert check(found, query, key, config, rows)
 
 

@@ -19,14 +19,9 @@ from nsa_core import rotation
 from nsa_torch import NSAAttention, heads
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
+from tests.problems import TABLE
 
-SIZES = (
-    Heads(6, 2, 8, 8, 3, means=1),
-    Heads(4, 1, 12, 6, 3, means=1),  # widths that are no power of two, and of values others
-    Heads(3, 3, 16, 32, 1),  # dense attention
-    Heads(6, 2, 8, 8, 3, gates=3, raw_keys=1),
-    Heads(4, 1, 12, 6, 3, means=1, gates=2),  # gates that fill their columns
-)
+SIZES = [Heads(**row) for row in TABLE["heads"]]
 BASE, SCALE = 100.0, 2.0
 DTYPES = ["float32"] if INTERPRETED else ["float32", "bfloat16", "float16"]
 EPS = 1e-3

@@ -1,14 +1,12 @@
 """Where dS of the selected branch is stored, how much of it at a time, and what runs beside it."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import nsa_jax
 import nsa_torch.mosaic
@@ -24,6 +22,7 @@ from tests import paths, planned, pretend
 from tests.devices import needs_gpu
 from tests.limits import set_limits
 from tests.problems import CASES, PAPER, array, problem
+from tests.tables import table
 
 
 def plan_of_backward(monkeypatch):
@@ -154,7 +153,7 @@ def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
 SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["stored dS"]
+ROWS = table("choice")["stored dS"]
 
 
 @pytest.mark.parametrize(("change", "selection_entries", "block", "packed", "wanted"), ROWS)

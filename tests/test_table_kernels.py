@@ -8,29 +8,16 @@ import torch
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
-from nsa_core.config import FLOAT8, NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, mosaic
 from nsa_torch.batch_tables import PlanTables
 from nsa_torch.kernel_path import FORWARD, SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from tests.interpreted_triton import DEVICE, kernel
 from tests.planned import described
-from tests.problems import SMALL
+from tests.problems import TABLE
 
-ODD = NSAConfig(8, 4, 16, num_selected=4, num_local=1, window=37)
-FAR = NSAConfig(16, 16, 128, num_selected=3, num_local=1, window=20)
-# Tokens, borders, configuration, (query heads, key/value heads, columns), of which follow tiles of
-# 10, 8, 4 and 64 tokens; queries, as of a chunk of a longer row, and the gap between their halves.
-CASES = {
-    "documents": (300, [0, 12, 41, 170, 300], NSAConfig(), (12, 2, 64)),
-    "empty ones, padding": (257, [0, 0, 33, 33, 33, 190], SMALL, (8, 1, 16)),
-    "one token each": (65, [*range(40)], FAR, (32, 2, 128)),
-    "nothing": (70, [0, 0, 0], NSAConfig(), (2, 2, 64)),
-    "a chunk": (131, [0, 59, 59, 101, 128], SMALL, (12, 2, 64), 74),
-    "two chunks": (140, [0, 2, 58, 91, 91, 92, 126], ODD, (2, 2, 64), 52, 31),
-    # Bounds that are made of other tables than those of tokens: keys in e4m3 have places.
-    "e4m3": (300, [0, 12, 41, 170, 300], NSAConfig(compute_dtype=FLOAT8), (32, 2, 128)),
-}
+CASES = TABLE["tables of packed rows"]
 # Steps that no kernel makes.
 BY_TORCH = {"tokens_of_slots", "slots_of_tokens", "chunk_words"}
 BY_TORCH_OF_PLACES = {"end", "causal_end", "window", "by_row"}
@@ -56,9 +43,9 @@ def plans(length, ends, config, layer, queries=None, gap=0):
 @kernel
 @pytest.mark.parametrize("name", CASES)
 def test_tables(name):
-    length, numbers, *rest = CASES[name]
+    length, numbers, config, *rest = CASES[name]
     ends = torch.tensor(numbers, dtype=torch.int32)
-    for plan in plans(length, ends, *rest):
+    for plan in plans(length, ends, NSAConfig(**config), *rest):
         steps = batch_tables.of_plan(plan, torch.device("cpu"))[0].steps
         wanted = [x.buffer for step in steps for x in step.writes]
         device = torch.device(DEVICE)

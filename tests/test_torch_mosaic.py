@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -28,7 +28,7 @@ from tests import planned, pretend
 from tests.devices import HOPPER
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
-from tests.problems import FEW, PAPER, SMALL, TINY, problem
+from tests.problems import FEW, PAPER, SMALL, TABLE, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
 from tests.torch_inputs import run, steps
@@ -318,19 +318,10 @@ def test_the_kernels_are_chosen_on_gpu():
     assert {choice.implementation for choice in plan} == {"mosaic"}
 
 
-# Heads, borders, and limits under which a call takes this way.
-WAYS = {
-    "rows": ((8, 2), None, {}),
-    "packed": ((8, 2), [0, 100, 101, 990], {}),
-    "gathered": ((8, 2), None, {"long_list": 0.7, "gathered_bytes": 2**22}),
-    "dS in chunks": ((64, 4), None, {"ds_chunk_bytes": 1}),
-}
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TABLE["ways"])
 def way(request, monkeypatch):
     """Query, key, value and gates of 1000 tokens, and borders."""
-    heads, ends, limits = WAYS[request.param]
+    heads, ends, limits = TABLE["ways"][request.param]
     set_limits(monkeypatch, **limits)
     plans.forget()
     tensors = inputs(1000, 1000, *heads, 64, 64, device="cuda")
@@ -346,16 +337,10 @@ def with_gradients(tensors, bounds):
 
 
 @gpu
-def test_the_same_input_gives_the_same_bits(way):
-    first, *others = (with_gradients(*way) for _ in range(5))
-    assert all(torch.isfinite(x).all() for x in first)
-    assert all(map(torch.equal, x, first) for x in others)
-
-
-@gpu
 def test_the_current_stream_is_followed(way):
     values, bounds = way
     want = with_gradients(values, bounds)
+    assert all(torch.isfinite(x).all() for x in want)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -372,7 +357,7 @@ def test_the_current_stream_is_followed(way):
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_threads_on_streams_of_their_own(implementation):
     """Lengths change from call to call, and what they share is made by whichever comes first."""
-    lengths, wrong = (300, 64, 511), []
+    lengths = 300, 64, 511
     given = {n: inputs(n, n, 8, 2, 64, 32, device="cuda") for n in lengths}
 
     def gradients(tensors):
@@ -386,22 +371,14 @@ def test_threads_on_streams_of_their_own(implementation):
     SHARED.clear()
 
     def work(number):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for i in range(24):
-                    n = lengths[(i * (number + 1) + number) % 3]
-                    for x, y in zip(gradients(given[n]), wanted[n], strict=True):
-                        if not torch.equal(x, y):
-                            wrong.append((number, i, n))
-        except BaseException as error:
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(24):
+                n = lengths[(i * (number + 1) + number) % 3]
+                for x, y in zip(gradients(given[n]), wanted[n], strict=True):
+                    assert torch.equal(x, y), (number, i, n)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 @gpu

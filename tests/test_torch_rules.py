@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa
+from tests.model_sizes import MODELS
 from tests.oracles.nsa import BRANCHES
 from tests.torch_inputs import Inputs, on_the_cpu
 
@@ -157,10 +158,7 @@ def test_what_a_compiled_layer_keeps_lies_apart():
 
         return make_boxed_func(run)
 
-    sizes = dict(
-        dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=9
-    )
-    layer = nsa_torch.NSAAttention(**sizes, kv="shared", gate="head")
+    layer = nsa_torch.NSAAttention(**MODELS["small layer"], kv="shared", gate="head")
     backend = aot_autograd(
         fw_compiler=forward,
         bw_compiler=lambda graph, example: make_boxed_func(graph.forward),

@@ -30,6 +30,7 @@ from tests.oracles.nsa import BRANCHES
 from tests.paths import named, negated, same, steps_of_jax, steps_of_torch
 from tests.problems import PAPER, SMALL
 from tests.reach import NUMBERS, check_torch
+from tests.tables import table
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -204,15 +205,8 @@ if not INTERPRETED:
         interpreted_triton.run_again(__file__, "tests/test_parity.py", "-k", "triton")
 
 
-H100, A100, L4, B200 = (
-    "NVIDIA H100 80GB HBM3",
-    "NVIDIA A100-SXM4-80GB",
-    "NVIDIA L4",
-    "NVIDIA B200",
-)
-RTX_4090, RTX_5090 = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
-CAPABILITIES = {H100: (9, 0), A100: (8, 0), L4: (8, 9), B200: (10, 0)}
-CAPABILITIES |= {RTX_4090: (8, 9), RTX_5090: (12, 0)}
+CAPABILITIES = {name: tuple(x) for name, x in table("choice")["devices"].items()}
+H100, _, L4, _, RTX_4090, _ = CAPABILITIES
 EVERYWHERE = pytest.mark.skipif(INTERPRETED, reason="needs no kernel: not run once more")
 
 

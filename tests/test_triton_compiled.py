@@ -5,16 +5,15 @@ Each kernel for one architecture or two, each architecture and each shape severa
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import pytest
-import yaml
 
 from kernels_pallas.triton.tiling import smem_of
 from nsa_core.index import Index
 from tests import triton_compile as compiled
 from tests.interpreted_triton import INTERPRETED, TRITON
 from tests.problems import of_kind
+from tests.tables import table
 
 pytestmark = [
     pytest.mark.skipif(not TRITON, reason="triton is not installed"),
@@ -40,7 +39,7 @@ CASES = {name: partial(compiled.launches, x, False) for name, x in SHAPES.items(
 PACKED = [partial(compiled.launches, x, True) for x in SHAPES.values()]
 COMPILED = [
     (shape, arch, name)
-    for shape, names in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+    for shape, names in table("test_triton_compiled").items()
     for name, archs in names.items()
     for arch in archs
 ]

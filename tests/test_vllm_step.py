@@ -4,6 +4,7 @@ The oracle knows blocks by what was written to them: a token's keys, values, que
 follow from its number and position.
 """
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from nsa_torch import vllm
 from nsa_torch.key_convolution import KeyConvolution
 from nsa_torch.vllm import step as vllm_step
 from tests import vllm_steps
+from tests.model_sizes import MODELS
 from tests.oracles import nsa
 
 STEPS = vllm_steps.read()
@@ -49,6 +51,18 @@ def plan(step, device="cpu"):
     return vllm_step.Step.of(metadata(step, device), BLOCK)
 
 
+def rows_of(step, written):
+    """Of each row its blocks, how many tokens it has, and the positions of its new ones, whose
+    numbers `written` has then.
+    """
+    token, starts = torch.tensor(step["tokens"]), step["query_start_loc"]
+    rows = step["block_table"], step["seq_lens"], itertools.pairwise(starts)
+    for table, length, (begin, end) in zip(*rows, strict=False):
+        table, new = torch.tensor(table), torch.arange(length - (end - begin), length)
+        written[table[new // BLOCK], new % BLOCK] = token[begin:end]
+        yield table, length, new
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", vllm_steps.CASES)
 @pytest.mark.parametrize("kv", ["separate", "shared"])
@@ -74,14 +88,7 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
     pages, _ = vllm_step.pages_in(memory, spec)
     written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
     for step in STEPS[case]:
-        token, starts, rows = torch.tensor(step["tokens"]), step["query_start_loc"], []
-        for table, length, begin, end in zip(
-            step["block_table"], step["seq_lens"], starts, starts[1:], strict=False
-        ):
-            position = torch.arange(length)
-            new = position[length - (end - begin) :]
-            written[torch.tensor(table)[new // BLOCK], new % BLOCK] = token[begin:end]
-            rows.append((torch.tensor(table), position, new))
+        rows, token = [*rows_of(step, written)], torch.tensor(step["tokens"])
         position = torch.cat([new for *_, new in rows])
         extended = (torch.cat([x, x[:1].expand(PADDING)]) for x in (token, position))
         query, key, value, gates = (x.to(device) for x in drawn(*extended))
@@ -89,8 +96,8 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
         given = query, key.transpose(0, 1), value.transpose(0, 1), gates, out
         plan(step, device).attend(pages, spec, None, *given)
         wanted = []
-        for table, position, new in rows:
-            of_row = drawn(written[table].flatten()[: len(position)], position)
+        for table, length, new in rows:
+            of_row = drawn(written[table].flatten()[:length], torch.arange(length))
             query, key, value, gates = (x[None].double() for x in of_row)
             branches = [x.expand(-1, -1, 3, -1, -1).unbind(2) for x in (key, value)]
             last = [x[:, -len(new) :] for x in (query, gates)]
@@ -114,42 +121,21 @@ def test_convolved_keys_of_the_engines_steps(case):
     assert newest.shape == (BLOCKS, 3, columns) and pages.num_pages >= BLOCKS
     written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
     for step in STEPS[case]:
-        token, starts = torch.tensor(step["tokens"]), step["query_start_loc"]
-        rows, position = [], torch.empty_like(token)
-        for table, length, begin, end in zip(
-            step["block_table"], step["seq_lens"], starts, starts[1:], strict=False
-        ):
-            new = torch.arange(length - (end - begin), length)
-            written[torch.tensor(table)[new // BLOCK], new % BLOCK] = token[begin:end]
-            position[begin:end] = new
-            rows.append((torch.tensor(table), length, len(new)))
+        rows, token = [*rows_of(step, written)], torch.tensor(step["tokens"])
+        position = torch.cat([new for *_, new in rows])
         key = torch.cat([tables[0, token] + tables[1, position], tables[0, :PADDING]])
         out = torch.full_like(key, torch.nan)
         plan(step).convolve(convolution, key, newest, BLOCK, out)
         wanted = []
-        for table, length, count in rows:
+        for table, length, new in rows:
             at = torch.arange(length)
             whole = tables[0, written[table].flatten()[:length]] + tables[1, at]
-            wanted.append(convolution(whole[None], at[None])[0, length - count :])
+            wanted.append(convolution(whole[None], at[None])[0, new])
         torch.testing.assert_close(out[:-PADDING], torch.cat(wanted))
         assert not out[-PADDING:].any()
 
 
-@pytest.mark.parametrize(
-    ("count", "lengths", "alone"),
-    [
-        (1, [64, 65], True),  # the second's first 64 tokens may be the first's
-        (1, [65, 64], True),
-        (1, [64, 66], False),
-        (1, [63, 64], False),
-        (4, [130, 132], True),
-        (4, [132, 136], False),
-        (4, [0, 4], False),
-        (1, [64, 66, 65], True),
-        (1, [64, 66, None, 65], False),  # behind the rows of the step
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("count", "lengths", "alone"), MODELS["prefixes"], ids=str)
 def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
     """Rows of the same few tokens are no launch that appends and attends where one may begin with a
     block that another one fills in it. An engine's arrays have room for more rows, which are not

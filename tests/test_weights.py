@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 
 from nsa_interop import weights
-from tests.test_layers import YARN, in_jax, in_torch
+from tests.test_layers import ROWS, in_jax, in_torch
 
 KINDS = [in_torch, in_jax]
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +98,12 @@ REFUSED = {  # options of the layer that is saved and of that which loads; what 
     "two": ({}, {"w": 4, "phi": "mlp"}, keep, "hyper-parameter phi must be"),
     "a bias": ({"bias": True}, {}, keep, "bias must be 'no such name' as in .*, got True"),
     "norms": ({"qk_norm_eps": 1e-3}, {}, keep, "qk_norm_eps must be 'no such name' as in"),
-    "a rotation": ({"rope_scaling": YARN}, {}, keep, "rope_scaling must be 'no such name' as"),
+    "a rotation": (
+        {"rope_scaling": ROWS["norms"]["rope_scaling"]},
+        {},
+        keep,
+        "rope_scaling must be 'no such name' as",
+    ),
 }
 
 
