@@ -1,6 +1,5 @@
 """Released models that choose key blocks: ours in place of transformers' dense mask."""
 
-import contextlib
 import copy
 import functools
 import types
@@ -190,7 +189,7 @@ def test_any_order_and_later_blocks(index_heads, queries):
 
 
 @torch.no_grad()
-def test_the_indexer_is_ours_under_our_name():
+def test_the_indexer_is_ours_under_our_name(monkeypatch):
     """Those that transformers' own chooses; nothing of queries times keys; undone by a name."""
     ids, found = tokens(1, 300), {}
     made = copy.deepcopy(model("eager"))
@@ -201,7 +200,8 @@ def test_the_indexer_is_ours_under_our_name():
         if name != NAME:
             made(ids)
             continue
-        with limited_chunks(50_000), Sizes() as sizes:
+        with monkeypatch.context() as patch, Sizes() as sizes:
+            set_limits(patch, torch_chunk_bytes=50_000)
             made(ids)
         assert sizes.most < 300 * 300
     assert found[NAME].dtype == torch.int32 and found["eager"].dtype == torch.int64
@@ -214,13 +214,6 @@ def sorted_lists(indices):
     last = indices.max() + 1
     ordered = indices.masked_fill(indices < 0, last).sort(dim=-1).values
     return ordered.masked_fill(ordered == last, -1)
-
-
-@contextlib.contextmanager
-def limited_chunks(size):
-    with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, torch_chunk_bytes=size)
-        yield
 
 
 def test_dense_layers_go_to_sdpa():

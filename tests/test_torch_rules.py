@@ -12,13 +12,13 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa
 from tests.model_sizes import MODELS
 from tests.oracles.nsa import BRANCHES
 from tests.torch_inputs import Inputs, on_the_cpu
+from tests.torch_sizes import Sizes
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +45,6 @@ def test_selected_nan_of_a_sequence_reaches_no_other():
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation returned."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("module", [sdpa, fa2])
 def test_memory_is_bounded_forward_and_backward(module, monkeypatch):
     """No [T, S] or [T, C] for all heads, no copy of all selected keys: only chunks."""
@@ -67,7 +54,7 @@ def test_memory_is_bounded_forward_and_backward(module, monkeypatch):
     name = "fa2" if module is fa2 else "sdpa"
     largest = {}
     for implementation in (name, "reference"):
-        with Largest() as mode:
+        with Sizes() as mode:
             found = x.steps(implementation, x.query, x.key, x.value)
             sum(found[b][0].sum() for b in BRANCHES).backward()
         largest[implementation] = mode.bytes

@@ -6,12 +6,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sizes(TorchDispatchMode):
-    """The most elements that an operator has returned."""
+    """The most elements that an operator has returned, and the most bytes behind a result."""
 
-    most = 0
+    most = bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        found = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.most = max(self.most, *found, 0)
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.numel())
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
         return out
