@@ -29,14 +29,13 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         token.
         """
 
-        def count(i, state):
+        def count(i, rows):
             row = i * LANES + warp.lane()
             begin = entry(refs.starts, warp.smaller(row, sizes.B))
-            return [state[0] + warp.ones(warp.votes((begin <= token) & (row < sizes.B)))]
+            return rows + warp.ones(warp.votes((begin <= token) & (row < sizes.B)))
 
         chunks = (warp.word(sizes.B) + (LANES - 1)) // LANES
-        (rows,) = warp.repeat(chunks, count, [warp.word(0)])
-        return warp.larger(rows - 1, 0)
+        return warp.larger(warp.repeat(chunks, count, 0) - 1, 0)
 
     def write(side: Side, i: int, token) -> None:
         kind = ("key", "value")[i]

@@ -167,7 +167,7 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
         share = [x * (1 / spec.block) for x in total]
         each_time = largest_divisor(spec.stride, LOADS // max(spec.others, 1))
 
-        def write(i, state):
+        def write(i):
             steps = [i * each_time + each for each in range(each_time)]
             tokens = [first_key + step for step in steps]
             near = [warp.smaller(token, sizes.S - 1) for token in tokens]
@@ -186,9 +186,8 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
                 for x in gradients:
                     total = plus(total, x)
                 side.store(side.at(output, sizes.S, place), total, token < end)
-            return state
 
-        warp.repeat(spec.stride // each_time, write, [])
+        warp.repeat(spec.stride // each_time, write)
 
     on_each_side(warp, spec, refs, stride_block)
 

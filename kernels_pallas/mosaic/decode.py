@@ -171,7 +171,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
     norms = exchange.told(lane, exchange.COMPRESSED)
 
-    def rank_two_strips(i, nothing):
+    def rank_two_strips(i):
         """Rank two strips at once, so that one continues while the lanes of the other wait for
         each other.
         """
@@ -189,9 +189,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
                 words = exchange.left_operand(lane, weighted)
                 m.write_words(place, words, only=there)
             exchange.push_scores(lane, p, work.compressed_strip(lane, strip), there)
-        return nothing
 
-    m.repeat((work.mine + 1) // 2, rank_two_strips, [], unrolled=False)
+    m.repeat((work.mine + 1) // 2, rank_two_strips, unrolled=False)
     m.wait_for_bytes(lane.barrier(exchange.SLIDING))
 
     # 3. The best blocks, with which the queue continues.

@@ -224,7 +224,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         kept = (ring >= 0) & (ring < rings) & (number < len(KINDS))
         m.when(kept, lambda: put_words(in_ring(value, position), value, words))
 
-    def put_token(i, nothing):
+    def put_token(i):
         position = first + i
         column = m.larger(position, 0) // spec.block
         later = column - m.larger(first, 0) // spec.block
@@ -245,13 +245,11 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
 
         m.when(ends & (lane.rank < len(KINDS)), put_mean)
 
-        def some(j, nothing):
+        def some(j):
             put_row(lane.warp + j * warps, new, page, inside, position)
-            return nothing
 
         mine = (len(RAW) * len(KINDS) + warps - 1 - lane.warp) // warps
         there = there & m.same(lane.rank, spec.variant.cluster - 1)
-        m.repeat(m.where(there, mine, 0), some, [], unrolled=False)
-        return nothing
+        m.repeat(m.where(there, mine, 0), some, unrolled=False)
 
-    m.repeat(count, put_token, [], unrolled=False)
+    m.repeat(count, put_token, unrolled=False)

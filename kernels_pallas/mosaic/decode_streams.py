@@ -152,13 +152,12 @@ class Queue:
         """Load the `wanted` strips among the `stages` turns after turn `done`."""
         m = self.lane.m
 
-        def turn(i, nothing):
+        def turn(i):
             now = done + i
             m.when(wanted(now), lambda: self._copy(now, chosen))
             m.end_copies()
-            return nothing
 
-        m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
+        m.repeat(self.lane.spec.variant.stages, turn, unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
         lane, work, spec = self.lane, self.work, self.lane.spec
@@ -295,14 +294,13 @@ class Queue:
             largest = m.larger(largest, m.size(scale))
         largest = largest * most
 
-        def smaller(_, state):
-            acc, unit = state
+        def smaller(_, acc, unit):
             new = _power(m, m.largest(m.bits(largest)), P_EXPONENT)
             less = new * inverse(m, unit)
-            return [[[x * less for x in tile] for tile in acc], new]
+            return [[x * less for x in tile] for tile in acc], new
 
         over = m.different(m.votes(largest * unit >= 2.0**MOST_P_EXPONENT), 0)
-        acc, unit = m.repeat(m.number(over), smaller, [acc, unit], unrolled=False)
+        acc, unit = m.repeat(m.number(over), smaller, acc, unit, unrolled=False)
         scales = [[x * unit for x in tile] for tile in scales]
         p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
         words = [

@@ -50,12 +50,12 @@ def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any
     m, spec = lane.m, lane.spec
     key = m.where(block >= 0, block, NO_BLOCK)
 
-    def rank(i, state):
+    def rank(i, place):
         other = m.shuffle(key, i)
         before = (other < key) | (m.same(other, key) & (i < lane.lane))
-        return [state[0] + m.number(before)]
+        return place + m.number(before)
 
-    (place,) = m.repeat(spec.n, rank, [m.word(0)], unrolled=False)
+    place = m.repeat(spec.n, rank, 0, unrolled=False)
     row = (token, 4 * spec.Hkv * spec.n), (kv_head, 4 * spec.n)
     at = m.element(indices, *row, (m.smaller(place, spec.n - 1), 4))
     m.put(at, block, lane.lane < spec.n)
@@ -94,8 +94,7 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
             for x in (scores, blocks):
                 x[i : i + 2] = m.where(swap, x[i + 1], x[i]), m.where(swap, x[i], x[i + 1])
 
-    def one(r, state):
-        won_score, won, scores, blocks = state
+    def one(r, won_score, won, scores, blocks):
         most = m.largest(scores[0])
         place = m.smallest(m.where(m.same(scores[0], most), blocks[0], NO_BLOCK))
         mine = m.same(blocks[0], place)
@@ -105,10 +104,10 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
         )
         here = m.same(lane.lane, r)
         won = m.where(here, m.where(most >= 0, place, NO_BLOCK), won)
-        return [m.where(here, most, won_score), won, scores, blocks]
+        return m.where(here, most, won_score), won, scores, blocks
 
-    state = [m.word(NO_SCORE), m.word(NO_BLOCK), scores, blocks]
-    won_score, won, *_ = m.repeat(lane.spec.free, one, state, unrolled=False)
+    state = NO_SCORE, NO_BLOCK, scores, blocks
+    won_score, won, *_ = m.repeat(lane.spec.free, one, *state, unrolled=False)
     return lane.lane, won_score, won
 
 
@@ -123,11 +122,11 @@ def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
     """
     m, (score,), (block,) = lane.m, scores, blocks
 
-    def count(i, state):
+    def count(i, rank):
         other = m.shuffle(score, i)
-        return [state[0] + m.number(_before(m, other, i, score, lane.lane))]
+        return rank + m.number(_before(m, other, i, score, lane.lane))
 
-    (rank,) = m.repeat(LANES, count, [m.word(0)])
+    rank = m.repeat(LANES, count, 0)
     return rank, score, m.where(score >= 0, block, NO_BLOCK)
 
 
@@ -149,15 +148,14 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     score, block = m.read_words(own + (lane.lane & slots - 1) * 8, 2)
     shares = LANES // slots  # lanes that count for a block
 
-    def count(i, state):
-        (place,) = state
+    def count(i, place):
         pair = m.read_words(found + i * (16 * shares) + (lane.lane & -slots) * (16 // slots), 4)
         for other, at in (pair[:2], pair[2:]):
             place = place + m.number(_before(m, other, at, score, block))
-        return [place]
+        return place
 
     steps = spec.variant.warps * slots // (2 * shares)
-    (place,) = m.repeat(steps, count, [m.word(0)])
+    place = m.repeat(steps, count, 0)
     if shares > 1:
         place = place + m.shuffle(place, lane.lane ^ slots)
     wins = (lane.lane < slots) & (score >= 0) & (place < spec.free)

@@ -33,21 +33,20 @@ def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
         first = part * sizes.chunk
         last = _last(warp, sizes, refs)
 
-        def add(turn, found):
+        def add(turn, sums, largest):
             tokens = [first + turn * LOADS + each for each in range(LOADS)]
             near = [warp.smaller(token, sizes.S - 1) for token in tokens]
             loaded = [side.load(side.at(tokens_of_side, sizes.S, token)) for token in near]
-            sums, largest = found
             for token, pair in zip(tokens, loaded, strict=True):
                 there = token < last
                 pair = [warp.where(there & (warp.size(x) < FINITE), x, 0.0) for x in pair]
                 sums = plus(sums, pair)
                 both = zip(largest, pair, strict=True)
                 largest = [warp.larger(a, warp.size(b)) for a, b in both]
-            return [sums, largest]
+            return sums, largest
 
         nothing = [warp.word(0.0)] * 2
-        sums, largest = warp.repeat(sizes.chunk // LOADS, add, [nothing, nothing])
+        sums, largest = warp.repeat(sizes.chunk // LOADS, add, nothing, nothing)
         address = warp.element(
             (refs.key_sums, refs.value_sums)[i],
             (refs.row * CHUNKS + part, SUMS * side.words),
@@ -83,7 +82,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         inverse = [warp.real((254 << EXPONENT) - x) for x in scale]
         write = write_values if i else write_keys
 
-        def tile(number, state):
+        def tile(number):
             index = part * TILES + number
             begin, stop = index * ROWS, last
             if spec.packed:
@@ -93,7 +92,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
                 begin, stop = (warp.fetch(warp.element(x, at)) for x in tiles)
                 stop = warp.smaller(stop, last)
 
-            def group(number, state):
+            def group(number):
                 key = begin + number * GROUP
                 near = [warp.smaller(key + each, sizes.S - 1) for each in range(GROUP)]
                 loaded = [side.load(side.at(tokens, sizes.S, each)) for each in near]
@@ -108,30 +107,28 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
                     scaled.append(pair)
                 place = index * ROWS + number * GROUP
                 write(side, place, scaled, side.exists & (place < sizes.places))
-                return state
 
-            return warp.repeat(ROWS // GROUP, group, state)
+            warp.repeat(ROWS // GROUP, group)
 
-        warp.repeat(TILES, tile, [])
+        warp.repeat(TILES, tile)
 
     def statistics(side, sums, count) -> tuple[list, list]:
         """Return the mean of the lane's columns, and the bits of the scale."""
 
-        def add(turn, found):
+        def add(turn, total, largest):
             loaded = []
             for each in range(BATCH):
                 chunk = side.row * CHUNKS + turn * BATCH + each
                 address = warp.element(sums, (chunk, SUMS * side.words), (side.column, SUMS))
                 four = warp.fetch_several(address, 4, side.exists)
                 loaded.append([warp.real(x) for x in four])
-            total, largest = found
             for x in loaded:
                 total = plus(total, x[:2])
                 largest = [warp.larger(a, b) for a, b in zip(largest, x[2:], strict=True)]
-            return [total, largest]
+            return total, largest
 
         nothing = [warp.word(0.0)] * 2
-        total, largest = warp.repeat(CHUNKS // BATCH, add, [nothing, nothing])
+        total, largest = warp.repeat(CHUNKS // BATCH, add, nothing, nothing)
         share = warp.divided(1.0, warp.floating(warp.larger(count, 1)))
         mean = [x * share for x in total]
         scale = []

@@ -179,21 +179,20 @@ class BlockBitmap:
         """Clears `32 * rows` blocks of `bits`, the address of `[words, window]`."""
         warp = self.warp
 
-        def clear_row(row, nothing):
+        def clear_row(row):
             for word in range(self.words):
                 warp.write(bits + (row * LANES + warp.lane()) * 4, 0, 4 * window * word)
-            return nothing
 
-        warp.repeat(rows, clear_row, [])
+        warp.repeat(rows, clear_row)
 
-    def join(self, bits, window: int, low, token0, own, also=None, state=()):
+    def join(self, bits, window: int, low, token0, own, also=None, *state):
         """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds `own`
-        selected. Returns the last `state = also(entry, token, block, selected, state)` of all
+        selected. Returns the last `state = also(entry, token, block, selected, *state)` of all
         entries of their selection, in any window (`each`).
         """
         warp = self.warp
 
-        def visit(entry, token, block, exists, state):
+        def visit(entry, token, block, exists, *state):
             selected = exists & self.counts(block, own, token)
             offset = block - low
             warp.join(
@@ -201,17 +200,17 @@ class BlockBitmap:
                 warp.bit(token & (LANES - 1)),
                 only=selected & warp.below(offset, window),
             )
-            return also(entry, token, block, selected, state) if also else state
+            return also(entry, token, block, selected, *state) if also else ()
 
-        return self.each(token0, visit, list(state))
+        return self.each(token0, visit, *state)
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
         """Return whether a token with these bounds may select the block."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
-    def each(self, token0, visit, state):
-        """Compute `state = visit(entry, token, block, exists, state)` for all entries of the
+    def each(self, token0, visit, *state):
+        """Compute `state = visit(entry, token, block, exists, *state)` for all entries of the
         tokens' selection, with one entry per lane and a few entries at a time. `exists` states
         whether the lane has an entry.
         """
@@ -226,17 +225,17 @@ class BlockBitmap:
             )
             return warp.fetch(warp.element(self.refs.indices, *at))
 
-        def some(step, state):
+        def some(step, *state):
             entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
             blocks = [fetch(entry) for entry in entries]
             for entry, block in zip(entries, blocks, strict=True):
                 exists = warp.below(entry, self.tokens * self.spec.n)
-                state = visit(entry, self._token(entry), block, exists, state)
+                state = visit(entry, self._token(entry), block, exists, *state) or state
             return state
 
         steps = cdiv(self.tokens * self.spec.n, LANES)
         fetches = min(steps, FETCHES)
-        return warp.repeat(cdiv(steps, fetches), some, state)
+        return warp.repeat(cdiv(steps, fetches), some, *state)
 
     def _token(self, entry: Word) -> Word:
         return self.warp.smaller(entry // self.spec.n, self.tokens - 1)
@@ -277,34 +276,31 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
         lead = (mine, words * row), (warp.word(word), row)
         return warp.element(array, *lead, (entry, 4))
 
-    def visit(entry, token, block, selected, state):
-        first_cut, slot, slot_end = state
+    def visit(entry, token, block, selected, first_cut, slot, slot_end):
         is_cut = selected & (block >= bitmap.bound(cut, token))
         first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
         far = selected & (block >= parts) & (block < near)
         place = entry % spec.n // parts
         slot = warp.smaller(slot, warp.where(far, place, spec.n))
         slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
-        return [first_cut, slot, slot_end]
+        return first_cut, slot, slot_end
 
-    def each_sequence(_, state):
-        before, ended, *counted = state
+    def each_sequence(_, before, ended, *counted):
         first_key, own, blocks = bitmap.next_sequence(tokens, before)
 
-        def window(i, state):
-            _, *counted, slot, slot_end = state
+        def window(i, _, *state):
+            *counted, slot, slot_end = state
             low = i * WINDOW
             rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
             bitmap.clear(bits, WINDOW, rows)
             warp.sync()
             of_lane = warp.word(NOWHERE), slot, slot_end
-            joined = token0, own, visit, of_lane
+            joined = token0, own, visit, *of_lane
             first_cut, *slots = bitmap.join(bits, WINDOW, low, *joined)
             first_cut = warp.smallest(first_cut)
             warp.sync()
 
-            def compact(row, state):
-                whole, count, far_begin, far_end = state
+            def compact(row, whole, count, far_begin, far_end):
                 block = row * LANES + lane
                 member = [
                     warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
@@ -319,26 +315,25 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
                 full = listed & (low + block < first_cut) & warp.same(ended, 0)
                 before_near = listed & (low + block < near)
                 first = before_near & (low + block < parts)
-                return [
+                return (
                     whole + warp.ones(warp.votes(full)),
                     count + warp.ones(votes),
                     far_begin + warp.ones(warp.votes(first)),
                     far_end + warp.ones(warp.votes(before_near)),
-                ]
+                )
 
-            counted = warp.repeat(rows, compact, counted)
+            counted = warp.repeat(rows, compact, *counted)
             warp.sync()
-            return [first_cut, *counted, *slots]
+            return first_cut, *counted, *slots
 
         windows = (blocks + (WINDOW - 1)) // WINDOW
-        state = [warp.word(NOWHERE), *counted]
-        first_cut, *counted = warp.repeat(windows, window, state)
+        first_cut, *counted = warp.repeat(windows, window, NOWHERE, *counted)
         ended = ended | warp.number(first_cut < NOWHERE)
-        return [first_key, ended, *counted]
+        return first_key, ended, *counted
 
     none = BlockCounts(0, 0, 0, 0, far_slot=spec.n, far_slot_end=0)
-    state = [warp.word(-1), warp.word(0), *map(warp.word, none)]
-    _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
+    state = [warp.word(x) for x in (-1, 0, *none)]
+    _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, *state)
     found = BlockCounts(*counted)
     found = found._replace(
         far_slot=warp.smallest(found.far_slot),
@@ -346,15 +341,14 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     )
     count = found.blocks
 
-    def clear_entries(row, nothing):
+    def clear_entries(row):
         entry = row * LANES + lane
         past = (entry >= count) & (entry < spec.entries) & (tile < sizes.tiles)
         warp.put(address(refs.starts, entry), 0, past)
         for word in range(words):
             warp.put(address(refs.members, entry, words, word), 0, past)
-        return nothing
 
-    warp.repeat(cdiv(spec.entries, LANES), clear_entries, [])
+    warp.repeat(cdiv(spec.entries, LANES), clear_entries)
     of_tile = warp.element(refs.counts, (mine, 4 * COUNTS), (lane, 4))
     exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
     own_count = found[0]
@@ -419,7 +413,7 @@ def list_chunk(
         row_from = warp.larger(tile_from - low, 0) // LANES
         row_to = warp.larger(tile_to - low + (LANES - 1), 0) // LANES
 
-        def row(i, nothing):
+        def row(i):
             offset = (row_from + i) * LANES + warp.lane()
             tile = low + offset
             key = tile * ROWS
@@ -429,7 +423,7 @@ def list_chunk(
             early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first_key, 0) // spec.block
 
-            def block(j, state):
+            def block(j, entry):
                 index = first_block + j
                 begins = first_key + index * spec.block
                 touches = seen & (index < blocks) & (begins < key + ROWS)
@@ -441,16 +435,15 @@ def list_chunk(
                 )
                 query_tiles = query_tiles & first_bits
                 if not fill:
-                    return [state[0] + warp.ones(query_tiles)]
+                    return entry + warp.ones(query_tiles)
                 offset = (begins - key + BLOCK_OFFSET_BIAS) << BLOCK_OFFSET_SHIFT
-                return write_entries(state[0], query_tiles, members, offset, query_tile0)
+                return write_entries(entry, query_tiles, members, offset, query_tile0)
 
             before = warp.read(next_entry + offset * 4)
-            (after,) = warp.repeat(spec.blocks_of_key_tile, block, [before])
+            after = warp.repeat(spec.blocks_of_key_tile, block, before)
             warp.write(next_entry + offset * 4, after)
-            return nothing
 
-        warp.repeat(warp.larger(row_to - row_from, 0), row, [])
+        warp.repeat(warp.larger(row_to - row_from, 0), row)
 
     def gather_entries(token0, own, first, count):
         """Write the entries of a sequence that has `count` blocks in `bits`. Every block is a
@@ -459,7 +452,7 @@ def list_chunk(
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
-        def write(entry, token, block, exists, nothing):
+        def write(entry, token, block, exists):
             tile = block + first
             exists = exists & bitmap.counts(block, own, token)
             exists = exists & warp.below(tile, spec.window)
@@ -468,28 +461,25 @@ def list_chunk(
             to = warp.read(next_entry + tile) + warp.ones(before)
             value = ((token0 + token) * spec.Hkv + refs.g) * spec.n + entry % spec.n
             warp.put(warp.element(refs.entries, (warp.where(exists, to, 0), 4)), value, exists)
-            return nothing
 
         end = warp.smaller(begin + count, spec.window)
         row = begin // LANES
 
-        def advance(r, nothing):
+        def advance(r):
             tile = (row + r) * LANES + warp.lane()
             own = (tile >= begin) & (tile < end)
             members = warp.read(bits + warp.where(own, tile - begin, 0) * 4)
             before = warp.read(next_entry + tile * 4)
             warp.write(next_entry + tile * 4, before + warp.where(own, warp.ones(members), 0))
-            return nothing
 
-        bitmap.each(token0, write, [])
+        bitmap.each(token0, write)
         warp.sync()
-        warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance, [])
+        warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance)
 
     def write_entries(entry, query_tiles, members, offset, query_tile0):
         """Writes an entry for each bit of `query_tiles`, from index `entry` on."""
 
-        def write(_, state):
-            entry, query_tiles = state
+        def write(_, entry, query_tiles):
             exists = warp.different(query_tiles, 0)
             bit = warp.ones((query_tiles & (warp.word(0) - query_tiles)) - 1) & (LANES - 1)
             query_tile = query_tile0 + bit // spec.tokens
@@ -497,38 +487,34 @@ def list_chunk(
             if spec.has_token_bits:
                 token_bits = ((members >> bit) & ((1 << spec.tokens) - 1)) + offset
                 warp.put(warp.element(refs.token_bits, (entry, 4)), token_bits, exists)
-            return [entry + warp.number(exists), query_tiles & (query_tiles - 1)]
+            return entry + warp.number(exists), query_tiles & (query_tiles - 1)
 
-        entry, _ = warp.repeat(
-            warp.largest(warp.ones(query_tiles)), write, [entry, query_tiles]
-        )
-        return [entry]
+        most = warp.largest(warp.ones(query_tiles))
+        return warp.repeat(most, write, entry, query_tiles)[0]
 
-    def window(i, nothing):
+    def window(i):
         low = i * spec.window
         high = warp.smaller(low + spec.window, sizes.key_tiles)
         rows = (high - low + (LANES - 1)) // LANES
 
-        def begin(r, nothing):
+        def begin(r):
             offset = r * LANES + lane
             start = warp.fetch(edge(low + offset)) if fill else 0
             warp.write(next_entry + offset * 4, start)
-            return nothing
 
-        def end(r, nothing):
+        def end(r):
             offset = r * LANES + lane
             exists = (low + offset < high) & (chunk < sizes.chunks)
             after = edge(low + offset, after=1)
             warp.put(after, warp.read(next_entry + offset * 4), exists)
-            return nothing
 
-        def some_tokens(k, nothing):
+        def some_tokens(k):
             query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
             token0 = query_tile0 * spec.tokens
             tokens = bitmap.load(token0, most_of)
 
-            def sequence(_, state):
-                first_key, own, blocks = bitmap.next_sequence(tokens, state[0])
+            def sequence(_, before):
+                first_key, own, blocks = bitmap.next_sequence(tokens, before)
                 low_block = warp.larger(low * ROWS - first_key, 0) // spec.block
                 count = warp.smaller(warp.larger(blocks - low_block, 0), spec.bits)
                 bitmap.clear(bits, spec.bits, (count + (LANES - 1)) // LANES)
@@ -547,21 +533,19 @@ def list_chunk(
                     seen = first_key, blocks, last, of_bit0
                     tile_entries(low, high, seen, low_block, query_tile0)
                 warp.sync()
-                return [first_key]
+                return first_key
 
             (first_key,), (last,) = tokens.sequence, tokens.position
             end = warp.largest(warp.where(first_key >= 0, first_key + last + 1, 0))
             reached = warp.number(end > low * ROWS)
-            warp.repeat(bitmap.sequences(tokens) * reached, sequence, [warp.word(-1)])
-            return nothing
+            warp.repeat(bitmap.sequences(tokens) * reached, sequence, -1)
 
-        warp.repeat(rows, begin, [])
-        warp.repeat(sizes.words_of_chunk, some_tokens, [])
+        warp.repeat(rows, begin)
+        warp.repeat(sizes.words_of_chunk, some_tokens)
         if not fill:
-            warp.repeat(rows, end, [])
-        return nothing
+            warp.repeat(rows, end)
 
-    warp.repeat((sizes.key_tiles + (spec.window - 1)) // spec.window, window, [])
+    warp.repeat((sizes.key_tiles + (spec.window - 1)) // spec.window, window)
     if not fill:
         first = warp.same(lane + row + chunk, 0)
         warp.put(warp.element(refs.edges, (lane, 4)), 0, first)
@@ -649,8 +633,8 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
             warp.put(warp.element(output, at), x, writes)
         return [in_segment], [count + warp.shuffle(before + total, LANES - 1)]
 
-    def some_tiles(r, state):
-        count, *partial_count = state
+    def some_tiles(r, counts):
+        count, *partial_count = counts
         tile = r * LANES + lane
         begin, end = edge(tile, low), edge(tile, high)
         key, unmasked = first_key(tile), end
@@ -670,27 +654,25 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         if spec.halving:
             first_partial, partial_count = partials_of(tile, *partial_count)
 
-        def write(i, nothing):
+        def write(i):
             start = begin + i * longest
             stop = warp.smaller(start + longest, end)
             unmasked_begin = warp.smaller(warp.larger(unmasked, start), stop)
             item = row, key, start, unmasked_begin, stop, stop
             item = *item, *(x + i for x in first_partial)
             put(count + before + i, item, i < items)
-            return nothing
 
-        warp.repeat(warp.largest(items), write, [])
+        warp.repeat(warp.largest(items), write)
         return [count + warp.shuffle(before + items, LANES - 1), *partial_count]
 
     counts, empty = [warp.word(0)] * (1 + spec.halving), (-1, *[0] * (5 + spec.halving))
     count, *_ = warp.repeat((tiles + (LANES - 1)) // LANES, some_tiles, counts)
 
-    def clear(r, nothing):
+    def clear(r):
         index = r * LANES + lane
         put(index, empty, (index >= count) & (index < capacity) & exists)
-        return nothing
 
-    warp.repeat((sizes.most + (LANES - 1)) // LANES, clear, [])
+    warp.repeat((sizes.most + (LANES - 1)) // LANES, clear)
 
 
 def _prefix_sum(warp: Any, x):
@@ -740,17 +722,16 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     mine = order(own)
     first, last = warp.smallest(low), warp.largest(low + room)
 
-    def count(r, state):
-        (before,) = state
+    def count(r, before):
         begin = first + r * LANES
         others = order(warp.smaller(begin + lane, last - 1))
         for i in range(LANES):
             other = warp.shuffle(others, warp.word(i))
             inside = warp.below(begin + i - low, room)
             before = before + warp.number((other > mine) & inside)
-        return [before]
+        return before
 
-    (before,) = warp.repeat((last - first + (LANES - 1)) // LANES, count, [warp.word(0)])
+    before = warp.repeat((last - first + (LANES - 1)) // LANES, count, 0)
     for column in range(len(columns)):
         x = warp.fetch(warp.element(refs.table, *at(own, column)))
         warp.put(warp.element(refs.ordered, *at(low + before, column)), x, exists)

@@ -367,26 +367,29 @@ def when(condition: Word, body) -> None:
         body()
 
 
-def repeat(times: Number, body, state, *, unrolled: bool = True):
-    """Compute `state = body(i, state)` for `i` below `times`. `state` has nested lists of
-    words.
+def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
+    """Compute `state = body(i, *state)` for `i` below `times`. `state` has words, numbers, and
+    nested lists of them. A state of one value is returned alone.
 
     `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
     execute together deadlock. `unrolled` allows the compilers to unroll the loop.
     """
+    tree, before = jax.tree.structure(state), _values(state)
     if not unrolled:
         times = _ptx("mov.b32 $0, $1;", times, reads=True)  # which LLVM cannot count
-
-    def values(tree):
-        return jax.tree.map(lambda x: x.value, tree)
 
     def step(i, inner):
         if not unrolled:
             _do('.pragma "nounroll";')  # for ptxas
-        return values(body(Word(i), jax.tree.map(Word, inner)))
+        return _values(body(Word(i), *jax.tree.unflatten(tree, map(Word, inner))))
 
-    found = utils.fori(word(times).value, values(state))(step).results
-    return jax.tree.map(Word, found)
+    found = utils.fori(word(times).value, before)(step).results
+    state = jax.tree.unflatten(tree, map(Word, found))
+    return state[0] if len(state) == 1 else state
+
+
+def _values(tree) -> list:
+    return [word(x).value for x in jax.tree.leaves(tree)]
 
 
 # Of clusters.

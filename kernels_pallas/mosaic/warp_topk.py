@@ -171,15 +171,14 @@ class WarpTopK:
         warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
 
-        def some(i, nothing):
+        def some(i):
             numbers = [number + i * together for number in rows[:together]]
             self._extract(numbers, scores, winners, own_block, base_block, k, begin)
-            return nothing
 
         if together == self.tokens:
-            some(0, [])
+            some(0)
         else:
-            warp.repeat(self.tokens // together, some, [])
+            warp.repeat(self.tokens // together, some)
 
     def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
         """Run `extract` for the score rows with these indices."""

@@ -222,17 +222,26 @@ class Warps:
         finally:
             self.active = outer
 
-    def repeat(self, times, body, state, *, unrolled=True):
-        times = self.word(times)
+    def repeat(self, times, body, *state, unrolled=True):
+        times, state = self.word(times), self._words(state)
         self._check_alike(times)
         outer, times = self.active, times[..., :1]
         try:
             for i in range(np.max(times, initial=0, where=outer)):
                 self.active = outer & (i < times)
-                state = self._where_active(body(self.word(i), state), state)
+                found = body(self.word(i), *state)
+                if len(state) < 2:
+                    found = [found][: len(state)]
+                state = self._where_active(found, state)
         finally:
             self.active = outer
-        return state
+        return state[0] if len(state) == 1 else state
+
+    def _words(self, state):
+        """The numbers in nested lists as words."""
+        if isinstance(state, list | tuple):
+            return [self._words(x) for x in state]
+        return self.word(state)
 
     def _check_alike(self, x):
         if not (x == x[..., :1])[np.broadcast_to(self.active, self.shape)].all():
