@@ -30,7 +30,7 @@ import math
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import int32
-from kernels_pallas.specs.tile import ROWS
+from kernels_pallas.specs.tile import ROWS, cdiv
 from nsa_core.array_ops import derived, like
 from nsa_core.config import NSAConfig
 
@@ -265,7 +265,7 @@ def _following(ops, start, length, capacity):
     config, xp = capacity.config, ops.xp
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)
-    units = (keys + (capacity.unit - 1)) // capacity.unit
+    units = cdiv(keys, capacity.unit)
     spare = length - config.compress_block
     windows = (spare // config.compress_stride + 1).clip(0, None)
     before = lambda x: xp.cumsum(x, 1, dtype=xp.int32) - x
@@ -339,7 +339,7 @@ def _slots_of_tokens(ops, place, window, *, capacity, count):
 def _query_tiles(ops, start, end, *, capacity, tokens):
     xp, count = ops.xp, capacity.query_tiles(tokens)
     first, end = (capacity.queries_before(x) for x in (start, end))
-    tiles = ((end - first).clip(0, None) + (tokens - 1)) // tokens
+    tiles = cdiv((end - first).clip(0, None), tokens)
     before = xp.cumsum(tiles, 1, dtype=xp.int32) - tiles
     at = xp.broadcast_to(ops.arange(start, count), (capacity.B, count))
     sequence = _last_before(ops, before, at)

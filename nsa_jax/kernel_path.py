@@ -112,39 +112,12 @@ class KernelPath:
     """
 
     def __init__(self, steps: Steps):
-        self.steps, self.ops = steps, JAX_OPS
+        self.steps = steps
 
-    def _lengths(self, query, num_keys, kv_len, segment_ids, config, padded=True):
-        ops = self.ops if self.steps.reads_places else None
-        return _Lengths(query, num_keys, kv_len, segment_ids, config, ops, padded)
-
-    def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
-        """Compute `(out, lse)` of the branch `name` with the function of this name in
-        `steps.forward`. The function of the same name in `steps.backward` computes the
-        gradients of query, key and value.
-        """
-        step, integers = (self.steps, self.ops, name), lengths.integers
-        if block_indices is not None:
-            integers = integers | {"block_indices": block_indices}
-
-        def run(function, arrays, integers, *gradient):
-            qkv, indices = (
-                Qkv(*arrays),
-                [x for n, x in integers.items() if n == "block_indices"],
-            )
-            params = Params(lengths.layout(qkv.query, integers), config, scale)
-            return tuple(function(*step, qkv, indices, *gradient, params))
-
-        forward, backward = (
-            functools.partial(run, x) for x in (fused.one_branch, fused.one_branch_backward)
-        )
-
-        def forward_with_residuals(arrays, integers):
-            output = forward(arrays, integers)
-            return output, output
-
-        functions = forward, forward_with_residuals, backward
-        return _differentiable(*functions, arrays, integers, config)
+    def _lengths(self, *sizes, padded=True):
+        """Return the `_Lengths` of a call. `sizes` are its arguments before `ops`."""
+        ops = JAX_OPS if self.steps.reads_places else None
+        return _Lengths(*sizes, ops=ops, padded=padded)
 
     def _attention(
         self,
@@ -158,12 +131,32 @@ class KernelPath:
         segment_ids=None,
         scale=None,
     ):
-        """Return `branches.<name>_attention` on the kernels of this path."""
+        """Compute `branches.<name>_attention` with the function of this branch in
+        `steps.forward`. The function of the same name in `steps.backward` computes the
+        gradients of query, key and value.
+        """
         tokens, pair = query if name == "compressed" else key, (key, value)
         lengths = self._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
         if name != "compressed":
             pair = (geometry.without_padding(x, kv_len, segment_ids) for x in pair)
-        return self._branch(name, (query, *pair), lengths, config, scale, *indices)
+
+        def run(function, arrays, integers, *gradient):
+            qkv, chosen = Qkv(*arrays), [integers["block_indices"]] if indices else []
+            params = Params(lengths.layout(qkv.query, integers), config, scale)
+            given = qkv, chosen, *gradient, params
+            return tuple(function(self.steps, JAX_OPS, name, *given))
+
+        forward, backward = (
+            functools.partial(run, x) for x in (fused.one_branch, fused.one_branch_backward)
+        )
+
+        def forward_with_residuals(arrays, integers):
+            output = forward(arrays, integers)
+            return output, output
+
+        functions = forward, forward_with_residuals, backward
+        integers = lengths.integers | ({"block_indices": indices[0]} if indices else {})
+        return _differentiable(*functions, (query, *pair), integers, config)
 
     def compressed_attention(self, *arrays, **options):
         return self._attention("compressed", *arrays, **options)
@@ -180,7 +173,6 @@ class KernelPath:
         """Select blocks as `branches.select_blocks` does. The log-sum-exp of the compressed
         branch is computed in a separate pass.
         """
-        ops = self.ops
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
         lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
         num_blocks = branches.num_blocks(query, compressed_key, kv_len, segment_ids, config)
@@ -188,7 +180,7 @@ class KernelPath:
         def forward(arrays, integers):
             query, key = arrays
             params = Params(lengths.layout(query, integers), config, scale)
-            return fused.select_blocks(self.steps, ops, query, key, params, num_blocks)
+            return fused.select_blocks(self.steps, JAX_OPS, query, key, params, num_blocks)
 
         return foldable(forward)((query, compressed_key), lengths.integers)
 
@@ -218,7 +210,6 @@ class KernelPath:
           compressed: `(k_cmp, v_cmp)`.
           assume_finite: as in `api.attend`.
         """
-        ops = self.ops
         sizes = key.selected.shape[1], kv_len, segment_ids, config
         lengths = self._lengths(query, *sizes, padded=not assume_finite)
         num_blocks = branches.num_blocks(query, compressed[0], kv_len, segment_ids, config)
@@ -231,7 +222,7 @@ class KernelPath:
         def run(function, inputs, integers):
             inputs, params = prepared(inputs, integers)
             given = integers.get("block_indices")
-            return function(self.steps, ops, inputs, given, params, num_blocks)
+            return function(self.steps, JAX_OPS, inputs, given, params, num_blocks)
 
         def forward(inputs, integers):
             out, _ = run(fused.forward, inputs, integers)
@@ -246,7 +237,7 @@ class KernelPath:
         def backward(inputs, integers, residuals, do):
             count = inputs.key.compressed.shape[1]
             inputs, params = prepared(inputs, integers)
-            found = fused.backward(self.steps, ops, inputs, residuals, do, params)
+            found = fused.backward(self.steps, JAX_OPS, inputs, residuals, do, params)
             gates = (
                 x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
             )

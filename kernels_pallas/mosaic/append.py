@@ -9,20 +9,18 @@ Latency bound: a decode step of 8 rows moves about 16 KB, and one row in `d` rea
 its window.
 """
 
-import functools
 from typing import Any
 
 from kernels_pallas.mosaic.compress import LOADS, Side, largest_divisor, on_each_side, plus
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.append import Append
-from kernels_pallas.specs.tile import LANES
+from kernels_pallas.specs.tile import LANES, cdiv
 
 
 def write_token(warp: Any, spec: Append, sizes, refs) -> None:
     """The program that each warp of the kernel `specs.append.append` runs."""
 
-    entry = functools.partial(fetch_int, warp)
+    entry = warp.fetch_int
 
     def row_of(token):
         """Return the row that contains a token. It is the last row that begins at or before the
@@ -34,7 +32,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
             begin = entry(refs.starts, warp.smaller(row, sizes.B))
             return rows + warp.ones(warp.votes((begin <= token) & (row < sizes.B)))
 
-        chunks = (warp.word(sizes.B) + (LANES - 1)) // LANES
+        chunks = cdiv(warp.word(sizes.B), LANES)
         return warp.larger(warp.repeat(chunks, count, 0) - 1, 0)
 
     def write(side: Side, i: int, token) -> None:

@@ -12,7 +12,6 @@ Bandwidth bound: 12 to 20 bytes are read and 16 written per row.
 import math
 from typing import Any
 
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
@@ -41,7 +40,7 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
         """Load the int32 value of this row's token. It can be represented exactly in float32
         (`capability.LONGEST`).
         """
-        key = fetch_int(warp, source, b * sizes.T + token)
+        key = warp.fetch_int(source, b * sizes.T + token)
         return warp.bits(warp.floating(key))
 
     key_end = key_of(refs.key_end)

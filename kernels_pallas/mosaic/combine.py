@@ -23,7 +23,7 @@ from kernels_pallas.specs.combine import Combine
 def gated_sum(kernel: Kernel) -> Callable:
     """The body of the kernel `specs.combine.gated_sum`."""
     spec: Combine = kernel.spec
-    rows_of = TileRows(ROWS, 1, 1, bool(spec.interpret))
+    rows_of = TileRows(ROWS, 1, 1, spec.interpret)
     branches = range(spec.branches)
 
     def body(refs, buffers, load):
@@ -53,7 +53,7 @@ def gated_sum(kernel: Kernel) -> Callable:
 def deltas(kernel: Kernel) -> Callable:
     """The body of the kernel `specs.combine.deltas`."""
     spec: Combine = kernel.spec
-    rows_of = TileRows(ROWS, 1, 1, bool(spec.interpret))
+    rows_of = TileRows(ROWS, 1, 1, spec.interpret)
 
     def body(refs, buffers, load):
         # Slot 0 has dO, slot 1 + c has O_c.

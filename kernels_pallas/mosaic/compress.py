@@ -9,9 +9,8 @@ Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB
 backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.compress import Means
@@ -20,8 +19,7 @@ from kernels_pallas.specs.tile import LANES, ROWS
 LOADS = 16  # that a lane starts before it waits for one of them
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """The keys or the values in a lane's columns.
 
     Attributes:

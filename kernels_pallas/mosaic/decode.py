@@ -32,7 +32,6 @@ from kernels_pallas.mosaic import decode_topn
 from kernels_pallas.mosaic.decode_append import put_new_tokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.mosaic.decode_streams import Queue, half_query, inverse, query_fragments
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import NEW_PAGES, STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
@@ -50,12 +49,12 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)
-    length = fetch_int(m, arrays.lengths, b)
+    length = m.fetch_int(arrays.lengths, b)
     first_new = m.larger(length - spec.q_len, 0) // spec.block
     for first in range(0, capacity, spec.variant.warps * LANES):
         i = lane.thread + first
         entry = b * columns + m.smaller(i, columns - 1)
-        page = fetch_int(m, arrays.page_table, entry)
+        page = m.fetch_int(arrays.page_table, entry)
         if spec.append:
             at = i - first_new
             new = m.below(at, NEW_PAGES) & (i < columns)

@@ -19,7 +19,6 @@ from typing import Any
 
 from kernels_pallas.mosaic.compress import plus
 from kernels_pallas.mosaic.decode_lane import Lane
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
@@ -44,10 +43,10 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     own_row = lane.lane // row_lanes
     columns, pool = m.word(sizes.table_pages), m.word(sizes.pages)
     row, count = token // spec.q_len, token % spec.q_len + 1
-    length = fetch_int(m, refs.lengths, row)
+    length = m.fetch_int(refs.lengths, row)
     first = length - spec.q_len  # the position of the row's first
     if spec.fp8:
-        ring = fetch_int(m, refs.slots, row)
+        ring = m.fetch_int(refs.slots, row)
         rings = m.word(sizes.rings)
 
     # Addresses.

@@ -1,18 +1,16 @@
 """Defines the indices of a lane in a decode step, and the work of its warp."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
-from kernels_pallas.specs.tile import LANES
+from kernels_pallas.specs.tile import LANES, cdiv
 
 NOTHING = -1e30  # a masked logit
 FLOOR = -1e20  # lower bound of a maximum, so that 2 ** (NOTHING - maximum) is 0
 Words = list[Any]  # words of `warp.py`, or their emulation
 
 
-@dataclasses.dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The position of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
 
     Attributes:
@@ -65,8 +63,7 @@ class Lane:
         return self.place("logits") + own + self.lane * 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The visible keys of a query and this warp's share, as words that are equal in all lanes.
 
     Attributes:
@@ -100,7 +97,7 @@ class Work:
         after = m.larger(seen - spec.compress_block, 0)
         count = m.where(seen >= spec.compress_block, after // spec.stride + 1, 0)
         strips = m.where(count > 0, (count + (spec.cover - 1 + STRIP - 1)) // STRIP, 0)
-        each = (strips + (cluster - 1)) // cluster
+        each = cdiv(strips, cluster)
         begin = lane.rank * each
         first = begin + lane.warp
         mine = m.larger(m.smaller(begin + each, strips) - first + (warps - 1), 0) // warps
@@ -108,10 +105,10 @@ class Work:
         sliding = m.word(0)
         if spec.window:
             before = spec.cluster_warps - 1 - lane.number
-            window_strips = (seen + (STRIP - 1)) // STRIP - start // STRIP
+            window_strips = cdiv(seen, STRIP) - start // STRIP
             sliding = m.larger(window_strips - before + (spec.cluster_warps - 1), 0)
             sliding = sliding // spec.cluster_warps
-        blocks = (seen + (spec.block - 1)) // spec.block
+        blocks = cdiv(seen, spec.block)
         return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:

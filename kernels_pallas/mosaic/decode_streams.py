@@ -23,8 +23,7 @@ Tokens that this launch appends are in a warp's last compressed strip or after i
 that strip, at the turn `meeting`, a warp waits for the cluster, whose CTAs append meanwhile.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.specs.decode import STRIP, WARP_COPY_BYTES
@@ -334,8 +333,7 @@ def inverse(m: Any, power: Any) -> Any:
     return m.real((254 << 23) - m.bits(power))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pages:
+class _Pages(NamedTuple):
     """The pages of a branch's keys or values.
 
     Attributes:
@@ -365,7 +363,7 @@ class _Pages:
         if scales is not None:
             scales = m.where(condition, scales, other.scales)
         address = m.where(condition, self.address, other.address)
-        return dataclasses.replace(self, address=address, scales=scales)
+        return self._replace(address=address, scales=scales)
 
     def _places(
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any

@@ -210,7 +210,7 @@ class KeyTile:
         spec, refs, buffers = self.spec, self.refs, self.buffers
         key, value = keys
         c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
-        interpret = bool(spec.interpret)
+        interpret = spec.interpret
 
         def stats_of_columns(j):
             """Return shift, delta, first_key and key_end of eight columns, `[8]` each."""
@@ -337,7 +337,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
 
             lax.fori_loop(0, steps, load, None)
             wait = lambda i: plgpu.barrier_wait(refs.step_free.at[tile.stage(i)])
-            operands.drain(bool(spec.interpret), spec.stages, steps, wait)
+            operands.drain(spec.interpret, spec.stages, steps, wait)
 
         exists = tile.exists()
         wg = lax.axis_index("wg")
@@ -410,7 +410,7 @@ class Entries:
             return [self.token(entry) for entry in self.of_step(refs.query_list, i)]
         if not self.spec.single_token:
             return self.of_step(refs.query_list, i)
-        rows = GatheredRows(self.group, bool(self.spec.interpret))
+        rows = GatheredRows(self.group, self.spec.interpret)
         rows.prefetch_entries(refs.query_list, tile.begin + i * self.per_step, tile.end)
         return []
 
@@ -486,7 +486,7 @@ class Entries:
 def partials_of_lists(kernel: Kernel) -> Callable:
     """The body of the kernel `specs.dkv.partials` for query lists."""
     spec: Dkv = kernel.spec
-    stored = StoredDs(spec.query_tile.rows, spec.selection_entries, bool(spec.interpret))
+    stored = StoredDs(spec.query_tile.rows, spec.selection_entries, spec.interpret)
 
     def body(refs):
         # `shard_map` does not allow values that vary along its mesh in `warp_map`.

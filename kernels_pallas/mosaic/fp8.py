@@ -19,7 +19,7 @@ from kernels_pallas.specs.fp8 import LARGEST
 MATRIX = plgpu.Layout.WGMMA
 
 
-def pairs(x, interpret: bool):
+def pairs(x, interpret):
     """Round float32 `[64, n]` and return it in the order of operands, int16 `[64, n / 2]`."""
     rows, columns = x.shape
     if interpret:

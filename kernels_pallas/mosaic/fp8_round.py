@@ -11,7 +11,6 @@ Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_toke
 from typing import Any
 
 from kernels_pallas.mosaic.compress import on_each_side, plus
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.fp8 import CHUNKS, GROUP, LOADS, TILES, Rounding
 from kernels_pallas.specs.tile import ROWS
@@ -60,7 +59,7 @@ def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
 
 def _last(warp: Any, sizes, refs) -> Any:
     """Return the end of the tokens of a row."""
-    return warp.smaller(sizes.S, fetch_int(warp, refs.end, refs.row))
+    return warp.smaller(sizes.S, warp.fetch_int(refs.end, refs.row))
 
 
 def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:

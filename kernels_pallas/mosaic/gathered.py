@@ -133,7 +133,7 @@ def _token_buffers(spec: GatheredAttention) -> Buffers:
 
 
 def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
-    return GatheredRows(spec.group, bool(spec.interpret))
+    return GatheredRows(spec.group, spec.interpret)
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:

@@ -32,7 +32,6 @@ TFLOP = 1.1 ms, query and output once, 2.1 GB = 0.64 ms; dq, compressed 6.6 TFLO
 1.65 TFLOP = 1.7 ms.
 """
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -97,8 +96,7 @@ class Scheduler(NamedTuple):
     work_item: Callable[[Any], WorkItem]  # of a turn; past the last turn, the last work item
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Describes the work on the tiles of a warpgroup.
 
     Attributes:
@@ -363,4 +361,4 @@ def _produce(spec: IntervalAttention, refs, scheduler: Scheduler) -> None:
     done, _ = lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), scheduler.work_item(0)))
     wait = lambda free: lambda i: plgpu.barrier_wait(free.at[rem(i, stages)])
     waits = wait(refs.key_free), wait(refs.value_free)
-    operands.drain(bool(spec.interpret), stages, done, *waits)
+    operands.drain(spec.interpret, stages, done, *waits)

@@ -70,12 +70,10 @@ Bound by latency: two or three loads of `edges` per tile, and a store of 28 byte
 microseconds, compared with the milliseconds of the kernels that read the table.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.block_query_lists import (
     BLOCK_OFFSET_BIAS,
@@ -101,8 +99,7 @@ class Tokens(NamedTuple):
     bound: list[Word]  # number of blocks of the sequence that it may select
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockBitmap:
+class BlockBitmap(NamedTuple):
     """The bitmap of up to 64 neighbouring tokens of a selection.
 
     Attributes:
@@ -291,7 +288,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
         def window(i, _, *state):
             *counted, slot, slot_end = state
             low = i * WINDOW
-            rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
+            rows = cdiv(warp.smaller(blocks - low, WINDOW), LANES)
             bitmap.clear(bits, WINDOW, rows)
             warp.sync()
             of_lane = warp.word(NOWHERE), slot, slot_end
@@ -326,7 +323,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
             warp.sync()
             return first_cut, *counted, *slots
 
-        windows = (blocks + (WINDOW - 1)) // WINDOW
+        windows = cdiv(blocks, WINDOW)
         first_cut, *counted = warp.repeat(windows, window, NOWHERE, *counted)
         ended = ended | warp.number(first_cut < NOWHERE)
         return first_key, ended, *counted
@@ -409,7 +406,7 @@ def list_chunk(
         """Counts or writes the entries of the tiles `low .. high - 1`, a lane per tile."""
         first_key, blocks, last, end_of_bit0 = seen
         tile_from = warp.larger(first_key // ROWS, low)
-        tile_to = warp.smaller((last + (ROWS - 1)) // ROWS, high)
+        tile_to = warp.smaller(cdiv(last, ROWS), high)
         row_from = warp.larger(tile_from - low, 0) // LANES
         row_to = warp.larger(tile_to - low + (LANES - 1), 0) // LANES
 
@@ -474,7 +471,7 @@ def list_chunk(
 
         bitmap.each(token0, write)
         warp.sync()
-        warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance)
+        warp.repeat(warp.larger(cdiv(end, LANES) - row, 0), advance)
 
     def write_entries(entry, query_tiles, members, offset, query_tile0):
         """Writes an entry for each bit of `query_tiles`, from index `entry` on."""
@@ -495,7 +492,7 @@ def list_chunk(
     def window(i):
         low = i * spec.window
         high = warp.smaller(low + spec.window, sizes.key_tiles)
-        rows = (high - low + (LANES - 1)) // LANES
+        rows = cdiv(high - low, LANES)
 
         def begin(r):
             offset = r * LANES + lane
@@ -517,7 +514,7 @@ def list_chunk(
                 first_key, own, blocks = bitmap.next_sequence(tokens, before)
                 low_block = warp.larger(low * ROWS - first_key, 0) // spec.block
                 count = warp.smaller(warp.larger(blocks - low_block, 0), spec.bits)
-                bitmap.clear(bits, spec.bits, (count + (LANES - 1)) // LANES)
+                bitmap.clear(bits, spec.bits, cdiv(count, LANES))
                 warp.sync()
                 bitmap.join(bits, spec.bits, low_block, token0, own)
                 warp.sync()
@@ -545,7 +542,7 @@ def list_chunk(
         if not fill:
             warp.repeat(rows, end)
 
-    warp.repeat((sizes.key_tiles + (spec.window - 1)) // spec.window, window)
+    warp.repeat(cdiv(sizes.key_tiles, spec.window), window)
     if not fill:
         first = warp.same(lane + row + chunk, 0)
         warp.put(warp.element(refs.edges, (lane, 4)), 0, first)
@@ -593,17 +590,17 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     b = row // lists.Hkv
     first_position = 0
     if not spec.placed:
-        first_position = fetch_int(warp, refs.position, b * sizes.T)
+        first_position = warp.fetch_int(refs.position, b * sizes.T)
 
     def first_key(tile):
         if not spec.placed:
             return tile * ROWS
         at = b * tiles + warp.smaller(tile, tiles - 1)
-        return fetch_int(warp, refs.first_key, at)
+        return warp.fetch_int(refs.first_key, at)
 
     def edge(tile, chunk):
         tile = row * tiles + warp.smaller(tile, tiles - 1)
-        return fetch_int(warp, refs.edges, tile * chunks + chunk)
+        return warp.fetch_int(refs.edges, tile * chunks + chunk)
 
     def put(index, item, exists):
         """Writes item `index` of this row and segment."""
@@ -614,7 +611,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
 
     def items_of(tile, begin, end):
         """Return the number of items of a list."""
-        return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
+        return warp.where(tile < tiles, cdiv(end - begin, longest), 0)
 
     def partials_of(tile, count):
         """Return the first partial of each tile in this segment, and `count` after these 32
@@ -646,7 +643,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
                 behind = warp.larger(token - sizes.half - sizes.gap, 0)
                 token = warp.smaller(token, sizes.half) + behind
             tokens = sizes.tokens_of_chunk
-            chunk = (token + (tokens - 1)) // tokens
+            chunk = cdiv(token, tokens)
             unmasked = edge(tile, warp.smaller(warp.larger(chunk, low), high))
         items = warp.where(exists, items_of(tile, begin, end), 0)
         before = _prefix_sum(warp, items)
@@ -666,13 +663,13 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return [count + warp.shuffle(before + items, LANES - 1), *partial_count]
 
     counts, empty = [warp.word(0)] * (1 + spec.halving), (-1, *[0] * (5 + spec.halving))
-    count, *_ = warp.repeat((tiles + (LANES - 1)) // LANES, some_tiles, counts)
+    count, *_ = warp.repeat(cdiv(tiles, LANES), some_tiles, counts)
 
     def clear(r):
         index = r * LANES + lane
         put(index, empty, (index >= count) & (index < capacity) & exists)
 
-    warp.repeat((sizes.most + (LANES - 1)) // LANES, clear)
+    warp.repeat(cdiv(sizes.most, LANES), clear)
 
 
 def _prefix_sum(warp: Any, x):
@@ -731,7 +728,7 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
             before = before + warp.number((other > mine) & inside)
         return before
 
-    before = warp.repeat((last - first + (LANES - 1)) // LANES, count, 0)
+    before = warp.repeat(cdiv(last - first, LANES), count, 0)
     for column in range(len(columns)):
         x = warp.fetch(warp.element(refs.table, *at(own, column)))
         warp.put(warp.element(refs.ordered, *at(low + before, column)), x, exists)

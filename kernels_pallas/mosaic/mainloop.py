@@ -19,7 +19,6 @@ A block's matrix (P forward, dS in dq) is multiplied with its values or keys imm
                                      softmax(i+1)          S(i+2), P(i+1) V(i+1)   ...
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -144,8 +143,7 @@ def over_blocks(
     return mainloop.multiply((block_at(False, blocks - 1), matrix), state)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """Blocks of `rows` rows and `width` columns.
 
     Attributes:
@@ -205,7 +203,7 @@ def rings(spec: Any) -> tuple[Ring, Ring]:
 def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
     """Return the operations of forward on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
-    tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
+    tile, c, interpret = spec.tile, spec.scale * LOG2E, spec.interpret
     tile_rows = TileRows.of(spec)
     keys, values = (ring.buffers for ring in rings(spec))
     query, offset = (refs.query_tile, at.slot), 0.0
@@ -266,7 +264,7 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
     """Return the tile's query multiplied by the scales of keys in e4m3, as a left operand in
     registers, and the divisors of its rows, `[64]`.
     """
-    interpret, slab = bool(spec.interpret), buffers.slab
+    interpret, slab = spec.interpret, buffers.slab
     slabs = range(spec.D // slab)
     part = functools.partial(_query_times, spec, buffers, refs, at, refs.key_scale)
     largest = [jnp.abs(part(i)).max(axis=1) for i in slabs]
@@ -294,14 +292,14 @@ def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns
     """
     query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
     own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]
-    return query * by_column(own, query.shape, bool(spec.interpret))
+    return query * by_column(own, query.shape, spec.interpret)
 
 
 def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
     """Return the operations of dq on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
-    interpret = bool(spec.interpret)
+    interpret = spec.interpret
     tile_rows = TileRows.of(spec)
     token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
     stats_tiles = spec.stats_tile[0], refs.sizes.stats_tiles

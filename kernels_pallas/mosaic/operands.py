@@ -12,9 +12,8 @@ Interpret mode has no such aliases. There each operand is only its box, and prod
 `jnp.dot` in float32.
 """
 
-import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -64,7 +63,7 @@ def barriers(arrivals: int, count: int = 1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def drain(interpret: bool, stages: int, phases, *waits) -> None:
+def drain(interpret, stages: int, phases, *waits) -> None:
     """Wait for the last phases of ring buffers. `waits` are functions of a phase. The
     interpreter requires a wait for every completed phase.
     """
@@ -77,20 +76,19 @@ def drain(interpret: bool, stages: int, phases, *waits) -> None:
         lax.fori_loop(jnp.maximum(phases - stages, 0), phases, wait, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Allocates operands in shared memory and multiplies them. `interpret` is as in
     `plgpu.kernel`.
     """
 
     dtype: jnp.dtype
     tile: Tile
-    interpret: bool = False
+    interpret: Any = False
 
     @classmethod
     def of(cls, spec: Any, tile: Tile, dtype: str | None = None) -> Self:
         """Return the buffers of a kernel with this spec."""
-        return cls(jnp.dtype(dtype or spec.dtype), tile, bool(spec.interpret))
+        return cls(jnp.dtype(dtype or spec.dtype), tile, spec.interpret)
 
     @property
     def slab(self) -> int:
@@ -370,7 +368,7 @@ class Buffers:
         return product(total, left, right[0].at[copy])
 
 
-def column_stats(ref, start: int, interpret: bool, group: int = 0):
+def column_stats(ref, start: int, interpret, group: int = 0):
     """Return shift, delta, first_key and key_end `[8]` of the columns from `start` on, for a
     product whose columns are queries.
 
@@ -434,7 +432,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
     return load(ref)
 
 
-def by_column(ref, shape, interpret: bool):
+def by_column(ref, shape, interpret):
     """Broadcast float32 `[columns]` in global memory to `[64, columns]`."""
     if interpret:
         return lax.broadcast_in_dim(ref[...], shape, [1])
@@ -460,7 +458,7 @@ def by_column(ref, shape, interpret: bool):
     return lax.broadcast_in_dim(load(ref), shape, [1])
 
 
-def side_by_side(parts, interpret: bool):
+def side_by_side(parts, interpret):
     """Join the columns `[64, 8]` of a matrix."""
     if interpret:
         return jnp.concatenate(parts, axis=1)
@@ -477,7 +475,7 @@ def side_by_side(parts, interpret: bool):
     return join(*parts)
 
 
-def with_sign_bit(x, shift, interpret: bool):
+def with_sign_bit(x, shift, interpret):
     """Give non-negative `x` the last bit of `shift` as its sign. Both are float32 and have one
     shape.
     """

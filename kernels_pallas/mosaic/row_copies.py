@@ -10,12 +10,11 @@ The lanes write memory that wgmma reads. Each thread waits for its copies of a s
 `commit_smem` makes them visible. `operands.py` describes the layout of rows in shared memory.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
-from kernels_pallas.mosaic.warp import fetch_int
 
 BYTES = 16  # of a lane
 NUMBER_BYTES = 2
@@ -26,8 +25,7 @@ PARTS = SLAB_ROW_BYTES // BYTES  # of a row of a slab
 ROWS_AT_A_TIME = 128 // PARTS  # of the threads of a warpgroup
 
 
-@dataclasses.dataclass(frozen=True)
-class RowCopies:
+class RowCopies(NamedTuple):
     """Copies between operands of 64 rows, which are the heads of `64 // group` tokens, and arrays.
 
     Attributes:
@@ -58,7 +56,7 @@ class RowCopies:
 
             def token_of(row):
                 index = warp.smaller(first + row // self.group, end - 1)
-                return fetch_int(warp, entries, index) // self.divisor
+                return warp.fetch_int(entries, index) // self.divisor
 
             for row, shared in self._rows(warp):
                 token = token_of(row)
@@ -105,7 +103,7 @@ class RowCopies:
                 if self._used(row) is not None:
                     only = only & self._used(row)
                 index = warp.smaller(index, end - 1)
-                entry = fetch_int(warp, entries, index) - less
+                entry = warp.fetch_int(entries, index) - less
                 at = b * count + entry
                 address = self._address(warp, target, at, self.group, row % self.group)
                 for slab in range(columns // SLAB):

@@ -9,8 +9,7 @@ lane computes addresses with the words of `warp.py`. For stores, Pallas' interpr
 arrays, since a machine for warps would write whole arrays.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +28,19 @@ from kernels_pallas.mosaic.operands import (
     row_index,
 )
 from kernels_pallas.mosaic.softmax import SoftmaxStats
-from kernels_pallas.mosaic.warp import Word, fetch_int
+from kernels_pallas.mosaic.warp import Word
 from kernels_pallas.specs.selected import first_near
 
 QUAD = 4  # lanes that hold the same row
 
 
-@dataclasses.dataclass(frozen=True)
-class GatheredRows:
+class GatheredRows(NamedTuple):
     """The rows of the `tokens` tokens that a list names for a step. Each token has `group`
     rows.
     """
 
     group: int
-    interpret: bool
+    interpret: Any
 
     @property
     def tokens(self) -> int:
@@ -57,7 +55,7 @@ class GatheredRows:
         def load(warp, row, refs, words):
             (lists,), (first, end) = refs, words
             index = warp.smaller(first + self._token(warp, row), end - 1)
-            return [fetch_int(warp, lists, index)]
+            return [warp.fetch_int(lists, index)]
 
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
@@ -133,9 +131,9 @@ class GatheredRows:
             )
             token = warp.smaller(first + self._token(warp, row), length - 1)
             token = b * length + token
-            at = fetch_int(warp, refs[1], token)
+            at = warp.fetch_int(refs[1], token)
             own = warp.larger(at, 0) // ROWS
-            of_tile = fetch_int(warp, refs[1], b * length + first)
+            of_tile = warp.fetch_int(refs[1], b * length + first)
             near = first_near(of_tile, ROWS, warp.larger)
             size = 4 * n
             address = warp.element(refs[0], (token, heads * size), (kv_head, size))
@@ -153,8 +151,7 @@ class GatheredRows:
         return warp.smaller(row // self.group, self.tokens - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class TileRows:
+class TileRows(NamedTuple):
     """The rows of `tokens` neighbouring tokens, for float32 arrays `[B, T, H]`. A token has
     `heads` rows, of which the first `group` are query heads. `length` is T.
     """
@@ -162,13 +159,13 @@ class TileRows:
     tokens: int
     group: int
     heads: int
-    interpret: bool
+    interpret: Any
 
     @classmethod
     def of(cls, spec: Any) -> "TileRows":
         """Return the rows of a kernel whose tiles have a row for each head."""
         tile = spec.tile
-        return cls(tile.tokens, tile.group, tile.group, bool(spec.interpret))
+        return cls(tile.tokens, tile.group, tile.group, spec.interpret)
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
         """Return the array's value for each row, from token `first` and head `head` on. Padding

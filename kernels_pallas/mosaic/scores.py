@@ -83,7 +83,7 @@ def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """Return lse * log2(e) for the rows of `tokens` tokens from `first_token` on. `length` is
     T. Padding, and rows that see no key, have +inf, which makes every probability zero.
     """
-    rows_of = TileRows(tokens, spec.group, spec.tiling.heads, bool(spec.interpret))
+    rows_of = TileRows(tokens, spec.group, spec.tiling.heads, spec.interpret)
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
     return jnp.where(found == -jnp.inf, jnp.inf, found * LOG2E)
 
@@ -135,7 +135,7 @@ FOLDED = plgpu.Layout.TILED(
 def best_blocks_qk(kernel: Kernel):
     """The body of the kernel `specs.scores.best_blocks` for groups of up to 16 heads."""
     spec: Scores = kernel.spec
-    interpret = bool(spec.interpret)
+    interpret = spec.interpret
     tile, r, heads = spec.tile, spec.ratio, spec.tiling.heads
     chunk, stages = spec.tiling.chunk, spec.tiling.stages
     buffers = operands.Buffers.of(spec, tile)
@@ -401,7 +401,7 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
     return multiply(queries, keys)
 
 
-def _fold(probs, interpret: bool):
+def _fold(probs, interpret):
     """Add rows at a distance of 8, which are in the same lane. The result of `[64, 64]` is
     `[32, 64]`.
     """
@@ -462,7 +462,7 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
         matrices = [_pairs(np.asarray(x)) for x in sums]
 
         def program(instructions, *arguments):
-            getattr(dataclasses.replace(topk, warp=instructions), name)(*arguments, *matrices)
+            getattr(topk._replace(warp=instructions), name)(*arguments, *matrices)
 
         numbers = [np.int32(x) for x in numbers]
         left = interpreter.machine().warpgroup(program, shared, [*given, *written, *numbers])

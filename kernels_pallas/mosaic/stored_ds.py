@@ -30,10 +30,12 @@ did not select the block. The kernel needs no masks and no exponentials.
     dS of block i   global memory ─► registers ───┘
 
 Bound: L2 to shared memory, as in the loop of `selected_dq`, but with half of its bytes, and dS once
+from typing import Any, NamedTuple
+
 from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
 """
 
-import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,7 @@ from kernels_pallas.mosaic import interpreter, operands, warp, wgmma
 from kernels_pallas.mosaic.operands import MATRIX, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.selected import list_counts
-from kernels_pallas.mosaic.warp import Word, fetch_int
+from kernels_pallas.mosaic.warp import Word
 from kernels_pallas.specs.selected import LIST_CHUNK
 from kernels_pallas.specs.stored_ds import FIRST_ROW, HEADS, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
@@ -59,13 +61,12 @@ HALF_BYTES = 8  # of a lane, for 8 heads and 16 keys
 NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredDs:
+class StoredDs(NamedTuple):
     """Access to ds (`specs/stored_ds.py`) of tokens with `group_rows` rows, by a warpgroup."""
 
     group_rows: int
     selection_entries: int
-    interpret: bool
+    interpret: Any
 
     @property
     def tokens(self) -> int:
@@ -149,11 +150,11 @@ class StoredDs:
             size = 4 * self.selection_entries
             at = (token, heads * size), (kv_head, size), (slot, 4)
             block = warp.fetch(warp.element(indices, *at))
-            own = fetch_int(warp, position, token)
+            own = warp.fetch_int(position, token)
             seen = exists & (own >= 0) & (block * KEYS <= own)
             for array in key_start:
                 seen = seen & (block >= 0)
-                block = block * KEYS + fetch_int(warp, array, token)
+                block = block * KEYS + warp.fetch_int(array, token)
             return warp.where(seen, block, NO_ENTRY)
 
         arrays, scalars = [indices, *places], [b, kv_head, first, length]
@@ -251,7 +252,7 @@ def dq(kernel: Kernel):
     """The body of the kernel `specs.stored_ds.dq`."""
     spec: StoredDsQuery = kernel.spec
     tile, tokens = spec.query_tile, spec.tile.tokens
-    interpret = bool(spec.interpret)
+    interpret = spec.interpret
     buffers = operands.Buffers.of(spec, tile)
     stored = StoredDs(tile.rows, spec.n, interpret)
 

@@ -311,9 +311,9 @@ def fetch(address: Word, offset: int = 0) -> Word:
     return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
 
 
-def fetch_int(instructions: Any, array: Any, index: Any) -> Any:
-    """Return an element of an int32 array in global memory, by these instructions."""
-    return instructions.fetch(instructions.element(array, (index, 4)))
+def fetch_int(array, index: Number) -> Word:
+    """Return an element of an int32 array in global memory."""
+    return fetch(element(array, (index, 4)))
 
 
 def prefetch(address: Word) -> None:

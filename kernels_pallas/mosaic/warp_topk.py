@@ -23,12 +23,10 @@ A single warp does all of this (`warp.py`), without waiting for others. Scores, 
 negative, are compared as integers; -1.0 is below all of them.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slots
 
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
@@ -39,8 +37,7 @@ WARP_ROWS = 16  # of a product of 64 rows
 TOGETHER = 4  # tokens for which a warp extracts at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class WarpTopK:
+class WarpTopK(NamedTuple):
     """The operations of the warps of a CTA on their score rows.
 
     In all functions: `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]` are
@@ -189,9 +186,9 @@ class WarpTopK:
         state, columns = [], []
         for number in numbers:
             score_row, slots = self._score_row(scores, number), self._winners(winners, number)
-            shift = fetch_int(warp, base_block, number) - begin - k * self.chunk
+            shift = warp.fetch_int(base_block, number) - begin - k * self.chunk
             low = shift + spec.num_initial
-            final = fetch_int(warp, own_block, number)
+            final = warp.fetch_int(own_block, number)
             count = warp.larger(shift + (final - spec.num_local) - low + 1, 0)
             column = _Columns(self, score_row, slots, shift, low + front, count)
             columns.append(column)
@@ -241,7 +238,7 @@ class WarpTopK:
         warp.sync()
         for number in self._own_rows(wg):
             slots = self._winners(winners, number)
-            final = fetch_int(warp, own_block, number)
+            final = warp.fetch_int(own_block, number)
             blocks = []
             for t in range(-(-n // LANES)):
                 place = lane + LANES * t
@@ -274,8 +271,7 @@ class WarpTopK:
                 warp.put(warp.element(selection, *row, (place, 4)), -1, only=empty)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Columns:
+class _Columns(NamedTuple):
     """The columns of a score row, one per lane. An entry is `32 * stripe + column`.
 
     Attributes:

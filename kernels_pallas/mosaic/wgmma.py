@@ -20,9 +20,8 @@ They are never read transposed, which the instruction does not support.
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
@@ -39,8 +38,7 @@ SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and their code in
 MAX_COLUMNS = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A matrix in shared memory. Its slabs are `[slabs, rows / 8, 1, 8, slab]`, in Mosaic's
     tiling.
 

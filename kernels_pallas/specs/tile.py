@@ -61,9 +61,9 @@ def gathered_tile(group: int, slab: int) -> Tile:
     return next((tile for tile in tiles if tile.tokens), Tile(group, slab))
 
 
-def cdiv(a: int, b: int) -> int:
-    """Return `a / b`, rounded up."""
-    return -(-a // b)
+def cdiv(a: Any, b: int) -> Any:
+    """Return `a / b`, rounded up, of integers, words of a kernel or arrays of integers."""
+    return (a + (b - 1)) // b
 
 
 def parts_of_block(block: int, entries: int) -> int:

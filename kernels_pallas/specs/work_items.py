@@ -196,9 +196,9 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     begin = ops.searchsorted(last, start, "right")
     # A tile behind all keys that are seen has no queries, not the queries of the last tile.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
-    unmasked_begin = (ops.searchsorted(last, start + ROWS, "left") + (tokens - 1)) // tokens
+    unmasked_begin = cdiv(ops.searchsorted(last, start + ROWS, "left"), tokens)
     unmasked_end = ops.searchsorted(first, start, "right") // tokens
-    end = (ops.searchsorted(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
+    end = cdiv(ops.searchsorted(first, start + (ROWS - 1), "right"), tokens)
     bounds = xp.stack([begin, unmasked_begin, unmasked_end, xp.maximum(begin, end)], -1)
     bounds = bounds.reshape(spec.B, tiles, spec.consumers * len(PART_COLUMNS))
     begin = bounds[..., 0]
@@ -206,7 +206,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 
     # The partials of a tile are contiguous, in the order of its segments: `[B, tiles]`.
     first_segment = begin // span
-    count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
+    count = xp.where(begin < end, cdiv(end, span) - first_segment, 0)
     before = xp.cumsum(count, 1, dtype=xp.int32) - count
 
     # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first visible one.

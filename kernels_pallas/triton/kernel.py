@@ -8,18 +8,11 @@ import collections
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Sequence
 from typing import Any, Self
 
 from kernels_pallas.kernel import Array
-
-LOG2E = math.log2(math.e)
-
-
-def cdiv(a: int, b: int) -> int:
-    """Return `a / b`, rounded up."""
-    return -(-a // b)
+from kernels_pallas.specs.tile import LOG2E, cdiv  # noqa: F401, for descriptions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,6 +175,9 @@ class Warps:
         array, index = address
         return array[self._inside(index + offset // 4, array.size, True)]
 
+    def fetch_int(self, array, index):
+        return self.fetch(self.element(array, (index, 4)))
+
     def prefetch(self, address):
         pass
 
