@@ -10,7 +10,7 @@ from pages (`paged_attend.py`) if a kernel can run it. Every other call attends 
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -312,13 +312,6 @@ def _check_runs_once(cache: NSACache) -> None:
             "so that all replays would write to one slot; capture steps of paged_attention, or "
             "append to a clone() made within the graph"
         )
-
-
-def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
-    """Return whether an autograd graph holds the tensors `kept` of a cache, or will hold them
-    after a call with `new`.
-    """
-    return any(x.requires_grad for x in kept) or requires_grad(*new)
 
 
 def grow(cache: NSACache, capacity: int) -> NSACache:

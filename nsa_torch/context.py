@@ -675,8 +675,10 @@ class _Gather(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad):
         if ctx.count:
-            parts = ctx.shards.by_rank(grad.to(wide(grad.dtype)), ctx.count)
-            total = ctx.shards.ranks.scatter_sum(parts, f"gradients of {ctx.what}")()
+            shards, pieces = ctx.shards, grad.to(wide(grad.dtype)).split(ctx.count)
+            parts = torch.cat([pieces[i] for i in shards.order])  # the inverse of `in_order`
+            parts = parts.unflatten(0, (shards.size, -1))
+            total = shards.ranks.scatter_sum(parts, f"gradients of {ctx.what}")()
             grad = total.to(grad.dtype)
         return None, None, grad
 

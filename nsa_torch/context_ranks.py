@@ -121,13 +121,6 @@ class Shards(layouts.Shards):
         """Put `shards` `[R, T, ...]` into the order of the sequence, `[S, ...]`."""
         return torch.cat(self.chunks_of(shards, chunk))
 
-    def by_rank(self, whole: Tensor, chunk: int) -> Tensor:
-        """Split `[S, ...]` into the shards of all ranks, `[R, T, ...]`. This is the inverse of
-        `in_order`.
-        """
-        pieces = whole.split(chunk)
-        return torch.cat([pieces[i] for i in self.order]).unflatten(0, (self.size, -1))
-
 
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]

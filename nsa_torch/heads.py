@@ -178,7 +178,8 @@ def project(
     layers = query, *keys, *values
     # What is exported takes any number of tokens.
     few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
-    fused = not few and _are_plain(layers, x)
+    plain = not few and all(_is_plain(each, x) for each in layers)
+    fused = plain and len({each.bias is None for each in layers}) == 1
     beside = None  # the gate, where its product is one with the others
     if fused and isinstance(gate, HeadGate) and _is_plain(gate, x, HeadGate):
         beside = gate
@@ -398,14 +399,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return turned.flatten(-2)
-
-
-def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
-    """Return whether each layer computes only its product, and whether either all layers or
-    none have a bias.
-    """
-    plain = all(_is_plain(each, x) for each in layers)
-    return plain and len({each.bias is None for each in layers}) == 1
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:

@@ -299,6 +299,23 @@ class NSAAttention(nn.Module):
             return None
         return lengths.new_zeros((len(lengths), *self.spec.kept_keys), dtype=dtype)
 
+    def convolve_after(self, before, position, count):
+        """Return the `convolve` of `project` for tokens after a cache's, and a list. The
+        function puts the newest keys into the list.
+
+        Args:
+          before: The newest keys of the cache.
+          position: as in `project`.
+          count: int `[B]`, the tokens of each row. None means all.
+        """
+        newest = []
+
+        def convolve(key):
+            newest.append(newest_keys(before, key, count))
+            return self.key_conv(key, position, before)
+
+        return convolve, newest
+
     def project(
         self,
         x: Tensor,
@@ -417,14 +434,8 @@ class NSAAttention(nn.Module):
             steps = torch.arange(length, device=x.device)
             if zeroes_padding:
                 (x,) = own_tokens(new_lengths, x)
-            position, newest = kv.length[:, None] + steps, None
-
-            def convolve(key: Tensor) -> Tensor:
-                nonlocal newest
-                assert kv is not None and kv.newest_keys is not None
-                newest = newest_keys(kv.newest_keys, key, new_lengths)
-                return self.key_conv(key, position, kv.newest_keys)
-
+            position = kv.length[:, None] + steps
+            convolve, newest = self.convolve_after(kv.newest_keys, position, new_lengths)
             query, key, value, gates = self.project(x, position, convolve)
             out, kv = cache.cached_attention(
                 query,
@@ -438,7 +449,8 @@ class NSAAttention(nn.Module):
                 new_lengths=new_lengths,
                 implementation=self.implementation,
             )
-            kv.newest_keys = newest
+            if newest:
+                (kv.newest_keys,) = newest
             return self.out(out.flatten(2)), kv
         if varlen is not None:
             shards = 1 if self.context_mesh is None else self.context_mesh.size()

@@ -459,8 +459,10 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
             return None
         why_not = mosaic_why_not if name == "mosaic" else triton_why_not
         reason = f"needs {unordered[0]} contiguous" if unordered else why_not(*call)
-        # Triton builds its kernel at once.
-        if reason is None and (implementation or name == "triton" or _is_built(*call)):
+        ready = implementation or name == "triton"  # Triton builds its kernel at once
+        if reason is None and not ready and not torch.compiler.is_compiling():
+            ready = loaded.on_disk(specs.append(append_spec(*call).for_any_length()))
+        if reason is None and ready:
             return append_by_mosaic if name == "mosaic" else append_by_triton
         if implementation:
             raise NotImplementedError(f"append: {name}: {reason}")
@@ -480,12 +482,6 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
         if x.data_ptr() % ALIGNMENT:
             return f"needs {name} to start at a multiple of {ALIGNMENT} bytes"
     return specs.why_not(append_spec(cache, *call))
-
-
-def _is_built(*call: Any) -> bool:
-    """Return whether the Mosaic kernel is on disk and the call is not being compiled."""
-    generic = append_spec(*call).for_any_length()
-    return not torch.compiler.is_compiling() and loaded.on_disk(specs.append(generic))
 
 
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:

@@ -133,7 +133,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
             queue.refill(begin + i + stages, chosen, meets=compressed)
             return exchange.with_strip(lane, state, s2)
 
-        return m.repeat(times, strip, exchange.no_keys(lane), unrolled=False)
+        no_keys = [[exchange.NOTHING, 0.0]] * 2  # maximum and sum of the lane's rows
+        return m.repeat(times, strip, no_keys, unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
         """Return `state` plus `g P V` of the strips at turns from `begin` on. From `place` on,

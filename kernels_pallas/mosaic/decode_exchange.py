@@ -40,11 +40,6 @@ def expected_bytes(lane: Lane, work: Work) -> list[Any]:
 # Softmax of a warp's strips.
 
 
-def no_keys(lane: Lane) -> list[Words]:
-    """Return the maximum and the sum of the lane's two rows before the first strip."""
-    return [[lane.m.word(NOTHING), lane.m.word(0.0)] for _ in range(2)]
-
-
 def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
     """Return S2 of a strip that begins with key `first`. Keys outside `low .. high - 1` are
     masked.

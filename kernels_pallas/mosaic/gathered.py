@@ -96,7 +96,8 @@ def partials(kernel: Kernel) -> Callable:
         def compute(scores):
             acc, *state = softmax.initial_state(spec.Dv)
             state = softmax.SoftmaxState(None, *state)
-            p, (_, row_max, row_sum) = softmax.online_softmax(state, scores, c)
+            p, new_max = softmax.block_softmax(state.row_max, scores, c)
+            _, row_max, row_sum = softmax.rescaled(state, new_max, p)
             acc = buffers.add_product(acc, p.astype(dtype), (refs.value_tile, 0))
             acc *= across(1 / row_sum, acc.shape)  # [64, Dv]
             store_lse(refs, rows, row_max + jnp.log2(row_sum))

@@ -95,12 +95,6 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
     return SoftmaxState(acc, new_max, row_sum)
 
 
-def online_softmax(state: SoftmaxState, scores, c: float):
-    """Return `block_softmax`'s P, and the state rescaled to its maximum."""
-    p, new_max = block_softmax(state.row_max, scores, c)
-    return p, rescaled(state, new_max, p)
-
-
 def normalizer(state: SoftmaxState, offset: float = 0.0):
     """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows that see no key they are
     0 and -inf. `offset` is as in `block_softmax`.

@@ -115,7 +115,8 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
       ValueError: No instruction has these sizes.
     """
     if not isinstance(left, Operand):
-        depth = min(_depth(left), right.width)
+        # A register holds two numbers.
+        depth = min(len(left) * 2 * THREADS // ROWS, right.width)
         return _start([], left, _registers_of_step, right, right.rows, depth, flags="0")
 
     def of_step(step: int, word: str) -> tuple[str, str]:
@@ -136,13 +137,6 @@ def added(
         columns, depth = depth, columns
     flags = str(int(right.transposed))
     return _start(total, left, _registers_of_step, right, columns, depth, flags)
-
-
-def _depth(left: Sequence[ir.Value]) -> int:
-    """Return the number of columns of a left operand in registers. Each register holds two
-    numbers.
-    """
-    return len(left) * 2 * THREADS // ROWS
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:

@@ -29,8 +29,8 @@ from nsa_torch import cache as nsa_cache
 from nsa_torch.functional import Name, Names
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.key_convolution import newest_keys
 from nsa_torch.module import NSAAttention
+from nsa_torch.operators import requires_grad
 from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
@@ -129,8 +129,8 @@ class DenseLayer:
         kept = self.kept or [x[:, :0] for x in new]
         if kept[0].shape[1] < call.room:
             self.kept = [nsa_cache.extend(x, call.columns, call.room) for x in kept]
-        if nsa_cache.in_graph(self.kept, new):
-            self.map(Tensor.clone)
+        if any(x.requires_grad for x in self.kept) or requires_grad(*new):
+            self.map(Tensor.clone)  # a graph holds the tensors, or will hold them
         row = torch.arange(key.shape[0], device=key.device)[:, None]
         for kept, x in zip(self.kept, new, strict=True):
             kept[row, call.position] = x
@@ -176,17 +176,12 @@ class PagedLayer:
                 max_rows=self.batch,
             )
             self.newest_keys = attention.empty_newest_keys(call.after, dtype)
-        newest = None
-
-        def convolve(key: Tensor) -> Tensor:
-            nonlocal newest
-            newest = newest_keys(self.newest_keys, key, call.count)
-            return attention.key_conv(key, call.position, self.newest_keys)
-
+        rows = self.newest_keys, call.position, call.count
+        convolve, newest = attention.convolve_after(*rows)
         at = call.position, self.pages, call.order, convolve
         y = attend_pages(attention, x, *at, **call.at)
-        if newest is not None:
-            self.newest_keys.copy_(newest)
+        if newest:
+            self.newest_keys.copy_(*newest)
         return y
 
     def tensors(self) -> list[Tensor]:
