@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kernels_pallas.kernel import ALIGNMENT, Array, Kernel, int32
+from kernels_pallas.kernel import ALIGNMENT, Array, Kernel, float32, int32
 from nsa_core.array_ops import ArrayOps, Slices, derived, like
 from nsa_core.plan.buffers import (
     BYTES,
@@ -426,12 +426,12 @@ def _int32(ops, x):
     return [ops.to_int32(x)]
 
 
-@derived(lambda *arrays, length: [Array((len(arrays), length), "float32")])
+@derived(lambda *arrays, length: [float32(len(arrays), length)])
 def _float32_rows(ops, *arrays, length):
     return [ops.float32_rows(arrays, length)]
 
 
-@derived(lambda x, *, length: [Array((x.shape[-1], length), "float32")])
+@derived(lambda x, *, length: [float32(x.shape[-1], length)])
 def _unstacked_rows(ops, x, *, length):
     return [ops.float32_rows(ops.xp.moveaxis(x, -1, 0), length)]
 
@@ -447,7 +447,7 @@ def _stacked(ops, *arrays, dtype):
     return [ops.stacked(arrays, getattr(ops.xp, dtype))]
 
 
-@derived(lambda *arrays: [Array(x.shape, "float32") for x in arrays])
+@derived(lambda *arrays: [float32(*x.shape) for x in arrays])
 def _all_float32(ops, *arrays):
     return ops.all_float32(arrays)
 

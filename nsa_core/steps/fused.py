@@ -13,7 +13,7 @@ branches again, one after the other, so that only one output exists at a time.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import float32
 from nsa_core.array_ops import ArrayOps, derived, like, padding_zeroed
 from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
@@ -125,7 +125,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
 @derived(
     lambda query, *, width: [
         like(query, *query.shape[:3], width),
-        Array(query.shape[:3], "float32"),
+        float32(*query.shape[:3]),
     ]
 )
 def _nothing_seen(ops, query, *, width: int):

@@ -9,7 +9,7 @@ sum has a fixed order.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels_pallas.kernel import Array, int32
+from kernels_pallas.kernel import Array, float32, int32
 from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import power
@@ -33,7 +33,7 @@ PROGRAMS = 1024  # the least number into which dkv of few key tiles is split
 
 def delta_of(ops: ArrayOps, do, *outputs):
     """Return rowsum(dO * O), float32 `[B, T, H]`, of each of the one or three outputs."""
-    results = [Array(tuple(do.shape[:-1]), "float32")] * len(outputs)
+    results = [float32(*do.shape[:-1])] * len(outputs)
     name = "delta" if len(outputs) == 1 else "deltas"
     return ops.run(rowwise(name, do, results), do, *outputs)
 
@@ -96,7 +96,7 @@ def _partials(p: Problem, items: int, keys: int) -> list[Array]:
     """Return the partials of dk and dv for `items` segments of tiles of `keys` keys, per key/value
     head.
     """
-    return [Array((p.pairs * items, keys, x), "float32") for x in (p.D, p.Dv)]
+    return [float32(p.pairs * items, keys, x) for x in (p.D, p.Dv)]
 
 
 def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, keys: int):

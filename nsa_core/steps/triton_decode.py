@@ -1,6 +1,6 @@
 """Runs a decode step on the Triton kernels `partials` and `finish`, for either framework."""
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, float32, int32
 from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import power, precision
@@ -77,10 +77,10 @@ def attention(
     tiling = p.tiling("forward", min(power(rows), ROWS), 64)
     tiles, of_splits = cdiv(rows, tiling.rows), (p.pairs, rows, count)
     outputs = [
-        Array((p.pairs, rows, candidates), "float32"),
-        *[Array(of_splits, "float32")] * 2,
-        Array((*of_splits, p.Dv), "float32"),
-        Array((p.pairs, p.T), "int32"),
+        float32(p.pairs, rows, candidates),
+        *[float32(*of_splits)] * 2,
+        float32(*of_splits, p.Dv),
+        int32(p.pairs, p.T),
     ]
     sizes = {"ROWS": tiling.rows, "ROW_TILES": tiles}
     partials = described("partials", tiles * count, outputs, tiling, **sizes)
@@ -94,9 +94,9 @@ def attention(
     handed = p.pairs * p.T * parts, group_rows  # from program to program
     outputs = [
         Array((tokens, heads, p.Dv), p.dtype),
-        Array((tokens, p.Hkv, n), "int32"),
-        *[Array(handed, "float32")] * 2,
-        *[Array((*handed, p.Dv), "float32")] * 2,
+        int32(tokens, p.Hkv, n),
+        *[float32(*handed)] * 2,
+        *[float32(*handed, p.Dv)] * 2,
     ]
     finish = described(
         "finish",

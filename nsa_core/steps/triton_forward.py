@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, float32, int32
 from kernels_pallas.triton import tiling as tilings
 from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
@@ -43,7 +43,7 @@ def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants)
     kernel = p.kernel(
         launch,
         [p.log2_scale],
-        [Array((*rows, p.Dv), p.dtype), Array(rows, "float32")],
+        [Array((*rows, p.Dv), p.dtype), float32(*rows)],
         GATED=gate is not None,
         ADDED=added is not None,
         **constants,
@@ -122,7 +122,7 @@ def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
         "selected:tile_block_lists",
         programs,
         [p.T],
-        [Array((programs, entries), "int32"), Array((programs,), "int32")],
+        [int32(programs, entries), int32(programs)],
         HEADS=p.Hkv,
         CHUNK=min(entries, 32),
         **sizes,
@@ -166,7 +166,7 @@ def _best_blocks(p: Problem, config) -> TritonKernel:
     return p.kernel(
         ("scores:best_blocks", tiling, cdiv(p.T, tokens)),
         [p.log2_scale],
-        [Array((p.B, p.T, p.Hkv, n), "int32")],
+        [int32(p.B, p.T, p.Hkv, n)],
         N=n,
         SELECT_BLOCK=config.select_block,
         TOKENS=tokens,

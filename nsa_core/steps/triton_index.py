@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, float32, int32
 from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import (
     LEAST,
@@ -84,7 +84,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
             "index:index_blocks",
             batch * cdiv(length, tokens),
             (length, keys),
-            [Array((batch, length, heads, n), "int32")],
+            [int32(batch, length, heads, n)],
             KEYS=tiles.keys,
             N=n,
             BEST=best,
@@ -105,7 +105,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
             "index:index_scores",
             batch * cdiv(count, tokens) * cdiv(some * index.pool, chunk),
             (length, keys, first, count, some),
-            [Array((batch, count, lists, some), "float32")],
+            [float32(batch, count, lists, some)],
             KEYS=step,
             CHUNK=chunk,
             RELU=index.activation == "relu",
@@ -249,7 +249,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     )
     dtype, capability = dtype_name(index_query), ops.capability(query)
     narrow, group = dtype != "float32", heads // index_heads
-    of_entries, of_queries = (Array(lists.shape[:x], "float32") for x in (4, 3))
+    of_entries, of_queries = (float32(*lists.shape[:x]) for x in (4, 3))
     tiles = _kl_tiles(narrow, capability, (128, 64), (4, 2))
     # t is at most 1, and of small ones the difference counts.
     targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
@@ -294,7 +294,7 @@ def gradients(
     outputs = [
         # Differences of probabilities are too small for float16.
         Array((*lists.shape, width), "bfloat16" if narrow else "float32"),
-        Array((batch * heads * about.items, block, width), "float32"),
+        float32(batch * heads * about.items, block, width),
     ]
     kernel = _over_lists(
         *("kl_gradients", about, lists, keys, scale, outputs, tiles),

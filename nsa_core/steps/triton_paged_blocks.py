@@ -5,7 +5,7 @@ and for both frameworks.
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, float32, int32
 from kernels_pallas.specs.tile import SMS
 from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, itemsize, power, precision
@@ -181,7 +181,7 @@ def attention(
             *(max(queries, 1), pages, pool, _stride(key), _stride(value)),
             *(most, scale * LOG2E),
         ),
-        [*[Array(of_parts, "float32")] * 2, Array((*of_parts, sizes.Dv), "float32")],
+        [*[float32(*of_parts)] * 2, float32(*of_parts, sizes.Dv)],
         (8 if sizes.dtype == "float32" else tiling.warps, tiling.stages),
         **group,
         ROWS=tiling.rows,
@@ -206,7 +206,7 @@ def attention(
         (),
         [
             Array((tokens, sizes.H, sizes.Dv), sizes.dtype),
-            Array((tokens, sizes.H), "float32"),
+            float32(tokens, sizes.H),
         ],
         **group,
         ROWS=power(sizes.group),
@@ -286,7 +286,7 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
         "paged_blocks:scores",
         tokens * cdiv(all_keys, chunk),
         (tokens, max(queries, 1), table.shape[1], pool, _stride(pages), most, count),
-        [Array((tokens, lists, count), "float32")],
+        [float32(tokens, lists, count)],
         (4, 1),  # more programs hide more than more stages
         HEADS=heads,
         # As many as `index.index_blocks` has at least, so that scores have the same bits.
@@ -327,7 +327,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
             f"paged_blocks:{name}",
             items * parts,
             (max(queries, 1), most, count),
-            [Array(x, "int32") for x in outputs],
+            [int32(*x) for x in outputs],
             (warps, 1),
             LISTS=lists,
             N=n,
