@@ -22,7 +22,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
-from nsa_jax import mosaic
+from nsa_jax import kernel_path, mosaic
 from nsa_jax.jax_ops import JaxOps
 from tests import pretend, refusals
 from tests.devices import needs_gpu
@@ -98,7 +98,7 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
             ran.append(kernel.name)
             return super().run(kernel, *arrays)
 
-    monkeypatch.setattr(mosaic.PATH, "ops", Recording())
+    monkeypatch.setattr(kernel_path, "JAX_OPS", Recording())
 
     def attend(query, key, value, gates, option):
         at = {where: option}

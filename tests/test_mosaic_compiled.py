@@ -14,7 +14,7 @@ from kernels_pallas.runtime import lowering
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.steps import mosaic_forward
-from nsa_jax import Branches, mosaic
+from nsa_jax import Branches, kernel_path, mosaic
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import NSAConfig
 from tests.cross_compile import compile_report
@@ -79,7 +79,7 @@ def kernels(name, backward=False):
         (mosaic.selected_attention, query, key, value, indices),
         (mosaic.sliding_attention, query, key, value),
     ]
-    with mock.patch.object(mosaic.PATH, "ops", Recording()):
+    with mock.patch.object(kernel_path, "JAX_OPS", Recording()):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)

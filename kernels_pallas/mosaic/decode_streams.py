@@ -59,7 +59,7 @@ class Queue:
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
         """`arrays` has the pages of each branch by name."""
-        m, spec = lane.m, lane.spec
+        self.m, self.spec = m, spec = lane.m, lane.spec
         self.lane, self.work = lane, work
         self.near = work.mine + work.sliding
         self.limit = self.near * 2
@@ -100,13 +100,13 @@ class Queue:
         self.read_narrow_values_at = key * PART + (next_chunk << 4)
 
     def _stage(self, turn: Any) -> Any:
-        spec = self.lane.spec
+        spec = self.spec
         return self.ring + turn % spec.variant.stages * spec.stage_bytes
 
     def take(self, turn: Any) -> Any:
         """Waits for the strip of a turn and returns its stage."""
-        self.lane.m.wait_for_copies(self.lane.spec.variant.stages - 1)
-        self.lane.m.sync()
+        self.m.wait_for_copies(self.spec.variant.stages - 1)
+        self.m.sync()
         return self._stage(turn)
 
     def refill(self, turn: Any, chosen: bool, meets: bool = False) -> None:
@@ -116,7 +116,7 @@ class Queue:
           chosen: Whether the blocks are known.
           meets: Whether the warp may still have to wait for the cluster.
         """
-        m = self.lane.m
+        m = self.m
         end = self.total if chosen else self.limit
         m.sync()  # the overwritten strip has been read
         if meets:
@@ -126,12 +126,12 @@ class Queue:
 
     def fill_before_meeting(self) -> None:
         """Load those of the first strips whose tokens existed before the launch."""
-        last = self.lane.m.smaller(self.meeting, self.limit)
+        last = self.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
         """Loads the rest of the first strips."""
-        m = self.lane.m
+        m = self.m
 
         def rest(turn):
             m.when(m.same(turn, self.meeting), m.wait_for_cluster)
@@ -143,23 +143,23 @@ class Queue:
         """Load the selected strips among the next `stages` strips after `done` turns. They were
         skipped as long as the blocks were not known.
         """
-        self.lane.m.sync()
+        self.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
         self._first_turns(left_out, True, done)
 
     def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
         """Load the `wanted` strips among the `stages` turns after turn `done`."""
-        m = self.lane.m
+        m = self.m
 
         def turn(i):
             now = done + i
             m.when(wanted(now), lambda: self._copy(now, chosen))
             m.end_copies()
 
-        m.repeat(self.lane.spec.variant.stages, turn, unrolled=False)
+        m.repeat(self.spec.variant.stages, turn, unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
-        lane, work, spec = self.lane, self.work, self.lane.spec
+        lane, work, spec = self.lane, self.work, self.spec
         m, selected = lane.m, spec.selected_strips
         values = turn >= self.near
         i = turn - m.where(values, self.near, 0)
@@ -184,7 +184,7 @@ class Queue:
         m.when(raw, lambda: self._copy_from(key, value, values, to, first))
 
     def _copy_from(self, key: "_Pages", value: "_Pages", values: Any, *where: Any) -> None:
-        m = self.lane.m
+        m = self.m
         if key.alike(value):
             value.where(values, key).copy(*where)
             return
@@ -197,7 +197,7 @@ class Queue:
         """Return `scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. A strip of
         keys in fp8 needs the query and the `units` of `half_query`.
         """
-        m, spec = self.lane.m, self.lane.spec
+        m, spec = self.m, self.spec
         stage, tiles = self.take(turn), []
         size = 2 if units is None else 1
         places = self.read_keys_at if units is None else self.read_rounded_keys_at
@@ -228,15 +228,15 @@ class Queue:
 
     def _scales(self, stage: Any) -> list[Words]:
         """Return the scales of the keys in the lane's columns of two tiles."""
-        m, at = self.lane.m, stage + self.lane.pair * 8
-        places = [self.lane.spec.scales_at + 32 * tile for tile in range(2)]
+        m, at = self.m, stage + self.lane.pair * 8
+        places = [self.spec.scales_at + 32 * tile for tile in range(2)]
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
         """Set the values of keys outside `low .. high - 1` to zero, in a strip that begins with
         key `first`. Values that were never written may be NaN, and 0 * NaN is not 0.
         """
-        m, lane, spec = self.lane.m, self.lane, self.lane.spec
+        m, lane, spec = self.m, self.lane, self.spec
         row_bytes = spec.token_bytes * spec.Dv
 
         def clear():
@@ -261,7 +261,7 @@ class Queue:
         """Return `acc + P V` of a strip, where P is `[16 heads, 16 keys]`. The arguments for
         the keys are as in `clear`.
         """
-        m, spec = self.lane.m, self.lane.spec
+        m, spec = self.m, self.spec
         stage, acc = self.take(turn), list(acc)
         self.clear(stage, first, low, high)
         places = [stage + at for at in self.read_values_at]
@@ -284,7 +284,7 @@ class Queue:
           p: P in float32.
           most: Largest of the lane's p, from 0.
         """
-        m, spec = self.lane.m, self.lane.spec
+        m, spec = self.m, self.spec
         stage, (acc, unit) = self.take(turn), state
         self.clear(stage, first, low, high)
         scales = self._scales(stage)

@@ -10,6 +10,7 @@ The lanes write memory that wgmma reads. Each thread waits for its copies of a s
 `commit_smem` makes them visible. `operands.py` describes the layout of rows in shared memory.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,9 +51,10 @@ class RowCopies(NamedTuple):
         sources, targets = zip(*pairs, strict=True)
         targets = [ref[0].at[copy] for ref, copy in targets]
 
-        def load(warp, refs, operands, words):
-            (entries, *arrays), (first, end, b, kv_head, length) = refs, words
-            arrays, stats = arrays[: len(operands)], arrays[len(operands) :]
+        def load(warp, entries, *given):
+            *arrays, first, end, b, kv_head, length = given
+            count = len(targets)
+            arrays, stats, operands = arrays[:count], arrays[count:-count], arrays[-count:]
 
             def token_of(row):
                 index = warp.smaller(first + row // self.group, end - 1)
@@ -94,9 +96,7 @@ class RowCopies(NamedTuple):
         """
         ref, copy, columns = staged
 
-        def store(warp, refs, operands, words):
-            (entries, target), (operand,) = refs, operands
-            first, end, b, count, less = words
+        def store(warp, entries, target, operand, first, end, b, count, less):
             for row, shared in self._rows(warp):
                 index = first + row // self.group
                 only = index < end
@@ -116,19 +116,15 @@ class RowCopies(NamedTuple):
 
     def commit(self) -> None:
         """Commits the copies since the last call as a group, which may be empty."""
-        self._call(lambda warp, *_: warp.end_copies(), [], [], [])
+        self._call(lambda warp: warp.end_copies(), [], [], [])
 
     def wait(self, left: int) -> None:
         """Waits until all groups of this thread except the last `left` have arrived."""
-        self._call(lambda warp, *_: warp.wait_for_copies(left), [], [], [])
+        self._call(lambda warp: warp.wait_for_copies(left), [], [], [])
 
     def _call(self, function: Callable, refs: Sequence, operands: Sequence, numbers) -> None:
-        def call(*arguments):
-            rest = arguments[len(refs) :]
-            words = rest[len(operands) :]
-            function(warp, arguments[: len(refs)], rest[: len(operands)], words)
-
         types = [self.buffers._matrix_ref] * len(operands)
+        call = functools.partial(function, warp)
         warp.each(call, [*refs, *operands], numbers, types=types)
 
     def _rows(self, warp):

@@ -52,8 +52,7 @@ class GatheredRows(NamedTuple):
         the last entry of the list is loaded.
         """
 
-        def load(warp, row, refs, words):
-            (lists,), (first, end) = refs, words
+        def load(warp, row, lists, first, end):
             index = warp.smaller(first + self._token(warp, row), end - 1)
             return [warp.fetch_int(lists, index)]
 
@@ -64,8 +63,7 @@ class GatheredRows(NamedTuple):
         if self.interpret:
             return
 
-        def prefetch(warp, row, refs, words):
-            (lists,), (first, end) = refs, words
+        def prefetch(warp, row, lists, first, end):
             index = warp.larger(warp.smaller(first + self._token(warp, row), end - 1), 0)
             warp.prefetch(warp.element(lists, (index, 4)))
 
@@ -77,11 +75,10 @@ class GatheredRows(NamedTuple):
         """
         stats_tile, count = stats_tiles
 
-        def load(warp, row, refs, words, token):
-            _, heads, _, rows, _ = interpreter.shape_of(refs[0])
-            b, kv_head, count = words
+        def load(warp, row, row_stats, b, kv_head, count, token):
+            _, heads, _, rows, _ = interpreter.shape_of(row_stats)
             address = warp.element(
-                refs[0],
+                row_stats,
                 ((b * heads + kv_head) * count + token // stats_tile, rows * 4 * ROW_STATS),
                 (token % stats_tile * self.group + row % self.group, 4 * ROW_STATS),
             )
@@ -108,10 +105,9 @@ class GatheredRows(NamedTuple):
 
             return
 
-        def put(warp, _, refs, words, value, index, only):
-            heads = interpreter.shape_of(refs[0])[1]
-            b, kv_head, length = words
-            address = warp.element(refs[0], ((b * heads + kv_head) * length, 4), (index, 4))
+        def put(warp, _, array, b, kv_head, length, value, index, only):
+            heads = interpreter.shape_of(array)[1]
+            address = warp.element(array, ((b * heads + kv_head) * length, 4), (index, 4))
             warp.put(address, value, only & warp.same(warp.lane() % QUAD, 0))
 
         _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
@@ -124,19 +120,18 @@ class GatheredRows(NamedTuple):
         """
         _, _, heads, n = indices.shape
 
-        def far(warp, row, refs, words):
-            b, kv_head, first, length = words
+        def far(warp, row, indices, position, b, kv_head, first, length):
             exists = (row < self.tokens * self.group) & (
                 first + self._token(warp, row) < length
             )
             token = warp.smaller(first + self._token(warp, row), length - 1)
             token = b * length + token
-            at = warp.fetch_int(refs[1], token)
+            at = warp.fetch_int(position, token)
             own = warp.larger(at, 0) // ROWS
-            of_tile = warp.fetch_int(refs[1], b * length + first)
+            of_tile = warp.fetch_int(position, b * length + first)
             near = first_near(of_tile, ROWS, warp.larger)
             size = 4 * n
-            address = warp.element(refs[0], (token, heads * size), (kv_head, size))
+            address = warp.element(indices, (token, heads * size), (kv_head, size))
             bits = warp.word(0)
             for j in range(n):
                 block = warp.fetch(address, 4 * j)
@@ -173,8 +168,8 @@ class TileRows(NamedTuple):
         token.
         """
 
-        def load(warp, row, refs, words):
-            value = warp.fetch(self._address(warp, row, refs[0], words))
+        def load(warp, row, *place):
+            value = warp.fetch(self._address(warp, row, *place))
             if self.heads > self.group:
                 member = row % self.heads
                 value = warp.where(member < self.group, value, warp.integer(otherwise))
@@ -200,21 +195,21 @@ class TileRows(NamedTuple):
                 pl.when(first + last == length)(lambda: write(last))
             return
 
-        def put(warp, row, refs, words, value):
+        def put(warp, row, array, b, first, head, length, value):
             token, member = row // self.heads, row % self.heads
-            exists = (token < self.tokens) & (words[1] + token < words[3])
+            exists = (token < self.tokens) & (first + token < length)
             exists = exists & (member < self.group)
             first_lane = warp.same(warp.lane() % QUAD, 0)
-            warp.put(self._address(warp, row, refs[0], words), value, exists & first_lane)
+            address = self._address(warp, row, array, b, first, head, length)
+            warp.put(address, value, exists & first_lane)
 
         _by_row(put, [array], [b, first, head, length], [value], [])
 
-    def _address(self, warp, row, array, words):
+    def _address(self, warp, row, array, b, first, head, length):
         """Return the address of a row's value. Past the last token or head, it is the address
         of the last one.
         """
         heads = interpreter.shape_of(array)[2]
-        b, first, head, length = words
         token = warp.smaller(first + row // self.heads, length - 1)
         member = warp.smaller(row % self.heads, self.group - 1)
         return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
@@ -229,17 +224,17 @@ class TileRows(NamedTuple):
 def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
     """Compute arrays `[64]` of these types by calling `function` in each lane for its rows.
 
-    `function(warp, row, refs, words, *words_of_row)` has words of the instructions `warp` as
+    `function(warp, row, *refs, *words, *words_of_row)` has words of the instructions `warp` as
     arguments and results. `words` are the scalars, and `words_of_row` are the row's elements of
     `rows`, which are arrays `[64]`. The interpreter reads whole `refs`.
     """
     if interpret:
 
         def program(warp, arrays, words, places):
-            arrays, of_rows = arrays[: len(refs)], arrays[len(refs) :]
+            given, of_rows = (*arrays[: len(refs)], *words), arrays[len(refs) :]
             for half in range(2):
                 row = warp.warp() * 16 + (warp.lane() // QUAD + 8 * half)
-                found = function(warp, row, arrays, words, *(x[row] for x in of_rows))
+                found = function(warp, row, *given, *(x[row] for x in of_rows))
                 for place, x in zip(places, found, strict=True):
                     warp.write(place + row * 4, warp.bits(x))
 
@@ -247,17 +242,15 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
         return interpreter.written(program, [*refs, *rows], scalars, shapes)
 
     def call(*arguments):
-        refs_, rest = arguments[: len(refs)], arguments[len(refs) :]
-        words, rows_ = rest[: len(scalars)], rest[len(scalars) :]
+        count = len(refs) + len(scalars)
         layout, shape = PER_ROW.to_mgpu(), (ROWS,)
         registers = [np.empty(layout.registers_shape(shape), object) for _ in dtypes]
         indices = list(np.ndindex(layout.registers_shape(shape)))
         for i, (index,) in zip(indices, layout.thread_idxs(shape), strict=True):
             row = Word(arith.index_cast(wgmma.i32(), index))
-            own = [Word(vector.extract(x.registers[i], [], [0])) for x in rows_]
-            for out, x in zip(
-                registers, function(warp, row, refs_, words, *own) or (), strict=True
-            ):
+            own = [Word(vector.extract(x.registers[i], [], [0])) for x in arguments[count:]]
+            found = function(warp, row, *arguments[:count], *own) or ()
+            for out, x in zip(registers, found, strict=True):
                 out[i] = vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value)
         signed = (True if x == jnp.int32 else None for x in dtypes)
         return [wgmma.fragments(x, layout, s) for x, s in zip(registers, signed, strict=True)]
