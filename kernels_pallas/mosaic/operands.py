@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from kernels_pallas.mosaic import fp8, wgmma
+from kernels_pallas.mosaic import fp8, warp, wgmma
 from kernels_pallas.specs.tile import (  # noqa: F401
     LOG2E,
     ROW_STATS,
@@ -313,12 +313,11 @@ class Buffers(NamedTuple):
             return list(sums)
         shapes = [matrix_type(x.shape) for x in sums]
 
-        @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(sums), return_type=shapes)
-        def wait(_, *sums):
+        def wait(*sums):
             done = wgmma.wait(running, *map(wgmma.registers, sums))
             return [wgmma.array(values) for values in done]
 
-        return wait(*sums)
+        return warp.each(wait, [], [], sums, MATRIX, result=shapes)
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
         """Return `left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the
@@ -392,8 +391,7 @@ def column_stats(ref, start: int, interpret, group: int = 0):
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
     used = ref.shape[0] // ROW_STATS_MIN_ROWS * group if group else ref.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * ROW_STATS)
-    def load(_, ref):
+    def load(ref):
         layout, shape = PER_COLUMN.to_mgpu(), (columns,)
         row_type, pair_type = (
             ir.VectorType.get((n,), ir.F32Type.get()) for n in (ROW_STATS, 2)
@@ -429,7 +427,7 @@ def column_stats(ref, start: int, interpret, group: int = 0):
                 registers[k][index] = pair
         return [wgmma.fragments(x, layout) for x in registers]
 
-    return load(ref)
+    return warp.each(load, [ref], [], result=[column] * ROW_STATS)
 
 
 def by_column(ref, shape, interpret):
@@ -438,8 +436,7 @@ def by_column(ref, shape, interpret):
         return lax.broadcast_in_dim(ref[...], shape, [1])
     column = plgpu.ShapeDtypeStruct(shape[1:], jnp.float32, layout=PER_COLUMN)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=column)
-    def load(_, ref):
+    def load(ref):
         layout = PER_COLUMN.to_mgpu()
         registers = np.empty(layout.registers_shape(shape[1:]), object)
         pair = ir.VectorType.get((2,), ir.F32Type.get())
@@ -455,7 +452,7 @@ def by_column(ref, shape, interpret):
             registers[index] = llvm.load(pair, pointer)
         return wgmma.fragments(registers, layout)
 
-    return lax.broadcast_in_dim(load(ref), shape, [1])
+    return lax.broadcast_in_dim(warp.each(load, [ref], [], result=column), shape, [1])
 
 
 def side_by_side(parts, interpret):
@@ -465,14 +462,13 @@ def side_by_side(parts, interpret):
     shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
     result = matrix_type(shape, parts[0].dtype)
 
-    @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(parts), return_type=result)
-    def join(_, *parts):
+    def join(*parts):
         layout = MATRIX.to_mgpu()
         registers = np.concatenate([part.registers for part in parts], axis=1)
         assert registers.shape == layout.registers_shape(shape)
         return wgmma.fragments(registers, layout, parts[0].is_signed)
 
-    return join(*parts)
+    return warp.each(join, [], [], parts, MATRIX, result=result)
 
 
 def with_sign_bit(x, shift, interpret):
@@ -483,11 +479,7 @@ def with_sign_bit(x, shift, interpret):
         bits, sign = (lax.bitcast_convert_type(y, jnp.uint32) for y in (x, shift))
         return lax.bitcast_convert_type(bits | sign << 31, jnp.float32)
 
-    @plgpu.inline_mgpu(
-        arg_types=(MATRIX, MATRIX),
-        return_type=matrix_type(x.shape),
-    )
-    def join(_, x, shift):
+    def join(x, shift):
         registers = np.empty_like(x.registers)
         for i in np.ndindex(registers.shape):
             vector = x.registers[i].type
@@ -498,7 +490,7 @@ def with_sign_bit(x, shift, interpret):
             registers[i] = arith.bitcast(vector, arith.ori(bits, arith.shli(sign, places)))
         return wgmma.fragments(registers, x.layout)
 
-    return join(x, shift)
+    return warp.each(join, [], [], [x, shift], MATRIX, result=matrix_type(x.shape))
 
 
 def _index(number: int):

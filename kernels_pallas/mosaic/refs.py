@@ -16,7 +16,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kernels_pallas.kernel import SCALAR_STEP, Kernel
-from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic import operands, warp
+
+INT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=warp.SCALAR)
 
 
 def build_kernel(
@@ -77,18 +79,14 @@ def sizes_of(kernel: Kernel, scalars: Sequence[Any]) -> SimpleNamespace:
 def scalar_of(argument: Any) -> Any:
     """Return the number in a scalar argument's address (`Kernel.for_any_length`), int32."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def read(_, ref):
+    def read(ref):
         i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
         address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         step = arith.constant(i64, SCALAR_STEP.bit_length() - 1)
         number = arith.trunci(i32, arith.shrui(address, step))
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
-    return read(argument)
+    return warp.each(read, [argument], [], result=INT)
 
 
 def cta_index(kernel: Kernel, axis: str) -> Any:
@@ -102,14 +100,9 @@ def cta_index(kernel: Kernel, axis: str) -> Any:
     if not kernel.any_length:
         return index
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT(()),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def hide(_, index):
-        i32 = ir.IntegerType.get_signless(32)
-        (known,) = index.registers.flat
+    def hide(index):
+        i32, known = ir.IntegerType.get_signless(32), index.value
         number: Any = llvm.inline_asm(i32, [known], "mov.b32 $0, $1;", "=r,r", asm_dialect=0)
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
-    return hide(index)
+    return warp.each(hide, [], [index], result=INT)

@@ -409,15 +409,14 @@ def _fold(probs, interpret):
         return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)
     result = plgpu.ShapeDtypeStruct((ROWS // 2, KEYS), jnp.float32, layout=FOLDED)
 
-    @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=result)
-    def add(_, probs):
+    def add(probs):
         pairs = probs.registers.reshape(KEYS // 8, 2)
         registers = np.empty(FOLDED.to_mgpu().registers_shape((ROWS // 2, KEYS)), dtype=object)
         for place, (low, high) in zip(np.ndindex(registers.shape), pairs, strict=True):
             registers[place] = arith.addf(low, high)
         return wgmma.fragments(registers, FOLDED.to_mgpu())
 
-    return add(probs)
+    return warp.each(add, [], [], [probs], MATRIX, result=result)
 
 
 def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):

@@ -186,8 +186,7 @@ class StoredDs(NamedTuple):
         if self.interpret:
             return self._read_interpreted(ds, blocks, block, token)
 
-        def load(_, ds, blocks, *scalars):
-            block, token = map(warp.scalar, scalars)
+        def load(ds, blocks, block, token):
             slots, own = [], blocks.registers.flat[0]
             for i in range(self.tokens_of_warp):
                 slots.append(warp.first_equal(Word(vector.extract(own, [], [i])), block))
@@ -204,10 +203,11 @@ class StoredDs(NamedTuple):
             dtype = ir.MemRefType(ds.type).element_type
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)
 
-        types = [plgpu.RefType(), self._by_lane[1], warp.SCALAR, warp.SCALAR]
-        result = operands.matrix_type((ROWS, KEYS), ds.dtype)
-        call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
-        return call(ds, blocks, block, token)
+        given = {
+            "types": [self._by_lane[1]],
+            "result": operands.matrix_type((ROWS, KEYS), ds.dtype),
+        }
+        return warp.each(load, [ds, blocks], [block, token], **given)
 
     def _read_interpreted(self, ds, blocks, block, token):
         parts = []
@@ -338,9 +338,9 @@ def dq(kernel: Kernel):
             "key_ring": buffers.ring(STAGES, KEYS, spec.D),
             "out_tile": buffers.rows(1, spec.D, tokens),
             "starts": plgpu.SMEM((spec.entries,), jnp.int32),
-            "list_ready": plgpu.Barrier(num_arrivals=spec.entries // LIST_CHUNK),
-            "key_ready": plgpu.Barrier(num_arrivals=slabs, num_barriers=STAGES),
-            "added_ready": plgpu.Barrier(num_arrivals=slabs * tokens),
+            "list_ready": operands.barriers(spec.entries // LIST_CHUNK),
+            "key_ready": operands.barriers(slabs, STAGES),
+            "added_ready": operands.barriers(slabs * tokens),
         },
         grid_names=("row", "tile"),
     )
