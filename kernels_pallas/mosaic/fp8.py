@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from kernels_pallas.mosaic import wgmma
+from kernels_pallas.mosaic import warp, wgmma
 from kernels_pallas.specs.fp8 import LARGEST
 
 MATRIX = plgpu.Layout.WGMMA
@@ -27,11 +27,7 @@ def pairs(x, interpret):
         x = jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         return lax.bitcast_convert_type(x, jnp.int16)
 
-    @plgpu.inline_mgpu(
-        arg_types=(MATRIX,),
-        return_type=plgpu.ShapeDtypeStruct((rows, columns // 2), jnp.int16, layout=MATRIX),
-    )
-    def pack(_, x):
+    def pack(x):
         # For each eight columns: two of a row, then two of the row eight below.
         values, words = wgmma.registers(x), []
         for first in range(0, len(values), 8):
@@ -40,7 +36,8 @@ def pairs(x, interpret):
                 words.append(_word(four))
         return wgmma.array_of_pairs(words, ir.IntegerType.get_signless(16))
 
-    return pack(x)
+    result = plgpu.ShapeDtypeStruct((rows, columns // 2), jnp.int16, layout=MATRIX)
+    return warp.each(pack, [], [], [x], MATRIX, result=result)
 
 
 def numbers(x):

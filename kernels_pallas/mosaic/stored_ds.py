@@ -203,11 +203,8 @@ class StoredDs(NamedTuple):
             dtype = ir.MemRefType(ds.type).element_type
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)
 
-        given = {
-            "types": [self._by_lane[1]],
-            "result": operands.matrix_type((ROWS, KEYS), ds.dtype),
-        }
-        return warp.each(load, [ds, blocks], [block, token], **given)
+        types, result = [self._by_lane[1]], operands.matrix_type((ROWS, KEYS), ds.dtype)
+        return warp.each(load, [ds, blocks], [block, token], types=types, result=result)
 
     def _read_interpreted(self, ds, blocks, block, token):
         parts = []
