@@ -35,7 +35,7 @@ def gated_sum(kernel: Kernel) -> Callable:
         for c in branches:
             plgpu.barrier_wait(rows_full.at[c])
         for i in range(spec.width // buffers.slab):
-            total = operands.full((ROWS, buffers.slab), 0.0, operands.MATRIX)  # [64, slab]
+            total = operands.zeros(buffers.slab)  # [64, slab]
             for c, gate in enumerate(g):
                 o = buffers.read_keys(rows_s, c, i)
                 total += o * operands.across(gate, o.shape)

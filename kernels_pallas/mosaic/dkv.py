@@ -178,9 +178,7 @@ class KeyTile:
                 refs.keys_full.at[wg],
             )
         plgpu.barrier_wait(refs.keys_full.at[wg])
-        zeros = tuple(
-            operands.full((ROWS, width), 0.0, MATRIX) for width in spec.widths.values()
-        )
+        zeros = tuple(operands.zeros(width) for width in spec.widths.values())
         left = (refs.key_s, wg), (refs.value_s, wg)
         if spec.keys_in_registers:
             left = tuple(buffers.in_registers(*operand) for operand in left)
@@ -565,7 +563,7 @@ def merge(kernel: Kernel) -> Callable:
                 part = partial.at[first + i, keys, columns]
                 return operands.load(part, MATRIX)
 
-            total = operands.full((ROWS, slab), 0.0, MATRIX)
+            total = operands.zeros(slab)
             done = jnp.int32(0)
             for at_once in AT_ONCE:
 

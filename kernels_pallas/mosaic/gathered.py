@@ -119,7 +119,7 @@ def partial_dq(kernel: Kernel) -> Callable:
         stats = gathered_rows.softmax_stats(*of_rows, stats_tiles)
 
         def compute(scores, dp):
-            acc = softmax.zeros(spec.D)
+            acc = operands.zeros(spec.D)
             ds = softmax.softmax_backward(scores, dp, spec.scale * LOG2E, stats)  # [64, block]
             acc = buffers.add_product(acc, ds.astype(buffers.dtype), (refs.key_tile, 0))
             return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]

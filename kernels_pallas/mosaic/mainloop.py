@@ -37,6 +37,7 @@ from kernels_pallas.mosaic.operands import (
     by_column,
     div,
     side_by_side,
+    zeros,
 )
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 from kernels_pallas.specs.fp8 import GROUP, LARGEST, OFFSET, SMALLEST
@@ -330,4 +331,4 @@ def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
     def finish(acc):
         return acc * across(stats.sign * spec.scale, acc.shape)
 
-    return Mainloop(softmax.zeros(spec.D), attend, multiply, finish)
+    return Mainloop(zeros(spec.D), attend, multiply, finish)

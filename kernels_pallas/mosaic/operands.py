@@ -542,6 +542,11 @@ def across(row, shape):
     return lax.broadcast_in_dim(row, shape, [0])
 
 
+def zeros(width: int):
+    """Return an accumulator `[64, width]`."""
+    return full((ROWS, width), 0.0, MATRIX)
+
+
 def full(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 

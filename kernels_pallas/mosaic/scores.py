@@ -658,7 +658,7 @@ def best_blocks_kq(kernel: Kernel):
                 logits, own = multiply(i * r + phase + 1, add_phase)
                 return logits, *own
 
-            zeros = operands.full((ROWS, 8), 0.0, MATRIX)
+            zeros = operands.zeros(8)
             state = (logits, *[zeros] * tile.tokens)
             logits, *own = lax.fori_loop(0, r, one_phase, state)
             store(refs.own_s, place, own)

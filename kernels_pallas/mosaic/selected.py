@@ -272,7 +272,7 @@ def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None
         plgpu.barrier_wait(refs.added_ready)
         return buffers.read_rows(out_tile, 0, width)
 
-    total = [operands.full((ROWS, size.slab), 0.0, MATRIX) for _ in slabs]
+    total = [operands.zeros(size.slab) for _ in slabs]
     rounded = [result[:, i : i + size.slab].astype(buffers.dtype) for i in slabs]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     total = added(total, loaded(refs.out_0), of_compressed)

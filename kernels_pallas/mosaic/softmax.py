@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, ROWS, across
 
 MASKED = -1e30  # score of a key that a row must not see
 EMPTY = -1e20  # no row that sees a key has a maximum below this
@@ -45,15 +45,10 @@ class SoftmaxStats(NamedTuple):
     sign: Any  # of the gate, 1 or -1
 
 
-def zeros(width: int):
-    """Return an accumulator `[64, width]`."""
-    return operands.full((ROWS, width), 0.0, MATRIX)
-
-
 def initial_state(width: int) -> SoftmaxState:
     """Return the state before the first block."""
     return SoftmaxState(
-        zeros(width),
+        operands.zeros(width),
         operands.full((ROWS,), MASKED, PER_ROW),
         operands.full((ROWS,), 0.0, PER_ROW),
     )

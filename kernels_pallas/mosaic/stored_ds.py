@@ -315,7 +315,7 @@ def dq(kernel: Kernel):
             return acc, *following
 
         first_ds = [ds_of(jnp.int32(i)) for i in range(AHEAD)]
-        state = operands.full((ROWS, spec.D), 0.0, MATRIX), *first_ds
+        state = operands.zeros(spec.D), *first_ds
         acc, *_ = lax.fori_loop(0, count, step, state)
         added = None
         if spec.added:
