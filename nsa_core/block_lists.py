@@ -4,7 +4,7 @@ Arrays may come from either framework. `xp` is `jax.numpy` or `torch`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -157,17 +157,11 @@ def check_paged(
     return within(block_size, paged[0].shape[1] * page)
 
 
-class PagedKeys(NamedTuple):
-    """The keys of the lists, `[N, lists, n * block_size]`. `row` is the row of a key in the
-    concatenated pages, within bounds. `seen` is True if the query sees the key.
-    """
+def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int):
+    """Return the keys of the lists, two arrays `[N, lists, n * block_size]`. The first one has
+    the row of each key in the concatenated pages, within bounds. The second one is True if the
+    query sees the key.
 
-    row: Any
-    seen: Any
-
-
-def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int) -> PagedKeys:
-    """
     Args:
       lists: The result of `for_kernels`, `[N, lists, n]`.
       tokens: `paged_layout.Tokens` of the `N` queries.
@@ -180,7 +174,7 @@ def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int)
     found = paged_layout.places(page_table, row, index.clip(0, None), *pages.shape[1::-1])
     shape = (*lists.shape[:2], lists.shape[2] * block_size)
     rows = found.page * pages.shape[1] + found.offset
-    return PagedKeys(rows.reshape(shape), (seen & found.there).reshape(shape))
+    return rows.reshape(shape), (seen & found.there).reshape(shape)
 
 
 def attention_to_pages(

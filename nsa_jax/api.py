@@ -90,7 +90,7 @@ def attention(
       NotImplementedError: The named implementation cannot run this call.
     """
     validate.flag("recompute", recompute)
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = map(Branches.each, (key, value))
     gates = validate.gates(gates, query)
     _check(query, key, value, config, segment_ids, scale)
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
@@ -415,7 +415,7 @@ def explain(
 
     Raises: the same errors as `attention`.
     """
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = map(Branches.each, (key, value))
     if gates is not None:
         validate.gates(gates, query)
     _check(query, key, value, config, segment_ids, None)

@@ -160,7 +160,7 @@ def cached_attention(
         of another kind, or has too little capacity.
       NotImplementedError: The named implementation cannot run this call.
     """
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = map(Branches.each, (key, value))
     gates = validate.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)

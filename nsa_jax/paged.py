@@ -162,7 +162,7 @@ def append(
         Wrong outputs are then NaN.
     """
     paged_layout.check_cache(cache)
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = map(Branches.each, (key, value))
     at = page_table, lengths, cu_seqlens_q
     params = paged_layout.check_tokens(
         checks.read, cache, key, value, *at, params, slots, cache.num_pages

@@ -238,7 +238,7 @@ def attention(
         arguments = *arguments[:-1], cu_seqlens
     called, tensors = call.signature_of(arguments, implementation, config, scale, recompute)
     wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = map(Branches.each, (key, value))
     separate = key.sliding is not key.selected or value.sliding is not value.selected
     known = called and (called, wanted, ranks.group, str(context_layout), separate)
 
