@@ -12,6 +12,7 @@ another CTA's shared memory:
     push      st.async: a store to a CTA of the cluster, whose barrier counts the bytes
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Calla
     return apply
 
 
-def _comparison(kind: str) -> Callable:
-    return lambda self, other: _compare(kind, self, other)
+def _comparison(kind: str) -> Callable[[Any, Any], "Word"]:
+    return lambda a, b: _compare(kind, a, b)
 
 
 class Word:
@@ -93,25 +94,10 @@ def _compare(kind: str, a: Number, b: Number) -> Word:
     return Word(arith.cmpi(getattr(arith.CmpIPredicate, kind), a.value, b.value))
 
 
-def same(a: Number, b: Number) -> Word:
-    return _compare("eq", a, b)
-
-
-def different(a: Number, b: Number) -> Word:
-    return _compare("ne", a, b)
-
-
-def below(x: Number, count: Number) -> Word:
-    """Return `0 <= x < count`, for `count` from 0."""
-    return _compare("ult", x, count)
-
-
-def where(condition: Word, a: Number, b: Number) -> Word:
-    return _apply(arith.select, condition, a, b)
-
-
-def smaller(a: Number, b: Number) -> Word:
-    return _apply(arith.minsi, a, b)
+same, different = _comparison("eq"), _comparison("ne")
+below = _comparison("ult")  # `0 <= x < count`, for `count` from 0
+where = functools.partial(_apply, arith.select)  # of a condition and two numbers
+smaller = functools.partial(_apply, arith.minsi)
 
 
 def larger(a: Number, b: Number) -> Word:
@@ -233,20 +219,17 @@ def exchange(x: Word, distance: int) -> Word:
     return _ptx(text, x, result=ir.F32Type.get(), together=True)
 
 
-def shuffle(x: Word, source: Number) -> Word:
-    """Return the integer of lane `source`."""
-    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-    return _ptx(text, x, source, together=True, reads=True)
+def _of_warp(text: str) -> Callable[..., Word]:
+    """Emit an instruction that all lanes execute together, and return its result."""
+    return functools.partial(_ptx, text, together=True, reads=True)
 
 
-def largest(x: Word) -> Word:
-    """Return the largest integer of all lanes."""
-    return _ptx("redux.sync.max.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
-
-
-def smallest(x: Word) -> Word:
-    """Return the smallest integer of all lanes."""
-    return _ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
+shuffle = _of_warp("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")  # the integer of a lane
+largest = _of_warp("redux.sync.max.s32 $0, $1, 0xffffffff;")  # integer of all lanes
+smallest = _of_warp("redux.sync.min.s32 $0, $1, 0xffffffff;")
+# The transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns `2 * (l % 4)` and
+# `2 * (l % 4) + 1` of row `l // 4`.
+transposed = _of_warp("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 def votes(condition: Word) -> Word:
@@ -263,7 +246,7 @@ def first_equal(a: Word, b: Word) -> Word:
 def _ballot(kind: str, a: Number, b: Number) -> Word:
     compare = f"setp.{kind}.b32 p, $1, $2;"
     vote = f"{{ .reg .pred p; {compare} vote.sync.ballot.b32 $0, p, 0xffffffff; }}"
-    return _ptx(vote, a, b, together=True, reads=True)
+    return _of_warp(vote)(a, b)
 
 
 def sync() -> None:
@@ -351,14 +334,6 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
         has_side_effects=True,
     )
     return [Word(llvm.extractvalue(i32(), found, [i])) for i in range(count)]
-
-
-def transposed(pair: Word) -> Word:
-    """Return the transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns
-    `2 * (l % 4)` and `2 * (l % 4) + 1` of row `l // 4`.
-    """
-    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return _ptx(text, pair, together=True, reads=True)
 
 
 def when(condition: Word, body) -> None:
