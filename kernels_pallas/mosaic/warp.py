@@ -344,7 +344,7 @@ def when(condition: Word, body) -> None:
 
 def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
     """Compute `state = body(i, *state)` for `i` below `times`. `state` has words, numbers, and
-    nested lists of them. A state of one value is returned alone.
+    nested lists of them. A state of one value is returned as this value.
 
     `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
     execute together deadlock. `unrolled` allows the compilers to unroll the loop.
