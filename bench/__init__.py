@@ -1,4 +1,6 @@
-"""One command per question, all on the same problems, timers, parity rule and records."""
+"""Commands that measure the library, one per question. All use the same problems, timers,
+parity rule and records.
+"""
 
 import os
 

@@ -4,11 +4,12 @@
     python -m bench.against --checkout ../before
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
-Both checkouts run in separate processes on one machine. All compile in parallel. Then
-consecutive calls are timed in turn (before, after, after, before, ...), with one process on the
-GPU at a time. A row is slower where the median of its ratios exceeds `--margin`. Exit status 1:
-a row is slower or not bit-equal (`--allow_other_bits` for a change that may round differently),
-or a process failed. Kernels: `mosaic`, so a Hopper GPU.
+The two checkouts run in separate processes on one machine. All processes compile in parallel.
+Consecutive calls are then timed in turn (before, after, after, before, ...), with one process
+on the GPU at a time. A row is slower if the median of its ratios exceeds `--margin`. The exit
+status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
+round differently, pass `--allow_other_bits`. The kernels are those of `mosaic`, so that a
+Hopper GPU is needed.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ from .harness.timed_problem import Problem
 FLAGS = cli.define(
     checkout=(str, "Folder of the other checkout."),
     only=cli.ONLY,
-    rounds=(5, "Times that both are timed.", 3),
-    margin=(0.02, "What counts as slower."),
+    rounds=(5, "Number of times that both checkouts are timed.", 3),
+    margin=(0.02, "Ratio of times above which a row counts as slower."),
     allow_other_bits=(False, "Bits may differ."),
-    memory_gib=(70.0, "Of the GPU, for all at once.", None),
-    other_commit=(str, "Of the other, likewise."),
+    memory_gib=(70.0, "GPU memory in GiB for all processes that run at once.", None),
+    other_commit=(str, "Commit of the other checkout; default: git's."),
 )
 cli.define_lines(FLAGS)
 
@@ -44,8 +45,9 @@ SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
 
 
 def waves(problems: Iterable[Problem], memory_gib: float) -> list[list[Problem]]:
-    """Group the problems that fit on the GPU together, each in two processes. A process needs
-    about ten tensors of the output's size, and CUDA."""
+    """Group the problems that fit on the GPU together, with two processes per problem. A
+    process needs memory for about ten tensors of the output's size, and for CUDA.
+    """
     found, left = list[list[Problem]](), 0.0
     for p in problems:
         gib = 2 * (1.5 + 10 * 2 * p.B * p.T * p.H * max(p.D, 128) / 2**30)
@@ -91,10 +93,10 @@ class Child:
 def measured(
     wave: Sequence[Problem], folders: Sequence[Path], broken: list[ChildProcessError]
 ) -> Iterator[dict[str, Any]]:
-    """A row per problem and mode; the times of the rounds are in milliseconds.
+    """Yield a row per problem and mode, with the times of the rounds in milliseconds.
 
     Args:
-      broken: list that gets the reasons of rows without times.
+      broken: A list, to which the reasons for rows without times are appended.
     """
     with contextlib.ExitStack() as ends:
         pairs = [[Child(folder, p) for folder in folders] for p in wave]
@@ -131,10 +133,10 @@ def faults(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     here = Path(__file__).parents[1]
     if not FLAGS.checkout:
-        raise app.UsageError("--checkout is needed: the folder of the other checkout")
+        raise app.UsageError("--checkout must be given; pass the folder of the other checkout")
     there = Path(FLAGS.checkout).resolve()
     if not (there / "nsa_torch").is_dir():
-        raise ValueError(f"--checkout: no nsa_torch in {there}")
+        raise ValueError(f"--checkout must be a folder with nsa_torch, got {there}")
     problems = waves(run.chosen(FLAGS, run.CALLS), FLAGS.memory_gib)
     print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)
     broken, wrong = list[ChildProcessError](), list[str]()

@@ -1,4 +1,4 @@
-"""The attention of a released model that chooses key blocks, ours and transformers' own.
+"""Compares implementations of the attention of a released model that selects key blocks.
 
     python -m bench.block_selection                              # MiniMax-M3's sizes, 8k and 32k
     python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
@@ -89,7 +89,7 @@ def device() -> str:
 
 
 def drawn(seed: int = 0) -> Callable[..., Tensor]:
-    """Draws tensors of a shape, one after the other."""
+    """Draw tensors of a shape, one after the other."""
     draw = torch.Generator(device()).manual_seed(seed)
     about = {"generator": draw, "device": device(), "dtype": getattr(torch, FLAGS.dtype)}
     return lambda *shape: torch.randn(*shape, **about)
@@ -105,7 +105,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Return `[B, S, H, D]` of `[B, H, S, D]`, and back."""
+    """Swap the axes of heads and tokens: `[B, S, H, D]` for `[B, H, S, D]`."""
     return x.transpose(1, 2)
 
 
@@ -117,7 +117,9 @@ def lists_of(indices: Tensor) -> Tensor:
 def random_blocks(
     batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str
 ) -> Tensor:
-    """int64 `[batch, kv_heads, length, chosen]`: a query's own block and others before it."""
+    """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random
+    earlier blocks.
+    """
     draw = torch.Generator(device).manual_seed(0)
     count = -(-length // block)
     blocks = torch.arange(count, device=device)
@@ -136,8 +138,8 @@ def random_blocks(
 def similar_blocks(
     batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
 ) -> Tensor:
-    """The same as `random_blocks`, except that each other block is drawn again only with
-    probability `1 - overlap`.
+    """Return blocks as `random_blocks` does, except that each block of the previous query is
+    drawn again only with probability `1 - overlap`.
     """
     draw = torch.Generator(device).manual_seed(0)
     shape = batch, kv_heads, length, chosen - 1
@@ -154,7 +156,7 @@ def similar_blocks(
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> Any:
-    """Return a function of query, key and value, which gives the output `[B, Sq, H, Dv]`.
+    """Return a function of query, key and value that computes the output `[B, Sq, H, Dv]`.
 
     Args:
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
@@ -204,12 +206,13 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
 
 
 class Mode:
-    """The measurements for one length; the other sizes are flags.
+    """The measurements for one length. The other sizes come from flags.
 
     Attributes:
-      names: implementations. The rule of parity compares errors with those of `beside`.
-      results: names of what `checked` gives.
-      elsewhere: those that choose or read other blocks.
+      names: Names of the implementations. The parity rule compares errors with those of
+        `beside`.
+      results: Names of the results of `checked`.
+      elsewhere: Names of implementations that select or read other blocks.
       lists_apart: the share of our lists, or of their blocks, that may be unexpected; None
         without lists.
     """
@@ -224,14 +227,14 @@ class Mode:
         raise NotImplementedError
 
     def checked(self, name: str, to: To = same) -> list[Tensor]:
-        """Results of the last queries, of inputs in the precision that `to` gives them."""
+        """Return the results of the last queries. `to` converts the inputs to a precision."""
         raise NotImplementedError
 
     def exact(self) -> list[Tensor]:
         return self.checked("plain", wide)
 
     def apart(self) -> float:
-        """The share of our lists, or of their blocks, that are not as expected."""
+        """The share of our lists, or of their blocks, that differ from the expected ones."""
         raise NotImplementedError
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
@@ -254,7 +257,9 @@ class Mode:
                 errors[of] = error.sqrt().item()
                 parts.append(parity.check_parity(of, *arrays, dtype=FLAGS.dtype).reason)
             if lists and not lists["lists"] <= (self.lists_apart or 0):
-                parts.append(f"lists: {lists['lists']:.3g} are not those expected")
+                parts.append(
+                    f"lists: a share of {lists['lists']:.3g} differs from the expected lists"
+                )
             found[name] = errors | lists, "; ".join(filter(None, parts)) if name in OURS else ""
         return found
 
@@ -303,7 +308,7 @@ class Attention(Mode):
 
 
 class Gradients(Attention):
-    """The output, and the gradients for the output itself as cotangent."""
+    """Computes the output, and the gradients with the output as cotangent."""
 
     names, gradients = tuple(x for x in WHOLE if x != "vllm"), True
     results = "out", "query", "key", "value"
@@ -345,7 +350,7 @@ class Indexer(Mode):
 
     @torch.no_grad()
     def projected(self) -> list[Tensor]:
-        """Queries `[B, S, Hi, D]` and keys `[B, S, D]`."""
+        """Return queries `[B, S, Hi, D]` and keys `[B, S, D]`."""
         made = self.module
         project = lambda norm, to: norm(to(self.hidden).unflatten(-1, (-1, FLAGS.dk)))
         key = project(made.k_norm, made.k_proj).squeeze(2)
@@ -399,7 +404,7 @@ class Loss(Mode):
         return self.run(None, self.lists, self.lse, *self.arrays)
 
     def checked(self, name, to=same):
-        """Results for the last queries."""
+        """Return the results for the last queries."""
         query, key, index_query, index_key = map(to, self.arrays)
         arrays = last(query), key, last(index_query), index_key
         how = "torch" if name == "plain" else None
@@ -412,7 +417,7 @@ class Listed(Mode):
     lists: Tensor | None = None
 
     def attend(self, implementation: Any, to: To = same, lists: Any = None) -> list[Tensor]:
-        """The lists, which are made if they are not given, and the output."""
+        """Return the lists and the output. The lists are selected if they are not given."""
         raise NotImplementedError
 
     @property
@@ -426,7 +431,7 @@ class Listed(Mode):
         return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
     def checked(self, name, to=same):
-        """Results on our lists."""
+        """Return the results on our lists."""
         return self.attend("torch" if name == "plain" else None, to, self.lists)[1:]
 
 
@@ -446,7 +451,7 @@ class Decode(Listed):
         table.copy_(order.view_as(table))
 
     def draw(self, length: int, page: int, heads: Any, index: Any) -> Tensor:
-        """Draws all tensors; the table of pages."""
+        """Draw all tensors, and the page table."""
         make, rows, (query_heads, kv_heads, width) = drawn(), FLAGS.B, heads
         columns, (index_heads, entries, index_width) = -(-length // page), index
         pages = rows * columns
@@ -534,26 +539,31 @@ FLAGS = cli.define(
     B=(1, "Sequences."),
     heads=(64, "Query heads."),
     kv_heads=(4, "Key/value heads."),
-    dk=(128, "Columns of a head."),
-    block=(128, "Tokens of a block."),
-    n_sel=(16, "Blocks of a query."),
+    dk=(128, "Number of columns per head."),
+    block=(128, "Number of tokens per block."),
+    n_sel=(16, "Number of blocks per query."),
     dtype=("bfloat16", "Precision.", ("bfloat16", "float16", "float32")),
-    device=(str, "Where it runs; default: a GPU if any.", ("cuda", "cpu")),
+    device=(str, "Device; default: a GPU if there is one.", ("cuda", "cpu")),
     mode=(tuple(MODES), "Repeatable.", MODES),
     implementation=(IMPLEMENTATIONS, "Repeatable.", IMPLEMENTATIONS),
-    overlap=(0.0, "Of a query's blocks with the ones before it.", (0.0, 1.0)),
-    checked=(256, "Queries that are judged."),
-    seconds=(1.0, "Of samples a row, about."),
+    overlap=(
+        0.0,
+        "Probability that a block of the previous query is selected again; default: blocks are "
+        "independent.",
+        (0.0, 1.0),
+    ),
+    checked=(256, "Number of queries that are compared with the oracle."),
+    seconds=(1.0, "Approximate seconds of samples per row."),
 )
 cli.define_lines(FLAGS)
 
 
 def why_not(name: str) -> str | None:
-    """Return the reason that an implementation cannot run, or None."""
+    """Return the reason why an implementation cannot run, or None."""
     if name in PEERS:
         return block_peers.why_not(name, device())
     if name == "flex" and device() == "cpu":
-        return "torch has gradients of FlexAttention on a GPU alone"
+        return "FlexAttention has gradients only on a GPU"
     return None
 
 
@@ -573,7 +583,7 @@ def measured(mode: Mode, name: str) -> run.Row:
 
 
 def timed(call: Call) -> run.Row:
-    """Times, and memory on a GPU."""
+    """Return the times, and on a GPU the memory."""
     how: dict[str, Any] = {"seconds": FLAGS.seconds}
     peak = extra = None
     if device() == "cpu":
@@ -618,7 +628,7 @@ def main(argv: Sequence[str]) -> int:
     ours = list[str]()
 
     def shown(row):
-        """Values of the printed line: a row that failed has no figures."""
+        """Return the values of the printed line. A row that failed has no figures."""
         ok = row["status"] == "ok"
         ours.extend([row["status"]] * (row["implementation"] in OURS))
         figures = dict.fromkeys(("ms", "peak_gib", "extra_gib", "error"))

@@ -5,10 +5,10 @@
 
 The steps of `nsa_torch.attention` with gradients run as in a first call, each kernel between two
 CUDA events, while the GPU is kept busy until the host has queued all of them. Times are medians
-of `--rounds` in milliseconds. L2 contains the data of the previous kernel. A column is a branch
-of a pass; `rest` has the kernels of no column, merges and lists among them; `whole` is the
-call, with the operators of torch between kernels. Hopper; the shapes are those of
-`bench.against`.
+over `--rounds` in milliseconds. L2 contains the data of the previous kernel. A column is a
+branch in one pass. `rest` has all other kernels, such as merges and lists, and `whole` is the
+call, including the operators of torch between kernels. A Hopper GPU is needed. The shapes are
+those of `bench.against`.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -32,7 +32,7 @@ from .harness.timed_problem import Problem, torch_calls
 
 FLAGS = cli.define(
     only=cli.ONLY,
-    rounds=(5, "Calls that are timed."),
+    rounds=(5, "Number of timed calls."),
 )
 cli.define_lines(FLAGS)
 
@@ -86,7 +86,7 @@ class Timed(TorchOps):
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """A context whose kernels count in this column."""
+        """Return a context in which the time of kernels is added to this column."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield

@@ -1,4 +1,4 @@
-"""Every implementation of every branch, compared with the oracle and with dense attention.
+"""Compares every implementation of every branch with the oracle and with dense attention.
 
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
@@ -10,8 +10,8 @@ With several lengths, each has its own process. All compile and are compared wit
 parallel, then they are timed one after the other. The last example is how the report's first
 chart is measured (docs/benchmarks.md).
 
-Parity first, then time: a path that is wrong is not timed. If a path that is named on the
-command line refuses, it was not measured, which the exit status shows.
+Parity is checked first, and a wrong path is not timed. If a path that is named on the command
+line cannot run, the exit status shows that it was not measured.
 """
 
 import dataclasses
@@ -36,43 +36,61 @@ from .reports import render
 
 FLAGS = cli.define(
     framework=("both", "What to compare.", ["jax", "torch", "both"]),
-    config=(str, "Name of a file in configs/ or a path; default: tiny, on a GPU seed."),
+    config=(
+        str,
+        "Name of a file in configs/, or a path; default: seed on a GPU, otherwise tiny.",
+    ),
     preset="config",
-    input=("text", "Where the arrays come from.", problems.KINDS),
-    mode=(("forward",), "What is timed and checked (repeatable).", ["forward", "fwdbwd"]),
+    input=("text", "Kind of input arrays.", problems.KINDS),
+    mode=(
+        ("forward",),
+        "Passes that are timed and checked (repeatable).",
+        ["forward", "fwdbwd"],
+    ),
     branch=(
         problems.BRANCHES,
         "Only these branches (repeatable).",
         problems.BRANCHES,
     ),
-    chosen=(False, "Only what automatic choice takes, not every implementation."),
-    recompute=(False, "With --mode fwdbwd: also the whole that computes its branches again."),
-    packed=(False, "Also the whole with its rows as one packed row, whose metadata is there."),
-    seq_len=(list, "Tokens, instead of the config's; a list of them."),
+    chosen=(False, "Measure only the automatic choice, not every implementation."),
+    recompute=(False, "With --mode fwdbwd, also measure whole attention with recompute=True."),
+    packed=(
+        False,
+        "Also measure whole attention with its rows as one packed row, with metadata that is made "
+        "before.",
+    ),
+    seq_len=(list, "Numbers of tokens, instead of that of the config; separated by commas."),
     most_rows=(
         int,
-        "Parity looks at no more query positions of a sequence than that; default: all, of long "
-        "problems 768.",
+        "Maximum number of query positions per sequence that parity checks; default: all, or 768 "
+        "of long problems.",
         12,
     ),
-    batch=(int, "Sequences, instead of the config's."),
-    dtype=(str, "Precision, instead of the config's.", problems.PRECISIONS),
+    batch=(int, "Number of sequences, instead of that of the config."),
+    dtype=(str, "Precision, instead of that of the config.", problems.PRECISIONS),
     compute_dtype=(
         str,
-        "What products of the selected and the sliding branch are of, instead of the config's. "
-        "Errors are then judged beside those of the reference that rounds likewise.",
+        "Dtype of the products in the selected and the sliding branch, instead of that of the "
+        "config. Errors are then compared with those of a reference that rounds in the same way.",
         [FLOAT8],
     ),
-    seed=(0, "Of the random arrays and of the text model.", None),
-    row_seconds=(0.5, "Time spent on samples of a row."),
-    out=(str, "A new folder for the results; default: bench/results/<time>."),
-    save_records=(False, "Append to bench/records/<device>/compare.jsonl too."),
-    explain=(False, "Only print what would run, and what refuses why."),
+    seed=(0, "Seed of the random arrays and of the text model.", None),
+    row_seconds=(0.5, "Approximate seconds of samples per row."),
+    out=(str, "New folder for the results; default: bench/results/<time>."),
+    save_records=(False, "Append the records to bench/records/<device>/compare.jsonl too."),
+    explain=(False, "Only print which implementations would run, and why others cannot."),
     list="explain",
-    turn=(False, "Time when told to on standard input: what several lengths start."),
+    turn=(
+        False,
+        "Internal: wait for a line on standard input before timing (used by the process that "
+        "starts several lengths).",
+    ),
 )
 command.define_names(
-    "peers", peers.NAMES, "Other libraries beside it, in torch (a list; repeatable).", FLAGS
+    "peers",
+    peers.NAMES,
+    "Other libraries to measure in torch (separated by commas; repeatable).",
+    FLAGS,
 )
 
 
@@ -86,9 +104,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def side_by_side(lengths: Sequence[int]) -> int:
-    """Start a process per length. They compile in parallel and are timed in turn. Returns the
-    worst status. All records are in `compare.jsonl`, and other files of a length are in its
-    folder.
+    """Start a process per length. The processes compile in parallel and are timed in turn.
+    Return the worst exit status. All records are in `compare.jsonl`, and other files of a
+    length are in its folder.
     """
     lines, statuses = command.new_file(FLAGS.out, "compare.jsonl"), []
     for _, status, done in turns.of_lengths("seq_len", lengths, lines, FLAGS.framework):
@@ -99,7 +117,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
 
 def of_length(length: int | None) -> int:
-    """Explain or measure one length, by default that of the config. Returns the exit status."""
+    """Explain or measure one length, by default that of the config. Return the exit status."""
     names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
@@ -115,7 +133,7 @@ def of_length(length: int | None) -> int:
     if FLAGS.compute_dtype:
         nsa = dataclasses.replace(settings.nsa, compute_dtype=FLAGS.compute_dtype)
         settings = dataclasses.replace(settings, nsa=nsa)
-    with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
+    with policy.overridden(settings.runtime.thresholds, "the runtime section of the settings"):
         if FLAGS.recompute and "fwdbwd" not in FLAGS.mode:
             raise ValueError("--recompute affects only a backward pass; pass --mode fwdbwd")
         for name in ("recompute", "packed"):
@@ -170,7 +188,8 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
 
 def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     """Measure the jobs of each mode. Write a line after each job, and then a table and a plot.
-    Returns the exit status."""
+    Return the exit status.
+    """
     lines = command.new_file(FLAGS.out, "compare.jsonl")
     records.environment(FLAGS.commit)  # as it is at the start
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
@@ -211,8 +230,8 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
-    """Return the rows that determine the exit status: all named ones, and otherwise the best row of
-    each branch. Dense attention among other branches is only their baseline.
+    """Return the rows that determine the exit status: all rows that were named, or else the
+    best row of each branch. Next to other branches, dense attention is only a baseline.
     """
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:
@@ -230,7 +249,7 @@ def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
 def judged_rows(
     plans: Mapping[str, JobsOfRunners], settings, inputs
 ) -> Iterator[tuple[str, Any, Job, Judged]]:
-    """Mode, runner, job and parity of each row; an array is loaded once for all of them."""
+    """Yield mode, runner, job and parity of each row. Each array is loaded once for all rows."""
     loads = {id(runner): once(runner.load) for plan in plans.values() for runner, _ in plan}
     checker = Checker(settings, inputs, backward="fwdbwd" in plans, most_rows=FLAGS.most_rows)
     for mode, plan in plans.items():
@@ -241,7 +260,9 @@ def judged_rows(
 
 
 def save(done: Sequence[Record]) -> None:
-    """Stores records if `--save_records` is given; those with products in 8 bits separately."""
+    """Store records if `--save_records` is given. Those with products in 8 bits go to a
+    separate file.
+    """
     if FLAGS.save_records:
         eight = [record for record in done if "compute_dtype" in record.config]
         records.keep(eight, FP8_RECORDS)

@@ -1,14 +1,15 @@
-"""Hardware counters of each Mosaic kernel of a call, forward and backward, by Nsight Compute.
+"""Measures hardware counters of each Mosaic kernel of a call, forward and backward, with Nsight
+Compute.
 
     python -m bench.counters --only "24k" --out counters.jsonl
 
 `ncu` (CUDA's profiler, which needs the driver's permission to read the counters) runs each launch
 several times, with empty caches and without fixed clocks. Its times are longer than those of
-`bench.call_kernels`, which has the same rows and columns. Launches of one kernel, of windows of a
-sequence or of heads, are one line: the sum of their times, means by time of the rest.
+`bench.call_kernels`, which has the same rows and columns. All launches of a kernel are one
+line, with the sum of their times, and means of the other values weighted by time.
 
     tensor pipe   share of cycles in which it is busy
-    L2            busy, as a share of its peak; hits; what HBM moves meanwhile
+    L2            throughput as a share of its peak, share of hits, and HBM throughput
     warps         the two main reasons to wait, in warps per issued instruction; the share of
                   used issue slots
 
@@ -37,7 +38,7 @@ from .harness.timed_problem import Problem, torch_calls
 
 FLAGS = cli.define(
     only=cli.ONLY,
-    under_ncu=(str, "This row, in a process that ncu watches."),
+    under_ncu=(str, "Internal: run this row, in a process that ncu observes."),
 )
 cli.define_lines(FLAGS)
 
@@ -92,10 +93,10 @@ def watched(problem: Problem) -> None:
 
 
 def lines(problem: str, printed: str, written: str, commit: str | None) -> Iterator[Record]:
-    """The lines for `--out`, from the output of `watched` and the CSV output of ncu.
+    """Return the lines for `--out`, from the output of `watched` and the CSV output of ncu.
 
     Raises:
-      ValueError: ncu saw other launches than ran.
+      ValueError: ncu reported other launches than those that ran.
     """
     launched = [line.split("\t") for line in printed.splitlines() if "\t" in line]
     # Without ncu's own words, and the line of units.
@@ -103,7 +104,7 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
     found = [*csv.DictReader(table)][1:]
     ran = [f"{name}{OURS}" for name, _ in launched]
     if (seen := [row["Kernel Name"].partition("(")[0] for row in found]) != ran:
-        raise ValueError(f"ncu saw {len(seen)} launches, of {len(ran)} that ran: {seen}, {ran}")
+        raise ValueError(f"ncu must report the launches that ran, {ran}, got {seen}")
     both = sorted(zip(launched, found, strict=True), key=lambda pair: pair[0])
     for (name, column), pairs in itertools.groupby(both, key=lambda pair: pair[0]):
         rows = [row for _, row in pairs]
@@ -134,7 +135,7 @@ def number(row: Mapping[str, str], metric: str) -> float:
 
 
 def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
-    """Measure a record per kernel. Raises:
+    """Return a record per kernel. Raises:
     ChildProcessError: ncu failed. The message has its output.
     """
     # In this process, since building kernels replaces ncu's driver.
@@ -154,7 +155,7 @@ def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
+        raise NotImplementedError("this command needs a Hopper GPU")
     if FLAGS.under_ncu:
         (row,) = (p for p in run.EAGER if p.name == FLAGS.under_ncu)
         watched(row)

@@ -64,20 +64,34 @@ FLAGS = command.flag_values(
     text=True,
     **SIZES,
     B=(1, "Sequences."),
-    q_len=(1, "New tokens a sequence.", (1, 8)),
-    S_list=(list, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024."),
-    branch_force_mode=("run", "Of the seed system; has no effect: each branch runs alone."),
+    q_len=(1, "Number of new tokens per sequence.", (1, 8)),
+    S_list=(
+        list,
+        "Numbers of tokens in the cache; default: 512,1024,2048,4096, or 512,1024 on a CPU.",
+    ),
+    branch_force_mode=(
+        "run",
+        "Flag of the seed system without effect, since each branch runs separately.",
+    ),
     paged=(
         "auto",
-        "What runs the step on a paged cache; none: it is not run.",
+        "Implementation of the step on a paged cache; none: the step is not measured.",
         ("auto", "triton", "gathered", "mosaic", "none"),
     ),
-    cache_dtype=("same", "Of the paged cache: the inputs', or fp8.", ("same", "fp8")),
+    cache_dtype=(
+        "same",
+        "Dtype of the paged cache: that of the inputs, or fp8.",
+        ("same", "fp8"),
+    ),
     side_by_side=(
         bool,
-        "A process a length, ready side by side, timed in turn; default: on a GPU.",
+        "Whether each length has its own process. They compile in parallel and are timed in turn; "
+        "default: true on a GPU.",
     ),
-    turn=(False, "Time when told to on standard input: what --side_by_side starts."),
+    turn=(
+        False,
+        "Internal: wait for a line on standard input before timing (used by --side_by_side).",
+    ),
 )
 # By how much a part's 20th percentile may be over the whole's 80th.
 NOISE = 1.1
@@ -97,7 +111,9 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 
 class Case:
-    """The steps of one cache length, their records, and the keys that they read."""
+    """The decode steps for one length of the cache, their records, and the numbers of keys that
+    they read.
+    """
 
     def __init__(self, runner, length: int, gpu: bool, results: command.Results):
         self.runner, self.config, self.results = runner, config_of(FLAGS), results
@@ -125,7 +141,7 @@ class Case:
         self.paged_kernel = FLAGS.paged
 
     def judge(self) -> None:
-        """Compile each step and compare it with the oracle. Only the timing remains."""
+        """Compile each step and compare it with the oracle, so that only the timing remains."""
         own = {"status": "unsupported", "reason": self.refusal}
         if not self.refusal:
             own = guarded("selection", self._freeze, library=False)
@@ -137,8 +153,8 @@ class Case:
             self._judge(f"dense_{name}", "dense", {}, lambda name=name: self._dense(name))
 
     def _judge(self, key: str, branch: str, own: dict[str, Any], prepare: Callable) -> None:
-        """Judge a row. `own` is the reason why the row does not exist; `prepare` returns its
-        step, checker and arguments.
+        """Judge a row. `own` is the reason why the row does not exist, if any. `prepare`
+        returns its step, checker and arguments.
         """
         name, library = f"decode {key}", branch == "dense"
 
@@ -152,8 +168,9 @@ class Case:
         self.waiting.append((key, branch, row))
 
     def run(self, how: dict[str, Any]) -> None:
-        """Time every step. The branches come first, since the whole cannot be faster than a
-        branch."""
+        """Time every step. The branches are timed first, since the whole cannot be faster than
+        a branch.
+        """
         for key, branch, row in self.waiting:
             found = row.timed(**how)
             if key == "all" and "status" not in found:
@@ -173,7 +190,7 @@ class Case:
         return names[0] if len(set(names)) == 1 else "/".join(names)
 
     def _freeze(self) -> dict[str, Any]:
-        """Use the selection of the path from here on. It is judged as `scores`."""
+        """Use the path's own selection from here on, which is judged as `scores`."""
         self.checker = Checker(self.settings, self.inputs, backward=False)
         self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.chosen)
         chosen = self.cached.chosen()
@@ -216,8 +233,9 @@ class Case:
         return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
 
     def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuse the times if a part takes longer than the whole by more than noise. A few
-        samples cannot show this."""
+        """Reject the times if a part takes longer than the whole by more than noise. With few
+        samples nothing is rejected.
+        """
         enough = timing.MIN_SAMPLES
         longer = [
             f"{branch} {part.time_ms:.4g} ms"
@@ -228,7 +246,7 @@ class Case:
         ]
         if not longer:
             return {}
-        reason = f"a part takes longer than the whole, {whole['time_ms']:.4g} ms: "
+        reason = f"a part must not take longer than the whole, {whole['time_ms']:.4g} ms, got "
         return {"status": "error", "reason": reason + ", ".join(longer)}
 
     def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
@@ -271,7 +289,7 @@ def above_whole(times: Mapping[str, float | None]) -> list[str]:
 
 
 def starred(times: Mapping[str, float | None]) -> dict[str, str]:
-    """Return the times of the parts as text; a star marks those above the whole."""
+    """Return the times of the parts as text. A star marks times above that of the whole."""
     found, above = {}, above_whole(times)
     for part in PARTS.values():
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""
@@ -287,7 +305,10 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS["branch_force_mode"].present:
         print("--branch_force_mode has no effect: each branch runs separately")
     if FLAGS.paged == "none" and FLAGS.cache_dtype != "same":
-        raise ValueError("--cache_dtype applies to the paged cache: not with --paged=none")
+        raise ValueError(
+            "--cache_dtype must not be given with --paged=none, since it applies only to the paged "
+            "cache"
+        )
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     default = (512, 1024, 2048, 4096) if gpu else (512, 1024)
@@ -319,7 +340,8 @@ def _finish(results: command.Results) -> int:
 
 
 def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
-    """Starts a process per length. They compile together and are timed in turn; the exit status.
+    """Start a process per length, and return the exit status. The processes compile in parallel
+    and are timed in turn.
 
     The table and the records have all lengths; the files of each are in the folder of its name.
     """
@@ -328,7 +350,7 @@ def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
     for name, _, done in turns.of_lengths("S_list", *given):
         made = results.folder / name
         if not (made / table).exists():
-            print(f"{name} tokens: see {made}.log", file=sys.stderr)
+            print(f"{name} tokens failed; see {made}.log", file=sys.stderr)
             lost = True
             continue
         results.done += done

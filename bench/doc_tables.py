@@ -1,4 +1,4 @@
-"""Makes the tables of the documentation from records, so that no figure in them is typed.
+"""Generates the tables of the documentation from records, so that no figure is typed by hand.
 
 python -m bench.doc_tables            # reports tables that differ from the records
 python -m bench.doc_tables --write    # and writes them
@@ -80,7 +80,7 @@ SUMMARY = {
 
 
 def commits(found: Iterable[Any]) -> str:
-    """Of these lines, each once."""
+    """Return the commits of these lines, without repetitions."""
     names = (x.get("commit") if isinstance(x, dict) else x.commit for x in found)
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
@@ -150,7 +150,7 @@ def summary(device: str = "nvidia-h200") -> str:
             ours, *found = (newest(lines, kernel=x, **about) for x in ("NSA", *USUAL))
             dense = [x for x in found if x and x["status"] == "ok"]
             if ours is None or len(dense) < len(USUAL):
-                raise ValueError(f"{device} has no times of {what}")
+                raise ValueError(f"{device} must have records of {what}, got none")
             best, verdict = min(dense, key=lambda x: x["time_ms"]), ours["status"]
             if verdict == "ok":
                 ratio = best["time_ms"] / ours["time_ms"]
@@ -184,10 +184,10 @@ def _packed_summary() -> list[str]:
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
-    """Return the lines of a table of `KINDS`; `commit`: how theirs begins.
+    """Return the lines of a table of `KINDS`; `commit` is the beginning of their commit.
 
     Raises:
-      ValueError: the table has no such option, or no line has a value that an option lists.
+      ValueError: The table has no such option, or no line has a value that an option lists.
     """
     kind = KINDS[name]
     known = kind.get("options", {})
@@ -224,8 +224,8 @@ def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
 
 
 def made(name: str, lines: Iterable[Line]) -> str:
-    """Return a table of `KINDS` from these lines: each is a row, or, where there is a template
-    `column`, a cell of the row that has the same cells `row`.
+    """Return a table of `KINDS` from these lines. Each line is a row. If the table has a
+    template `column`, a line is a cell in the row with the same cells `row`.
     """
     kind = KINDS[name]
     if "column" not in kind:
@@ -284,8 +284,8 @@ def first_call(device: str) -> str:
 
 
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
-    """Return the device, and its part of the first chart of `bench.report`, from all its
-    records.
+    """Return the device, and its part of the first chart of `bench.report`, computed from all
+    of its records.
     """
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
     (found,) = crossover.panels(report.records, report.training_lines).items()
@@ -293,7 +293,7 @@ def _crossovers() -> tuple[str, list[crossover.Panel]]:
 
 
 def crossovers() -> str:
-    """Return the answers of that chart."""
+    """Return the table of crossovers in that chart."""
     rows = (
         [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
         for x in _crossovers()[1]
@@ -325,7 +325,7 @@ def parallel_training(device: str = DEVICE.name) -> str:
 
 def parity(found: Sequence[Record] | None = None) -> str:
     """Return a row per path with the problem on which its largest error uses most of its bound, or
-    with one that fails. `found`: by default all records of `bench.compare`.
+    with one that fails. `found` defaults to all records of `bench.compare`.
     """
     if found is None:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
@@ -350,14 +350,16 @@ def parity(found: Sequence[Record] | None = None) -> str:
 
 @functools.cache
 def _quality_groups() -> list[quality.Group]:
-    """Kinds of attention over seeds."""
+    """Return the kinds of attention with their results over seeds."""
     paths = sorted(DEVICE.parent.glob("*/quality/**/*.jsonl"), key=lambda path: path.name)
     return quality.groups({str(path): train_log.read(path) for path in paths})
 
 
 def quality_table(part: str, steps: str = "") -> str:
-    """NSA against dense attention; `part` is "summary" (the kinds with most pairs), "bounds",
-    "distances" or "found". `steps` is the number of training steps of its runs; by default any."""
+    """Return a table that compares NSA with dense attention. `part` is "summary" (the kinds
+    with the most pairs), "bounds", "distances" or "found". `steps` is the number of training
+    steps of the runs, by default any.
+    """
     head, rows = {
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "bounds": (quality.BOUNDS_HEAD, quality.bound_rows),
@@ -369,7 +371,7 @@ def quality_table(part: str, steps: str = "") -> str:
 
 
 def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
-    """Return the recorded runs of a variant; `seeds` as in `experiment`."""
+    """Return the recorded runs of a variant; `seeds` is as in `experiment`."""
     found = {
         str(path): train_log.read(path)
         for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl"))
@@ -409,7 +411,7 @@ def solved(setting: str, runs: str) -> str:
 
 
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return a column for each environment of `tests/versions.py`."""
+    """Return a table with a column for each environment of `tests/versions.py`."""
     names = dict.fromkeys(x for each in found for x in each["versions"])
     rows = [[x, *(each["versions"].get(x, MISSING) for each in found)] for x in names]
     skips = (
@@ -427,14 +429,14 @@ def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def versions(names: str) -> str:
-    """Return the last run of each of `names`, with commas between."""
+    """Return the last run of each of `names`, which are separated by commas."""
     last = {line["name"]: line for line in lines_of(VERSIONS, "cpu")}
     return versions_table([last[name] for name in names.split(",")])
 
 
 def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
-    """Return the picture `old`, drawn again if its data have changed: other versions of matplotlib
-    draw the same data otherwise.
+    """Return the picture `old`, drawn again only if its data have changed, since other versions
+    of matplotlib draw the same data differently.
     """
     mark = f"<!-- data: {hashlib.sha256(repr(data).encode()).hexdigest()} -->"
     return old if mark in old else f"{draw().rstrip()}\n{mark}\n"
@@ -490,10 +492,10 @@ TABLES: Mapping[str, Callable[..., str]] = {
 
 
 def filled(text: str, name: str) -> str:
-    """Return `text` with every table as the records give it; `name`: of the document, for errors.
+    """Return `text` with every table generated from records. Errors name the document `name`.
 
     Raises:
-      ValueError: a marker names no table, or an option that the table does not have.
+      ValueError: A marker names an unknown table, or an option that the table does not have.
     """
 
     def fill(match: re.Match[str]) -> str:

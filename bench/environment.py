@@ -1,12 +1,12 @@
-"""Lists installed packages and the device, and checks that pairs of packages fit.
+"""Lists installed packages and the device, and checks that packages are compatible.
 
     python -m bench.environment                 # print it
     python -m bench.environment --out env.json  # and keep it
 
-A pair fits if the metadata of one package allows the installed version of the other. torch
-specifies its triton, and JAX specifies jaxlib and its CUDA plugin. On a GPU one process moves
-an array in both frameworks, which shows that their CUDA runtimes load together. The exit status
-is 1 when a pair is broken.
+Two packages are compatible if the metadata of one allows the installed version of the other.
+torch specifies its triton, and JAX specifies jaxlib and its CUDA plugin. On a GPU one process
+moves an array in both frameworks, which shows that their CUDA runtimes load together. The exit
+status is 1 if a pair is incompatible.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from .harness import cli, records
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = cli.define(
-    out=(str, "A new file, for the same as JSON."),
+    out=(str, "New file to which the same is written as JSON."),
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -63,7 +63,7 @@ assert z.tolist() == (2 * x).cpu().tolist(), "an array of torch reads otherwise 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two packages that must fit; `unchecked` has a reason too."""
+    """Two packages that must be compatible. The status `unchecked` has a reason too."""
 
     first: str
     second: str
@@ -78,8 +78,10 @@ def pair(
     version: Callable[[str], str | None],
     requires: Callable[[str], Iterable[str] | None],
 ) -> Pair | None:
-    """Whether the versions fit as `first` states. None if it is not installed, or if `second` is
-    not installed and only the extra asks for it."""
+    """Check whether the metadata of `first` allows the installed version of `second`. Return
+    None if `first` is not installed, or if `second` is not installed and only an extra requires
+    it.
+    """
     have, other = version(first), version(second)
     if have is None or (extra and other is None):
         return None
@@ -101,25 +103,27 @@ def pair(
 
 
 def installed_pairs() -> list[Pair]:
-    """Every pair of installed packages."""
+    """Return every pair of installed packages."""
     found = (pair(*each, records.version, importlib.metadata.requires) for each in PAIRS)
     return [each for each in found if each is not None]
 
 
 def cuda_runtimes(device: str) -> Pair:
-    """Whether torch and JAX can both use the GPU in one process."""
+    """Check whether torch and JAX can both use the GPU in one process."""
     torch = f"torch {records.version('torch')}"
     plugin = next((name for name in CUDA_PLUGINS if records.version(name)), None)
     jax = f"{plugin} {records.version(plugin)}" if plugin else f"jax {records.version('jax')}"
     if device == "cpu":
-        return Pair(torch, jax, "unchecked", "there is no GPU to load both on")
+        return Pair(torch, jax, "unchecked", "there is no GPU")
     if plugin is None:
-        return Pair(torch, jax, "unchecked", "JAX is installed without CUDA")
+        return Pair(torch, jax, "unchecked", "JAX is installed without support for CUDA")
     status, said = _python(BOTH)
     if status == 0:
-        return Pair(torch, jax, "ok", "both compute on the GPU in one process")
+        return Pair(torch, jax, "ok", "both frameworks compute on the GPU in one process")
     last = said.strip().splitlines()[-1] if said.strip() else f"exit status {status}"
-    return Pair(torch, jax, "broken", f"not both on the GPU in one process: {last}")
+    return Pair(
+        torch, jax, "broken", f"the frameworks cannot both use the GPU in one process: {last}"
+    )
 
 
 def device_name() -> str:
@@ -128,13 +132,13 @@ def device_name() -> str:
 
 
 def is_hopper() -> bool:
-    """Whether the GPU supports the Mosaic kernels."""
+    """Return whether the GPU supports the Mosaic kernels."""
     return _device()[0] == "9 0"
 
 
 def _device() -> list[str]:
-    """Capability and name of the GPU. A separate process reads them, so that GPU memory is
-    freed.
+    """Return capability and name of the GPU. A separate process reads them, so that GPU memory
+    is freed.
     """
     status, said = _python(DEVICE)
     if status:
@@ -173,7 +177,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     if FLAGS.out and Path(FLAGS.out).exists():
-        raise app.UsageError(f"--out must name a new file, {FLAGS.out} exists")
+        raise app.UsageError(f"--out must be a new file, got {FLAGS.out}, which exists")
     found = describe(FLAGS.commit)
     state = {True: " with local changes", False: "", None: ""}[found["dirty"]]
     print(f"device: {found['device']}; {found['platform']}; {found['cpus']} CPUs")

@@ -1,4 +1,5 @@
-"""FlashAttention-2 and SDPA under a mask, for the sliding and the compressed branch (torch).
+"""Compares FlashAttention-2 with SDPA under a mask, for the sliding and the compressed branch
+(torch).
 
     python -m bench.fa2
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
@@ -8,9 +9,9 @@
 made before the time measurement. `fa2` is FlashAttention-2 on the same arrays, by one of two
 calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`. `sdpa` is the
 portable path of the library, which runs if FA-2 is not faster. Thresholds compare these two.
-All three are measured at every length: a kernel that is named must be `fa2`, and thresholds
-(`--fa2_min_len_win`) leave out no row. All are compared with the reference before they are
-timed. Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
+All three are measured at every length. `--kernels` must be `auto` or `fa2`, and thresholds
+(`--fa2_min_len_win`) exclude no row. All are compared with the reference before they are timed.
+Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
 """
 
 import sys
@@ -35,16 +36,20 @@ from .harness.runners import TorchRunner, problem
 FLAGS = command.flag_values(
     **parts.FLAGS,
     **{"heads": 8, "groups": 1, "dk": 64, "dv": 64, "l": 32, "d": 16},
-    S_list=(list, "Lengths; default: 256,512,1024, without a GPU 256,512."),
-    w_list=(list, "Windows; default: 32,64,128,256, without a GPU 32,128."),
+    S_list=(list, "Sequence lengths; default: 256,512,1024, or 256,512 without a GPU."),
+    w_list=(list, "Window sizes; default: 32,64,128,256, or 32,128 without a GPU."),
     batch=(1, "Sequences."),
-    path=("auto", "Which call of FA-2; auto: varlen.", ["auto", "varlen", "dense"]),
+    path=(
+        "auto",
+        "The call of FA-2 that is measured; auto: varlen.",
+        ["auto", "varlen", "dense"],
+    ),
 )
 IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
 
 
 def masked(branch: str, config: NSAConfig):
-    """Attention with the whole mask, which the first call makes."""
+    """Return attention with a dense mask, which the first call computes."""
     made: list[tuple[Tensor, Tensor]] = []
 
     def call(given):
@@ -62,7 +67,7 @@ def masked(branch: str, config: NSAConfig):
 
 
 def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Return the mask of visible keys `[T, S]`, and whether a query sees no key `[T]`."""
+    """Return the mask of visible keys `[T, S]`, and which queries have no keys, `[T]`."""
     row = torch.arange(query.shape[2], device=query.device)[:, None]
     column = torch.arange(key.shape[2], device=query.device)
     if branch == "sliding":
@@ -81,13 +86,15 @@ def _arrays(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def varlen(branch: str, config: NSAConfig, kv_len: int):
-    """FA-2 as the library calls it."""
+    """Return FA-2 as the library calls it."""
     function = getattr(fa2, f"{branch}_attention")
     return lambda given: {"out": function(*_arrays(given), config=config, kv_len=kv_len)[0]}
 
 
 def dense(branch: str, config: NSAConfig, kv_len: int):
-    """FA-2 for sequences of one length: a window, or a batch row for each residue class."""
+    """Return FA-2 for sequences of one length, with a window, or with a batch row for each
+    residue class.
+    """
     if branch == "sliding":
         return lambda given: {"out": _dense(*_arrays(given), window=config.window - 1)}
 
@@ -108,7 +115,9 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
 
 
 def _dense(query, key, value, window: int = -1):
-    """Causal FA-2 `[B, T, H, D]`, T = S, on the last `window` keys before a query's own."""
+    """Run causal FA-2 `[B, T, H, D]`, T = S, on the query's own key and the last `window` keys
+    before it.
+    """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
@@ -147,7 +156,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
     call = dense if FLAGS.path == "dense" else varlen
     mask = masked(branch, config)
     return (
-        Job(branch, "masked", function=mask, note="one SDPA under the whole mask"),
+        Job(branch, "masked", function=mask, note="one call of SDPA with the dense mask"),
         Job(branch, "fa2", function=call(branch, config, kv_len), unsupported=refusal),
         Job(branch, "sdpa", "sdpa"),
     )
@@ -156,7 +165,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
 def values(
     masked: Record, fast: Record, library: Record, capability: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """Values of a row of the table."""
+    """Return the values of a row of the table."""
     config = masked.config
     sizes = {"l": config["compress_block"], "d": config["compress_stride"]}
     if masked.branch == "sliding":
@@ -170,7 +179,7 @@ def values(
 
 
 class Problem(parts.Problem):
-    """A row of the table: a branch at one length, by `masked`, `fa2` and `sdpa`."""
+    """A row of the table: one branch at one length, with `masked`, `fa2` and `sdpa`."""
 
     bench = "fa2"
 
@@ -198,7 +207,7 @@ def path() -> str:
 
 
 def configs(lengths: Sequence[int], windows: Sequence[int]):
-    """(branch, length, config) of every row."""
+    """Return (branch, length, config) of every row."""
     block, stride = FLAGS.l, FLAGS.d
     sizes = {"compress_block": block, "compress_stride": stride, "select_block": block}
     for window in windows:
@@ -213,7 +222,10 @@ def main(argv: Sequence[str]) -> int:
             f"--kernels and --<branch>_kernel must be auto or fa2, got {other.pop()}"
         )
     if given := kernel_flags.thresholds().given():
-        print(f"note: --{' --'.join(given)} excludes no row of bench.fa2", file=sys.stderr)
+        print(
+            f"note: --{' --'.join(given)} has no effect on the rows of bench.fa2",
+            file=sys.stderr,
+        )
     runner = TorchRunner(FLAGS.device)
     gpu = runner.platform == "cuda"
     lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024) if gpu else (256, 512))

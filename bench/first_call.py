@@ -5,7 +5,7 @@ length.
     python -m bench.first_call --H 32 --Hkv 8 --lengths 50
 
 The folder of kernels is empty at the start. Each stage is a process, and a line of JSON in
-`--out`. The kernels are those of `mosaic`, so a Hopper GPU is needed.
+`--out`. The kernels are those of `mosaic`, so that a Hopper GPU is needed.
 
     cold        builds all kernels of the layer
     warm        torch finds them on disk, and calls forward and backward for the first time
@@ -33,13 +33,13 @@ JAX_LENGTHS = 5  # never seen
 FLAGS = cli.define(
     H=(64, "Query heads."),
     Hkv=(4, "Key/value heads."),
-    D=(128, "Columns of a head."),
+    D=(128, "Number of columns per head."),
     lengths=(50, "Lengths never seen."),
     longest=(16384, "Tokens at most.", 64),
-    seed=(0, "Of the random lengths.", None),
-    jobs=(int, "Processes that build; default: one a core."),
+    seed=(0, "Seed of the random lengths.", None),
+    jobs=(int, "Number of processes that build kernels; default: one per core."),
     stage=(str, "Only this one.", ("cold", "warm", "lengths", "jax", "jax_again")),
-    folder=(str, "Of the kernels, with --stage."),
+    folder=(str, "Folder of the kernels, with --stage."),
 )
 cli.define_lines(FLAGS)
 
@@ -67,7 +67,7 @@ def cold() -> dict:
 
 
 def warm() -> dict:
-    """The first call of a process that finds all kernels on disk."""
+    """Measure the first call of a process that finds all kernels on disk."""
     import nsa_torch.mosaic  # noqa: F401  imported by programs before their first call
 
     calls, _ = torch_calls(problem(4096))
@@ -75,8 +75,9 @@ def warm() -> dict:
 
 
 def new_lengths() -> dict:
-    """The longest length comes first, so that torch's allocator need not grow. `three_more_ms`
-    includes the work that the first call leaves to the second."""
+    """Measure calls with new lengths. The longest length comes first, so that torch's allocator
+    need not grow. `three_more_ms` includes work that the first call postpones to the second.
+    """
     draw = random.Random(FLAGS.seed)
     lengths = [FLAGS.longest, *(draw.randint(65, FLAGS.longest) for _ in range(FLAGS.lengths))]
     more_ms, three_more_ms, memory = [], [], []
@@ -100,8 +101,9 @@ def new_lengths() -> dict:
 
 
 def in_jax() -> dict:
-    """The first call of a process, then one call of each new length. JAX's cache of programs is in
-    the folder of the kernels, where the second process finds it."""
+    """Measure the first call of a process in JAX, and then one call per new length. JAX's cache
+    of programs is in the folder of the kernels, where the second process finds it.
+    """
     import jax
 
     jax.config.update("jax_compilation_cache_dir", f"{FLAGS.folder}/jax")
@@ -132,7 +134,7 @@ STAGES = {
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
+        raise NotImplementedError("this command needs a Hopper GPU")
     if FLAGS.stage:
         if not FLAGS.folder:
             raise app.UsageError("--stage needs --folder")

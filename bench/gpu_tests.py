@@ -5,13 +5,13 @@
     python -m bench.gpu_tests --gpus 2
     python -m bench.gpu_tests --age
 
-Tests run in one process a core, each on cores of its own; machine code that one of them builds
-the others load. `--gpus 2` runs those that need two GPUs, and nothing else. A skipped test
-counts as in `bench.suite`.
+Tests run in one process per core. Each process has its own cores, and loads machine code that
+another one has built. `--gpus 2` runs only the tests that need two GPUs. A skipped test counts
+as in `bench.suite`.
 
 `--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit,
-outcomes, seconds, versions. Commit it with the change. `--age` runs nothing: it warns where
-kernels or the host side have changed since the newest such line.
+outcomes, seconds, versions. Commit it with the change. `--age` runs no test. It prints a
+warning if kernels or the host side have changed since the newest such line.
 """
 
 import datetime
@@ -26,12 +26,12 @@ from . import suite
 from .harness import cli, command, exit_status, records
 
 FLAGS = cli.define(
-    gpus=("1", "How many the tests need.", ("1", "2")),
-    part=(str, "K/N: the Kth of N parts of the tests."),
-    processes=(int, "Side by side; default: one a core."),
-    out=(str, "A new folder; default: bench/results/<time>."),
+    gpus=("1", "Number of GPUs that the tests need.", ("1", "2")),
+    part=(str, "Part of the tests as K/N, the Kth of N parts."),
+    processes=(int, "Number of parallel processes; default: one per core."),
+    out=(str, "New folder for the results; default: bench/results/<time>."),
     save_records=(False, "Keep the record."),
-    age=(False, "Only say how old the newest record is."),
+    age=(False, "Only report the age of the newest record."),
 )
 
 NAME = "gpu_tests.jsonl"
@@ -44,7 +44,7 @@ PROCESS_BYTES = 5 << 30
 
 
 def pytest_arguments() -> list[str]:
-    """The arguments of pytest: the tests to run, and the number of processes."""
+    """Return the arguments of pytest: the tests to run, and the number of processes."""
     if FLAGS.gpus == "2":
         return ["-m", "two_gpus"]
     room = torch.cuda.get_device_properties(0).total_memory // PROCESS_BYTES
@@ -54,13 +54,13 @@ def pytest_arguments() -> list[str]:
 
 
 def whole(parts: set[str | None]) -> bool:
-    """Whether these runs together contain all tests."""
+    """Return whether these runs together contain all tests."""
     counts = {int(part.split("/")[1]) for part in parts if part}
     return None in parts or any(parts >= {f"{k}/{n}" for k in range(1, n + 1)} for n in counts)
 
 
 def age() -> str:
-    """Whether all tests ran on one GPU since the newest change, with the dates of both.
+    """Return whether all tests ran on one GPU since the newest change, with the dates of both.
 
     Raises:
       NotImplementedError: git does not report the time of the newest change.
@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
         cli.refuse_beside(FLAGS["gpus"], (FLAGS["part"], FLAGS["processes"]))
     if torch.cuda.device_count() < int(FLAGS.gpus):
         raise NotImplementedError(
-            f"{FLAGS.gpus} GPU(s) needed, {torch.cuda.device_count()} found"
+            f"--gpus must be at most the number of GPUs, {torch.cuda.device_count()}, got "
+            f"{FLAGS.gpus}"
         )
     folder = command.new_file(FLAGS.out, "tests.json").parent
     device = torch.cuda.get_device_name()

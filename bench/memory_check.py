@@ -55,7 +55,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY
 
 
 def watched(tool: str, layer: str, folder: Path) -> run.Row:
-    """Runs a layer under a tool, or the planted fault where `layer` is "", and judges it: `ran` is
+    """Run a layer under a tool, or the planted fault where `layer` is "", and judges it: `ran` is
     what `checked_layer` printed, `watched` is `--kernels` where the tool looked at these only."""
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]

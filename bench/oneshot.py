@@ -118,7 +118,7 @@ class Run:
         return "--skip" if step.name in FLAGS.skip else None
 
     def run(self) -> int:
-        """Runs every step; the exit status."""
+        """Run every step; the exit status."""
         status = 0
         try:
             with process.interruptible():
@@ -181,7 +181,7 @@ class Run:
         return result.status == "ok" or self.not_asked(step) is not None
 
     def tell(self, result: Result) -> None:
-        """Prints a line, and for a failure the end of its log."""
+        """Print a line, and for a failure the end of its log."""
         if result.status == "skipped" and self.good(result):
             return
         line = f"{result.name}: {result.status} {result.seconds:.1f} s {result.reason}".rstrip()

@@ -26,7 +26,7 @@ def rows(
     kept: str | None = None,
     out: Path | None = None,
 ) -> list[str]:
-    """Prints each row as it comes and appends its record to a file, since the process may be
+    """Print each row as it comes and appends its record to a file, since the process may be
     ended from outside; the statuses.
 
     Args:
@@ -50,7 +50,7 @@ def rows(
 
 
 def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> None:
-    """Prints named times, and appends their records to `--out`."""
+    """Print named times, and appends their records to `--out`."""
     print(f"{name}: {', '.join(f'{x} {time:.3f}' for x, time in times.items())}", flush=True)
     commit = records.environment(own.commit)["commit"]
     if own.out:

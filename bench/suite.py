@@ -95,7 +95,7 @@ def allow_list(path: str | Path) -> list[str]:
 def run(
     folder: Path, arguments: Sequence[str], skips: str | Path = ALLOWED
 ) -> tuple[int, Counts | None]:
-    """Runs pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
+    """Run pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
 
     Returns:
       The status of pytest, and the outcomes in its report; None if it wrote none.

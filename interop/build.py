@@ -46,13 +46,13 @@ def layer_of(preset: str) -> dict[str, Any]:
 def kernels_of(
     preset: str, decode: bool = False, lengths: Sequence[int] = LENGTHS
 ) -> list[Kernel]:
-    """Return the kernels that a file of `configs/` runs, forward and backward, for any length, with
-    packed rows and without.
+    """Return the kernels that a layer of `configs/` runs, forward and backward, for any length,
+    with and without packed rows.
 
     Args:
-      decode: Whether to include the kernels for paged caches, among them those that append
+      decode: Whether to include the kernels for paged caches, including those that append
         tokens.
-      lengths: Lengths of sequences. The default builds kernels for all lengths.
+      lengths: Lengths of sequences. By default the kernels for all lengths are returned.
     """
     layer = layer_of(preset)
     layer["config"] = NSAConfig(**layer["config"])
@@ -72,25 +72,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. The exit status is 0, or 1 if a kernel could not be built."""
     parser = argparse.ArgumentParser("python -m nsa_interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")
     parser.add_argument(
-        "--decode", action="store_true", help="their steps over paged caches too, of one token"
+        "--preset", default="", help=f"comma-separated names out of {', '.join(PRESETS)}"
     )
-    parser.add_argument("--jobs", type=int, help="processes at once; default: one a processor")
-    parser.add_argument("--out", help="a folder; default: the user's cache")
-    parser.add_argument("--list", action="store_true", help="print what lies there")
-    parser.add_argument("--clear", action="store_true", help="remove what lies there")
+    parser.add_argument(
+        "--decode",
+        action="store_true",
+        help="whether to build also the kernels of decode steps with one token",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="number of processes; default: one per processor"
+    )
+    parser.add_argument(
+        "--out", help="folder to which kernels are written; default: the user's cache"
+    )
+    parser.add_argument("--list", action="store_true", help="list the kernels in the folder")
+    parser.add_argument(
+        "--clear", action="store_true", help="remove the kernels from the folder"
+    )
     options = parser.parse_args(arguments)
     presets = [name for name in options.preset.split(",") if name]
     if odd := sorted(set(presets) - set(PRESETS)):
-        parser.error(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(odd)}")
+        parser.error(f"--preset must be one of {', '.join(PRESETS)}, got {', '.join(odd)}")
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     if not (presets or options.list or options.clear):
         parser.error("one of --preset, --list and --clear must be given")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    # Kernels of the package count as stored, except for a folder that must be complete.
+    # Kernels in the installed package count as stored, unless the kernels are built for another
+    # folder.
     store, status = Store(options.out, presets=None), 0
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")

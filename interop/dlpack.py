@@ -4,7 +4,7 @@ Both frameworks queue work on CUDA streams and return before it has run. Each ha
 pool, which reuses freed memory in the order of its own streams. DLPack shares the memory. The
 following rules make sharing correct.
 
-Order (which stream waits for which). Only array objects are passed to `from_dlpack`, never a
+Order: which stream waits for which. Only array objects are passed to `from_dlpack`, never a
 capsule. A capsule has no stream, so that no stream would wait for another. torch -> JAX JAX
 names its stream to `Tensor.__dlpack__`, which makes that stream wait for torch's current
 stream. What the current stream has queued is visible to JAX. JAX -> torch torch names its
@@ -12,25 +12,26 @@ current stream to `Array.__dlpack__`, which makes that stream wait for the array
 stream must wait for that one. The host does not wait on CUDA. On the CPU torch runs at once,
 and `to_torch` waits until the array is computed.
 
-Lifetime (which object keeps which memory alive).
+Lifetime: which object keeps which memory alive.
   Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
-                stream has read the memory. Keep tensor and array until every output computed
-                from it has been through `to_torch` on the current stream: from then on torch's
-                own order covers its memory (`record_stream` if another stream allocated it).
-  JAX's output  A torch alias keeps the array alive, but XLA knows nothing of torch's streams:
-                once the alias is dropped, the next XLA program may get that memory while a
-                queued torch kernel still reads it. So an alias may be dropped only when the
-                kernels that read it have finished. If you cannot promise that, ask for a copy:
-                `to_torch(array, copy=True)` clones on the current stream into torch's memory
-                and holds the array until an event shows that the clone has run.
+                stream has read the memory. Keep tensor and array until `to_torch` has returned
+                every output that was computed from it, on the current stream. From then on, the
+                order of torch protects its memory. Call `record_stream` if another stream
+                allocated it.
+  JAX's output A torch alias keeps the array alive, but XLA does not know torch's streams. Once
+                the alias is dropped, the next XLA program may get that memory while a queued
+                torch kernel still reads it. An alias may therefore be dropped only when the
+                kernels that read it have finished. If you cannot ensure this, request a copy:
+                `to_torch(array, copy=True)` clones on the current stream into torch's memory,
+                and keeps the array until an event shows that the clone has run.
 
 Mutation. JAX arrays are immutable, so never write to the torch alias of one. Do not write to a
 tensor while JAX may still read it. Wait until the outputs were returned by `to_torch`.
 
 `call_jax` follows all these rules for a function of tensors. It costs one read and one write of
 every output, and twice the memory of an output until the clone has run. Arrays whose clone has
-run are released at the next copy, or by `release_finished`; above `HELD_BYTES` of them the host
-waits for the oldest.
+run are released at the next copy, or by `release_finished`. If the retained arrays exceed
+`HELD_BYTES`, the host waits for the oldest.
 """
 
 import threading
@@ -40,8 +41,9 @@ from typing import Any
 import jax
 import torch
 
-ALIGNMENT = 16  # bytes on a GPU, where XLA reads its parameters with vector instructions
-# Without a limit a host that runs ahead would fill the memory.
+# alignment in bytes on a GPU, where XLA reads its parameters with vector instructions
+ALIGNMENT = 16
+# Without a limit, a host that runs ahead of the GPU would fill the memory.
 HELD_BYTES = 1 << 30
 
 _held: list[tuple[torch.cuda.Event, torch.Tensor]] = []
@@ -70,24 +72,24 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     kept = jax.dtypes.canonicalize_dtype(dtype).name
     if kept != dtype:
         raise ValueError(
-            f"tensor must have a dtype that JAX keeps, got {dtype}, which JAX converts to {kept}; "
-            f"pass tensor.to(torch.{kept}), or enable 64-bit types with "
+            f"tensor must have a dtype that JAX does not convert, got {dtype}, which becomes "
+            f"{kept}; pass tensor.to(torch.{kept}), or enable 64-bit types with "
             "jax.config.update('jax_enable_x64', True)"
         )
-    if not torch.is_grad_enabled():  # inside a custom operator
+    if not torch.is_grad_enabled():  # the call is inside a custom operator
         tensor = tensor.detach()
     tensor = tensor.contiguous().resolve_neg()  # JAX knows of no negative bit
     if not tensor.is_cuda:
-        # JAX would take pinned memory for its GPU's.
+        # JAX would treat pinned memory as memory of its GPU.
         return jax.dlpack.from_dlpack(tensor.clone() if tensor.is_pinned() else tensor)
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "JAX cannot run while torch captures a CUDA graph: XLA launches on a stream of "
-            "its own, which the capture does not cover"
+            "JAX must not run while torch captures a CUDA graph, since XLA launches on its own "
+            "stream, which is not captured"
         )
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
-    # torch takes the stream to wait for from the current device, not from the tensor's.
+    # torch uses the stream of the current device, not that of the tensor's device.
     with torch.cuda.device(tensor.device):
         return jax.dlpack.from_dlpack(tensor)
 
@@ -97,7 +99,7 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
     array.
 
     Args:
-      array: a computed array on one device.
+      array: A JAX array on one device, which is not traced.
       copy: False shares the memory. Never write to the tensor, and drop it only after all reads
         have finished. True returns a copy in torch's memory without these rules.
     """
@@ -115,7 +117,8 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 
 
 def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
-    """Calls a JAX function on torch tensors, safe in stream order and lifetime.
+    """Call a JAX function on torch tensors, with correct order of streams and lifetime of
+    memory.
 
     The function must be pure, so that all effects of its inputs are in its outputs. Pass the
     same jitted object in every call, since a new one is traced again. Nothing is recorded for
@@ -129,20 +132,20 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
       The results of the function as tensors with their own memory, which may be written. A single
       array is returned as a tuple of one.
 
-    Raises:
-      as `to_jax`.
+    Raises: The same errors as `to_jax`.
     """
-    # These names hold tensors and aliases until the outputs are on torch's current stream.
+    # These names keep tensors and aliases alive until the outputs are on torch's current
+    # stream.
     arrays = jax.tree.map(to_jax, tensors)
     device = next((x.device for x in jax.tree.leaves(arrays)), None)
-    # Without this an array made inside the function would land on JAX's first device.
+    # Otherwise an array that is made inside the function would be on JAX's first device.
     with jax.default_device(device):
         outputs = function(*arrays)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = jax.tree.map(lambda x: to_torch(x, copy=True), outputs)
     for tensor in jax.tree.leaves(tensors):
         if tensor.is_cuda:
-            # No cost where the current stream allocated the tensor.
+            # This costs nothing if the current stream allocated the tensor.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return results
 

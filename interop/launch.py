@@ -4,13 +4,13 @@ Machine code that serves every length is read from disk, or is built and stored 
 (`kernels_pallas.runtime`). A launch is a call of the driver with the sizes and tensor maps of
 the problem.
 
-Order and lifetime are those of any torch operator. The kernel reads and writes on the stream
-that is current when `launch` is called, outputs come from torch's allocator on that stream, and
-the host never waits. If another stream writes to an input, the caller makes the current stream wait
+Order and lifetime are the same as for any torch operator. The kernel reads and writes on the
+stream that is current when `launch` is called, and torch allocates outputs on that stream. The
+host never waits. If another stream writes to an input, the caller makes the current stream wait
 for it. If another stream allocated an input, the caller calls `record_stream` before dropping
 the tensor.
 
-Loaded kernels stay loaded (`runtime.loaded`).
+Kernels stay loaded until the process ends (`runtime.loaded`).
 """
 
 import functools
@@ -34,25 +34,26 @@ def launch(
     *tensors: torch.Tensor,
     out: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Runs `kernel` on torch's current stream.
+    """Run `kernel` on torch's current stream.
 
     Args:
-      kernel: It is built at its first launch if it is not on disk, or earlier by `prepare`.
+      kernel: The kernel. If it is not stored on disk, it is built at its first launch, or
+        earlier by `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
         on one Hopper GPU. Nothing is recorded for autograd.
       out: One tensor for each of `kernel.outputs`, under the same rules. It must not overlap
         any other tensor of the call, except that the first outputs of an `in_place` kernel may
-        be its last inputs. If one output or `out` itself is None, it is allocated.
+        be its last inputs. Outputs that are None are allocated. If `out` is None, all are.
 
     Returns:
       The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
 
     Raises:
-      ValueError: A tensor is not as described above.
+      ValueError: A tensor breaks one of the rules above.
       NotImplementedError: the GPU has another compute capability than 9.0.
       RuntimeError: The kernel would be loaded for the first time while a CUDA graph is
-        captured. Or it is not on disk and could not be built.
+        captured, or it is not stored on disk and could not be built.
     """
     device, index = tensors[0].device, tensors[0].get_device()
     inputs, outputs = _arguments(kernel)
@@ -125,7 +126,7 @@ def _index(device: torch.device) -> int:
 def prepare(
     kernels: Sequence[Kernel], device: torch.device | str | int, jobs: int | None = None
 ) -> int:
-    """Build and load kernels on a GPU, so that a capture or a timed run does not have to.
+    """Build and load kernels on a GPU before a capture or a timed run.
 
     Args:
       kernels: Kernels that differ only in lengths count as one.
@@ -169,8 +170,8 @@ def _bound(kernel: Kernel, index: int) -> BoundKernel:
 
 
 def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
-    """Register the kernels that this thread will launch. If a launch finds a kernel that was never
-    built, all of them are built together.
+    """Register the kernels that this thread will launch. If a launch finds a kernel that was
+    never built, all registered kernels are built together.
     """
     _thread.prefetched = kernels
 
@@ -189,7 +190,7 @@ def _check_may_load(kernels: Sequence[Kernel], index: int) -> None:
     if kernel is None:
         return
     capability = torch.cuda.get_device_capability(index)
-    if capability != HOPPER:  # whose instructions exist nowhere else
+    if capability != HOPPER:  # other GPUs lack its instructions
         raise NotImplementedError(
             f"{kernel.name} needs a GPU of compute capability {HOPPER[0]}.{HOPPER[1]} "
             f"(Hopper), got {capability[0]}.{capability[1]} on cuda:{index}"

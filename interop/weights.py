@@ -11,7 +11,8 @@ module has the same names, so a path maps to a key by one rule:
 
 Dtypes are unchanged, including bfloat16. The file's metadata records the result of
 `module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. The file also records
-each attention layer's gate and phi, as names (`LayerSpec.kind_keys`) of entries that are zero.
+gate and phi of each attention layer, in the names of additional entries (`LayerSpec.kind_keys`)
+whose values are zero.
 """
 
 import json
@@ -35,22 +36,24 @@ METADATA_KEY = "hyper_parameters"
 
 
 class Module(Protocol):
-    """A torch or NNX module that reports its hyperparameters."""
+    """A torch or NNX module that returns its hyper-parameters."""
 
     def hyper_parameters(self) -> dict[str, int | float | str]: ...
 
 
 def save(path: str | Path, module: Module) -> None:
-    """Writes the weights and hyper-parameters of `module` to `path`, all or nothing.
+    """Write the weights and hyper-parameters of `module` to `path`. If an error occurs, an
+    existing file is unchanged.
 
     Args:
-      path: the file, replaced in one step if it exists.
+      path: The file, which is replaced atomically if it exists.
       module: a `torch.nn.Module` or `nnx.Module` that has `hyper_parameters()`.
     """
     path = Path(path)
     metadata = {METADATA_KEY: json.dumps(module.hyper_parameters())}
     data = safetensors.torch.save(_tensors(module), metadata)
-    # A reader of `path` sees the old file or the new one, even if this process dies halfway.
+    # A reader of `path` gets the old file or the new one, even if this process ends in the
+    # middle.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(scratch, "wb") as file:
@@ -63,16 +66,17 @@ def save(path: str | Path, module: Module) -> None:
 
 
 def load(path: str | Path, module: Module) -> None:
-    """Reads the weights in `path` into `module`, in place.
+    """Read the weights in `path` into `module`, in place. Each value gets the device or
+    sharding of the parameter that it replaces.
 
-    Values go to the device (or sharding) of the parameter they replace. A file without
-    recorded hyper-parameters is accepted if its keys, shapes and dtypes fit, and if it states the
-    gate and phi of each attention layer, or these were named when the layer was made.
+    A file without hyper-parameters is accepted if its keys, shapes and dtypes fit. It must also
+    record gate and phi of each attention layer, unless these were passed to the constructor of
+    the layer.
 
     Raises:
-      ValueError: the hyper-parameters, gate, phi, keys, shapes or dtypes differ; the message
-        names the first difference, the expected value and that of the file. The module is
-        unchanged.
+      ValueError: The hyper-parameters, gate, phi, keys, shapes or dtypes differ. The message
+        names the first difference, the expected value and the value in the file. The module is
+        then unchanged.
     """
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -123,8 +127,8 @@ def _tensors(module: Module) -> dict[str, torch.Tensor]:
 
 
 def _layers(module: Module) -> dict[str, LayerSpec]:
-    """Return the attention layers in `module` that state their gate and phi, by their keys'
-    prefix.
+    """Return the attention layers in `module` that record gate and phi, keyed by the prefix of
+    their entries.
     """
     if isinstance(module, torch.nn.Module):
         keys = module.state_dict().keys()
@@ -167,7 +171,7 @@ def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
     host = np.asarray(array)
     if host.ndim == 2 and steps[-1] in ("kernel", "weight"):
         host = host.T if steps[-1] == "kernel" else host.T[:, None]
-    # torch does not know NumPy's bfloat16, so the bits travel as integers.
+    # torch does not support bfloat16 of NumPy, so that the bits are passed as integers.
     bits = np.array(host, order="C").view(f"i{host.dtype.itemsize}")
     return torch.from_numpy(bits).view(getattr(torch, host.dtype.name))
 
@@ -182,5 +186,6 @@ def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "
     host = bits.view(old.dtype)
     if old.ndim == 2 and steps[-1] in ("kernel", "weight"):
         host = host.T if steps[-1] == "kernel" else host[:, 0].T
-    # JAX may share a NumPy array's memory, and the tensor's is the file, mapped.
+    # A copy, since JAX may share the memory of a NumPy array, and the memory of the tensor is
+    # the mapped file.
     return jax.device_put(np.array(host, order="C"), old.sharding)

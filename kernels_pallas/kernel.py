@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 # starts inside its storage can have another address.
 ALIGNMENT = 256
 # Scalar arguments (`Kernel.for_any_length`) are addresses.
-SIZE = "sizes."  # prefix of the names of scalar arguments
+SIZE = "sizes."  # prefix of the names of scalar arguments, which carry sizes
 SCALAR_STEP = ALIGNMENT
-NOMINAL_LENGTH = 2**18  # length of the arrays of a kernel for any length, only in their types
+NOMINAL_LENGTH = 2**18  # the length in the types of a kernel that serves any length
 # Lengths whose kernels serve all lengths. The scores have a kernel for each power of two; the
 # other steps have kernels for short and for long sequences.
 LENGTHS = tuple(2**i for i in range(9, 20))
@@ -49,7 +49,7 @@ def _plain(x: Any) -> Array:
 
 
 SCALAR = int32(64)
-DESCRIPTIONS = 4096  # cached per function: the descriptions of a few hundred lengths
+DESCRIPTIONS = 4096  # number of cached descriptions per function, a few hundred lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Spec:
     """Static sizes of a kernel.
 
     Attributes:
-      interpret: Parameters of Pallas' interpreter. Defaults to compiled code.
+      interpret: Parameters of the Pallas interpreter. None means compiled code.
       any_length: Whether the lengths are nominal and the kernel reads its sizes at launch.
     """
 
@@ -66,7 +66,7 @@ class Spec:
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The fields that hold lengths, with their nominal values."""
+        """The fields that are lengths, with their nominal values."""
         return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
 
     def for_any_length(self) -> Self:
@@ -83,16 +83,17 @@ class Kernel:
 
     Attributes:
       name: Name in messages and reports.
-      spec: Static part, a frozen dataclass.
+      spec: The static sizes, a frozen dataclass.
       body: `module:function`. The function accepts this kernel and returns the function that
         `plgpu.kernel` returns: its arguments have the shapes of `inputs`, and it returns a list
         or tuple of arrays with the shapes of `outputs`. Tests pass the function itself.
       inputs: At least one array.
       outputs: At least one array.
-      in_place: Number of first outputs that may share memory with as many last inputs, in their
-        order. Each part of such an input is read before the same part of the output is written.
+      in_place: Number of first outputs that may share memory with the same number of last
+        inputs, in order. Each part of such an input is read before the same part of the output
+        is written.
       names: Names of the inputs, then of the outputs (`Kernel.named`).
-      sizes: Numbers that the body needs and that lengths determine, by name.
+      sizes: Numbers that the body needs and that depend on lengths, by name.
       grid: Number of CTAs along each of at most two axes.
       cluster: Number of CTAs, neighbours on the grid's last axis, that run together and access
         each other's shared memory.
@@ -154,11 +155,10 @@ class Kernel:
 
     @functools.lru_cache(DESCRIPTIONS)  # noqa: B019
     def for_any_length(self) -> "Kernel":
-        """Return the kernel of the same description that serves every length.
-
-        Its arrays have nominal lengths (`NOMINAL_LENGTH`); no address in the body may depend on
-        them. Scalar arguments precede the arrays. There is an input for each entry of `sizes`,
-        and its address is the size times `SCALAR_STEP`. Nothing is read at these addresses. An
+        """Return the kernel with the same description that serves every length. Its arrays have
+        nominal lengths (`NOMINAL_LENGTH`), and no address in the body may depend on them.
+        Scalar arguments precede the arrays. There is an input for each entry of `sizes`, and
+        its address is the size times `SCALAR_STEP`. Nothing is read at these addresses. An
         address is a parameter of the launch, so a size costs no copy, and a CUDA graph stores
         it.
         """
@@ -210,7 +210,8 @@ def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
     def cached(spec):
         kernel = describe(spec)
         found = {"name": kernel.name or name, "body": kernel.body or body}
-        # The new kernel has no other reader yet. A copy of each would take 10 us at a new length.
+        # No other object refers to the new kernel yet, so that it is modified. A copy would cost
+        # 10 us for each new length.
         for field, x in (found | {"source": f"{module}:{name}"}).items():
             object.__setattr__(kernel, field, x)
         return kernel

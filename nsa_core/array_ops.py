@@ -1,9 +1,9 @@
 """The array operations that the steps on kernels need from a framework.
 
-The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is
-an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels.
-`nsa_core.plan` has an `ArrayOps` that records the operations. This module imports neither
-framework.
+The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once for both
+frameworks, and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and
+`nsa_torch.torch_ops.TorchOps` run the kernels. `nsa_core.plan` has an `ArrayOps` that records
+the operations instead. This module imports neither framework.
 
 A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
 `reshape` of an array. Work between kernels is a derived step (`derived`).
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.triton.kernel import TritonKernel
 
-type Slices = tuple[slice, ...]  # of the first axes, without steps
+type Slices = tuple[slice, ...]  # slices of the first axes, without strides
 
 
 type Shapes = Callable[..., Sequence[Array]]
@@ -23,8 +23,8 @@ type Shapes = Callable[..., Sequence[Array]]
 
 def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a derived step. It is a function `f(ops, *arrays, **static)` that returns a list
-    of arrays, depends only on its arguments and does not modify them. It may use everything in
-    `ArrayOps`, also `xp`.
+    of arrays, depends only on its arguments and does not modify them. It may use all of
+    `ArrayOps`, including `xp`.
 
     Args:
       shapes: Function that returns the shapes and dtypes of the results. Its arguments are
@@ -46,7 +46,7 @@ def like(x: Any, *shape: int) -> Array:
 
 
 class Places(NamedTuple):
-    """A `QueryLayout` that consists of its arrays, for steps that read nothing else."""
+    """A `QueryLayout` that has only arrays, for steps that read nothing else."""
 
     position: Any
     key_start: Any
@@ -56,17 +56,19 @@ class Places(NamedTuple):
 
 
 class QueryLayout(Protocol):
-    """The position of each query, integers `[B, T]`. Key `k` is token `k - key_start`."""
+    """The position of each query, as integers `[B, T]`. Key `k` has position `k - key_start` in
+    the query's sequence.
+    """
 
     @property
     def position(self) -> Any:
         """The position of the query in its own sequence, from 0. A negative position marks
-        padding, which sees no key.
+        padding, which attends to no key.
         """
 
     @property
     def padded(self) -> bool:
-        """Whether some queries may be padding that is not finite."""
+        """Whether some queries may be padding, which need not be finite."""
 
     @property
     def key_start(self) -> Any:
@@ -88,7 +90,7 @@ class QueryLayout(Protocol):
 
     @property
     def num_keys(self) -> int | None:
-        """The number of keys of every sequence, if tables derived from this number are
+        """The number of keys of every sequence, if tables that are derived from it are
         constants of a program. It is None in torch, which caches these tables.
         """
 
@@ -99,8 +101,8 @@ class ArrayOps(Protocol):
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
-      parts_stay: whether elements of a `part` that an `in_place` kernel does not write keep
-        their values.
+      parts_stay: whether an `in_place` kernel keeps the elements of a `part` that it does not
+        write.
       has_streams: whether `run_beside` is supported.
     """
 
@@ -110,9 +112,9 @@ class ArrayOps(Protocol):
     has_streams: bool = False
 
     def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
-        """Run `kernel` and return its outputs. An input may have any shape of the right size.
-
-        A kernel that is `in_place` may write its first outputs over its last inputs.
+        """Run `kernel` and return its outputs. An input may have any shape with the required
+        number of elements. A kernel that is `in_place` may write its first outputs to the
+        memory of its last inputs.
         """
         ...
 
@@ -133,14 +135,15 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether the first outputs of `kernel` have the values of its last inputs in
-        all elements that it does not write.
+        """Return whether `kernel` writes into its last inputs. Its first outputs then keep the
+        values of these inputs in all elements that the kernel does not write.
         """
         return bool(kernel.in_place)
 
     def after(self, x: Any, done: Any) -> Any:
-        """Make `x` (int32) depend on `done` (16-bit). No kernel that reads the result starts
-        before `done` is computed. By default steps are queued one after the other.
+        """Make `x` (int32) depend on `done` (16-bit), so that no kernel that reads the result
+        starts before `done` is computed. The default does nothing, since steps are queued one
+        after the other.
         """
         return x
 
@@ -155,14 +158,14 @@ class ArrayOps(Protocol):
         return function(self, *arrays, **static)
 
     def per_batch(self, x: Any) -> Any:
-        """Mark `x` as an argument that many calls share. Arrays derived only from it may be
-        cached.
+        """Mark `x` as an argument that many calls share. Arrays that are derived only from `x`
+        may be cached.
         """
         return x
 
     def release(self, arrays: Iterable[Any]) -> None:
-        """Declare that these arrays are not read any more. They must not share memory with
-        other arrays. By default nothing is freed early.
+        """Declare that no later step reads these arrays. They must not share memory with other
+        arrays. The default does nothing.
         """
         return None
 
@@ -217,8 +220,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
-        """Return `made()` on a CPU if any `condition` holds. In all other cases return
-        `otherwise`. On a GPU the host does not read the condition, since it would have to wait.
+        """Return `made()` if any element of `condition` is true and the arrays are on a CPU,
+        otherwise `otherwise`. On a GPU the host would have to wait for the condition.
         """
         raise NotImplementedError
 
@@ -227,8 +230,8 @@ class ArrayOps(Protocol):
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """Write `new` to the valid `paged_layout.Places` of `pages`. In torch this happens
-        in place.
+        """Write `new` to the valid entries `at` (`paged_layout.Places`) of `pages`. In torch
+        this happens in place.
         """
         raise NotImplementedError
 
@@ -296,14 +299,14 @@ class ArrayOps(Protocol):
 
 
 def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
-    """Fill the padding rows of each of `arrays` `[B, T, ...]` with zeros. Kernels that mask by
-    block or key tile multiply these rows too, and zero times NaN is NaN.
+    """Fill the padding rows of each of `arrays` `[B, T, ...]` with zeros. Kernels that mask
+    whole blocks or key tiles also multiply these rows, and zero times NaN is NaN.
     """
     return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
 
 
 def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
-    """Return the derived step that `zero_padding` runs."""
+    """Run `zero_padding` as a derived step."""
     return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
 
 

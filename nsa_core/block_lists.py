@@ -1,5 +1,4 @@
-"""Converts a caller's lists of key blocks to the form that the selected branch reads.
-
+"""Converts lists of key blocks from the caller to the form that the selected branch reads.
 Arrays may come from either framework. `xp` is `jax.numpy` or `torch`.
 """
 
@@ -19,7 +18,9 @@ WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
-    """Return the sizes of the selected branch. Those of the other branches have no effect."""
+    """Return a config with these sizes of the selected branch. Its sizes of other branches have
+    no effect.
+    """
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
 
 
@@ -33,7 +34,7 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """Return the block size, but at most the number of keys. A larger block would contain the
+    """Return the smaller of block size and number of keys. A larger block would contain the
     same keys.
     """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
@@ -43,7 +44,7 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
     """Check the shapes and dtypes of `block_attention`'s arguments.
 
     Raises:
-      ValueError: an argument that no implementation supports.
+      ValueError: No implementation supports an argument.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
@@ -69,7 +70,8 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
 
 
 def with_tail(xp: Any, indices, position, block_size: int):
-    """Return `indices` `[B, T, G, n]` with the query's own block added if it is incomplete.
+    """Add the query's own block to `indices` `[B, T, G, n]`, unless the query is the last token
+    of that block.
 
     position: `[B, T]`, the position of the query in its sequence; negative for padding.
     """
@@ -81,8 +83,9 @@ def with_tail(xp: Any, indices, position, block_size: int):
 
 
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
-    """Return `(lists, tokens)`: lists `[N, G, n]`, with the tail if it is included, and the
-    `paged_layout.Tokens` of the queries. `paged` has page_table, lengths and cu_seqlens_q.
+    """Return `(lists, tokens)`: the lists `[N, G, n]`, including the query's own block if
+    `include` requires it, and the `paged_layout.Tokens` of the queries. `paged` has page_table,
+    lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged
     lengths = ops.xp.clip(lengths, None, page_table.shape[1] * page)
@@ -99,7 +102,7 @@ def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, 
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices
     if parts > 1:
-        # Multiples of the rest would overflow.
+        # Multiples of larger indices would overflow.
         named = xp.where((found >= 0) & (found <= keys // block_size), found, -1)
         found = named[..., None] * parts + ops.arange(found, parts)[0]
     blocks = -(-keys // (block_size // parts))
@@ -111,13 +114,13 @@ def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, 
 
 
 def refuse_repeated(indices: np.ndarray) -> None:
-    """Raise ValueError if a list of `[B, T, G, n]` names a block twice."""
+    """Raise ValueError if one of the lists `[B, T, G, n]` contains a block twice."""
     ordered = np.sort(indices, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     for *place, entry in np.argwhere(twice)[:1]:
         raise ValueError(
-            f"block_indices[{', '.join(map(str, place))}] must name a block once, got block "
-            f"{ordered[*place, entry]} twice"
+            f"block_indices[{', '.join(map(str, place))}] must not contain a block twice, got "
+            f"block {ordered[*place, entry]} twice"
         )
 
 
@@ -133,10 +136,10 @@ def check_paged(
     scale: float | None,
 ) -> int:
     """Check the shapes and dtypes of `paged_block_attention`'s arguments, and the values that
-    are `read`. Returns the block size to use.
+    `read` returns. Return the block size to use.
 
     Raises:
-      ValueError: an argument that no implementation supports.
+      ValueError: No implementation supports an argument.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
@@ -159,8 +162,8 @@ def check_paged(
 
 def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int):
     """Return the keys of the lists, two arrays `[N, lists, n * block_size]`. The first one has
-    the row of each key in the concatenated pages, within bounds. The second one is True if the
-    query sees the key.
+    the index of each key in the concatenated pages, clamped to valid indices. The second one is
+    True if the query attends to the key.
 
     Args:
       lists: The result of `for_kernels`, `[N, lists, n]`.
@@ -194,8 +197,8 @@ def attention_to_pages(
 
     Args:
       over_queries: The function `over_queries` of the framework's module `chunks`.
-      attend: returns out and lse. Its arguments are queries `[N, L, G, D]`, keys and values
-        `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
+      attend: A function that returns the output and the log-sum-exp. Its arguments are queries
+        `[N, L, G, D]`, keys and values `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
     """
     columns, (_, page, kv_heads, _) = paged[0].shape[1], key_pages.shape
     lists, tokens = paged_lists(ops, block_indices, paged, page, block_size, include)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 
-# By the type of `compress_params`, the words of `LayerSpec.phi`.
+# The values of `LayerSpec.phi` for each type of `compress_params`.
 PHI = {type(None): "avg", PoolParams: "mlp", MLPParams: "mlp_pe", RopeMLPParams: "mlp_rope"}
 
 type Facts = Sequence[tuple[str, Any]]  # names and values
@@ -15,15 +15,17 @@ type Facts = Sequence[tuple[str, Any]]  # names and values
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Facts about the tokens of a cache. The first writer sets a fact; later ones must agree."""
+    """Records how the tokens of a cache were computed, as pairs of a name and a value (facts).
+    The first write sets a fact, and later writes must agree with it.
+    """
 
     said: Facts = ()
 
     def with_facts(self, facts: Facts, kind: str = "") -> Self:
-        """Add the `facts` of another writer to the contents.
+        """Add the `facts` of another write to the contents.
 
         Args:
-          kind: Name of the owner of the cache, for the message.
+          kind: Name of the kind of cache, for the error message.
 
         Raises:
           ValueError: A fact contradicts an earlier one.
@@ -32,8 +34,8 @@ class Contents:
         for name, value in facts:
             if known.setdefault(name, value) != value:
                 raise ValueError(
-                    f"cache must be made {kind}with {name}={value!r}, "
-                    f"got a cache with {known[name]!r}"
+                    f"cache must be made {kind}with {name}={value!r}, got a cache made with "
+                    f"{known[name]!r}"
                 )
         return dataclasses.replace(self, said=tuple(sorted(known.items())))
 
@@ -42,8 +44,7 @@ class Contents:
 
 
 def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = ()) -> Facts:
-    """Return the facts that a writer states. These are `made_with` and the kinds of `params`
-    for keys and values.
+    """Return the facts of a write: `made_with`, and the kinds of `params` for keys and values.
 
     Raises:
       ValueError: `made_with` does not consist of pairs of a name and a hashable value.
@@ -67,7 +68,7 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
-    """Describe a cache in one line. During a transform the arrays of a cache may be any
+    """Describe a cache in one line. During a transform the arrays of a cache may be arbitrary
     objects.
     """
     arrays = {name: getattr(cache, name) for name in (key, value)}

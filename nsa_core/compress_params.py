@@ -12,10 +12,11 @@ class PoolParams(NamedTuple):
 class MLPParams(NamedTuple):
     """The paper's MLP with an intra-block position embedding.
 
-    `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`, the window flattened token by
-    token, gelu in its tanh form, shared by the key/value heads. If the keys were rotated by their
-    positions, the result depends on the position of the window. A query's product with the
-    compressed key then depends on both positions, not only on their distance (`RopeMLPParams`).
+    It computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is flattened
+    token by token, gelu has its tanh form, and all key/value heads share the parameters. If the
+    keys were rotated by their positions, the result depends on the position of the window. A
+    query's product with the compressed key then depends on both positions, not only on their
+    distance (`RopeMLPParams`).
     """
 
     position: Any  # [l, D]
@@ -25,8 +26,8 @@ class MLPParams(NamedTuple):
     b2: Any  # [D]
 
     def turned(self, rates: Any, factor: float = 1.0) -> "RopeMLPParams":
-        """Return the same MLP for unrotated keys. Rotation multiplies the length of a key by
-        `factor`.
+        """Return the same MLP for unrotated keys. `factor` is the factor by which the rotation
+        multiplies the length of a key.
         """
         if factor == 1:
             return RopeMLPParams(*self, rates)

@@ -15,29 +15,30 @@ SEED_NAMES = {
 }
 FLOAT8 = "float8_e4m3"
 COMPUTE_DTYPES = None, FLOAT8
-MAX_SIZE = 2**30  # a position and a size must add up in 32 bits
+MAX_SIZE = 2**30  # the sum of a position and a size must fit in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
-    """Sizes of the three branches; the defaults are the paper's (arXiv 2502.11089, section 4).
+    """Sizes of the three branches. The defaults are those of the paper (arXiv 2502.11089,
+    section 4).
 
     `compute_dtype="float8_e4m3"` is for inference on Hopper. The selected and the sliding branch
     then multiply 8-bit numbers (docs/kernels/fp8.md); the selection does not change. It is faster
     for groups of more than 8 query heads.
 
     Raises:
-      ValueError: a rule is broken; the message names the field, the rule and the value.
+      ValueError: A value is invalid. The message names the field, the rule and the value.
     """
 
     compress_block: int = 32  # l: tokens that one compressed token summarises
     compress_stride: int = 16  # d: tokens between the starts of two compressed tokens
     select_block: int = 64  # l': tokens of one selection block
-    num_selected: int = 16  # n: blocks per query, the forced ones included
+    num_selected: int = 16  # n: blocks per query, including the forced ones
     num_initial: int = 1  # forced blocks at the start of the sequence
     num_local: int = 2  # forced blocks that end with the query's own
-    window: int = 512  # w: keys of the sliding branch, the query's own included
-    compute_dtype: str | None = None  # by default that of the query
+    window: int = 512  # w: keys of the sliding branch, including the query's own
+    compute_dtype: str | None = None  # None means the dtype of the query
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -110,7 +111,7 @@ class NSAConfig:
         """Make a config from the short names `l, d, l_sel, n_sel, w`."""
         unknown = sorted(set(values) - set(SEED_NAMES))
         if unknown:
-            raise ValueError(f"unknown name {unknown[0]!r}; known: {sorted(SEED_NAMES)}")
+            raise ValueError(f"names must be in {sorted(SEED_NAMES)}, got {unknown[0]!r}")
         return cls(**{SEED_NAMES[name]: value for name, value in values.items()})
 
     def num_compressed(self, length: int) -> int:
@@ -126,8 +127,8 @@ class NSAConfig:
         return -(-length // self.select_block)
 
     def reads(self, length: int) -> int:
-        """Return the number of key rows that a decode step at `length` cached tokens reads,
-        including padding.
+        """Return the number of keys, including padding, that one decode step reads from a cache
+        of `length` tokens.
         """
         return (
             self.num_compressed(length)

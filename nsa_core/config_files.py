@@ -21,7 +21,7 @@ if not FOLDER.is_dir():  # in a checkout `configs/` is next to this package
 
 @functools.cache
 def slug(device: str) -> str:
-    """Return the driver's name of a device, converted to a part of a path."""
+    """Convert the driver's name of a device to a valid part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML takes 1e-4 for a text.
+# PyYAML reads 1e-4 as a string.
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, [*"+-0123456789"])
 
@@ -65,7 +65,7 @@ def load(name: str | Path, kind: type = dict) -> Any:
     path of a YAML or JSON file.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: The file does not exist.
       ValueError: The file is not valid, contains a value of another type, or contains a key
         twice.
     """
@@ -74,7 +74,7 @@ def load(name: str | Path, kind: type = dict) -> Any:
         path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in FOLDER.glob("*.yaml"))
-        raise FileNotFoundError(f"no config file {str(path)!r}; configs/ has {known}")
+        raise FileNotFoundError(f"there is no config file {str(path)!r}; configs/ has {known}")
     try:
         data = parsed(path.read_text(), "JSON" if path.suffix == ".json" else "YAML")
     except ValueError as error:
@@ -102,8 +102,8 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
       ValueError: A key is unknown, or a value does not have the type of its field. The message
         names each key with its section.
     """
-    # A part of a second, which goes before the first file: of settings, of training, or, at the
-    # first automatic choice on a GPU that has one, of a device.
+    # Takes a fraction of a second. It runs only before the first file is read, such as the file
+    # of a device at the first automatic choice on a GPU.
     import pydantic
 
     adapter = pydantic.TypeAdapter(list[cls], config={"extra": "forbid", "strict": True})
@@ -116,7 +116,7 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
             rule = each["msg"].removeprefix("Value error, ")
             if each["type"] == "unexpected_keyword_argument":
                 rule = "unknown key"
-            # A rule of a whole section has the value that breaks it in its text.
+            # The message of a rule on a whole section already contains the value.
             got = "" if isinstance(each["input"], dict) else f", got {each['input']!r}"
             told.append(f"{key}: {rule}{got}")
         raise ValueError("; ".join(told)) from None

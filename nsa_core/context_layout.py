@@ -1,12 +1,11 @@
 """The distribution of the tokens of one sequence over the ranks of a context group.
 
 The sequence is split into chunks of equal length. With `zigzag` rank `r` of `R` has the chunks `r`
-and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous` it has
-chunk `r`.
-A shard consists of the chunks of a rank in the order of their tokens.
+and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous` rank
+`r` has chunk `r`. A shard consists of the chunks of a rank in the order of their tokens.
 
-A sequence is padded at the end if its length is not a multiple of the number of chunks. No
-token before the padding sees it, and its output is meaningless.
+A sequence is padded at the end if its length is not a multiple of the number of chunks. No real
+token attends to this padding, and the output of padding is undefined.
 """
 
 import dataclasses
@@ -14,8 +13,9 @@ from typing import Any, Literal, get_args
 
 type Layout = Literal["zigzag", "contiguous"]
 
-# Of keys and values that are gathered at once. One head at a time hides the transport of the next
-# behind its own work; where that work is short, its launches cost more than transport.
+# Bytes of keys and values that are gathered at once. With one head at a time, the transfer of
+# the next head overlaps with the computation of the current one. If the computation is short,
+# its launches cost more than the transfer.
 UNIT_BYTES = 2**27
 
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
@@ -37,16 +37,16 @@ def padded_length(length: int, size: int, layout: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The positions of the tokens of a rank and of the other ranks."""
+    """The chunks of tokens of one rank and of the other ranks."""
 
     layout: str
     size: int  # R
     rank: Any  # an int, or an array
-    chunk: int  # tokens of a chunk
+    chunk: int  # tokens per chunk
 
     @property
     def length(self) -> int:
-        """`S`, padding included."""
+        """`S`, including padding."""
         return self.chunk * self.size * len(self.own)
 
     @property
@@ -56,7 +56,9 @@ class Shards:
 
     @property
     def calls(self) -> list[tuple[slice, Any]]:
-        """For each chunk of this rank, its tokens in the shard and its end in the sequence."""
+        """For each chunk of this rank: the slice of its tokens in the shard, and the position
+        of its end in the sequence.
+        """
         return [
             (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
             for i, number in enumerate(self.own)
@@ -102,9 +104,10 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
 
     Returns:
       `(offsets, slots)`. `offsets` has one array `[B, most]` per chunk of this rank, with the
-      offsets at which windows begin. An offset after the end of the chunk means that there is
-      no window. `slots` `[B, C]` has the slot of each window, where each chunk has `most`
-      slots. An unused window has the total number of slots.
+      offsets in the chunk at which windows begin. An offset after the end of the chunk means
+      that the slot has no window. `slots` `[B, C]` has the slot of each window, counted over
+      all chunks, which have `most` slots each. The entry of an unused window is the total
+      number of slots.
     """
     xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
     begin = xp.where(begin < 0, length, begin)

@@ -12,9 +12,9 @@ Events, all off at first:
 A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG
 <branch>_mae=value ...`. A fused path runs its steps one by one while `timing` or `compare` is
 on. Under `jax.jit` and other transforms, `routing` and `shapes` report once, while the call is
-traced. `timing` and `compare` need values, so they report a refusal. `torch.compile` shows
-`routing` only. While an event is on, torch also reads `cu_seqlens` on a GPU, and raises the
-same errors as on a CPU.
+traced. `timing` and `compare` need values, so that they print the reason why they cannot run.
+Under `torch.compile` only `routing` is reported. While an event is on, the torch functions also
+read `cu_seqlens` on a GPU, and raise the same errors as on a CPU.
 """
 
 import json
@@ -39,11 +39,11 @@ ARGUMENTS = {
     "attention": ("query", "key", "value", "gates", "compressed", "block_indices"),
 }
 SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
-# The reference is dense and holds several float32 arrays [B, H, T, S] at once.
+# The reference is dense and needs several float32 arrays [B, H, T, S] at the same time.
 MAX_BYTES, BYTES_EACH = 2 * 2**30, 16
 
-on = False  # read at every call: all that a call costs while no event is on
-_left: dict[str, int] = {}  # lines left of each event that is on
+on = False  # every call reads this, which is the whole cost while no event is on
+_left: dict[str, int] = {}  # number of remaining lines for each event that is on
 _told: set[tuple[str, str, str]] = set()
 
 
@@ -51,9 +51,11 @@ class Backend(NamedTuple):
     """The functions of a framework that read its arrays."""
 
     package: str  # nsa_jax or nsa_torch
-    silent: Callable[[], bool]  # whether a step cannot tell anything here
-    traced: Callable[[Any], bool]  # whether any of these has no value yet
-    wait: Callable[[Any], Any]  # for the device to finish them
+    silent: Callable[[], bool]  # whether a step cannot report anything here
+    traced: Callable[
+        [Any], bool
+    ]  # whether any of these arrays has no value, since it is traced
+    wait: Callable[[Any], Any]  # waits until the device has computed the arrays
     numpy: Callable[[Any], np.ndarray]
 
 
@@ -61,7 +63,7 @@ def enable(*events: str, limit: int = 100) -> None:
     """Enable these events and disable all others. An event is disabled after `limit` lines.
 
     Raises:
-      ValueError: an unknown event, or a limit below 1.
+      ValueError: An event is unknown, or the limit is below 1.
     """
     global on
     for event in events:
@@ -119,7 +121,7 @@ def watch(
             shapes = {key: _shape(x) for key, x in given.items() if x is not None}
             _tell(backend.package, "shapes", about | shapes | {"traced": traced})
         if traced:
-            why = "under a transform (jit, grad, vmap) there are no values: call outside it"
+            why = "there are no values under a transform (jit, grad, vmap)"
             for event in ("timing", "compare"):
                 _tell(backend.package, event, {"refused": why})
             return function(*args, **options)
@@ -143,8 +145,8 @@ def watch(
 
 
 def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
-    """Return the differences between a result and that of the reference, or the reason why they
-    are not known.
+    """Return the errors of a result relative to the reference, or the reason why they cannot be
+    computed.
     """
     query, key = args[:2]
     size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
@@ -163,8 +165,8 @@ def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
 
 
 def _tell(package: str, event: str, fields: dict[str, Any], once: str = "") -> None:
-    """Print one line, unless the event is off or `once` was printed before. Refusals are printed
-    once and do not count towards the limit.
+    """Log one line, unless the event is off or a line with the same key `once` was logged
+    before. Reasons for refusals are logged once and do not count towards the limit.
     """
     global on
     refusal = "refused" in fields

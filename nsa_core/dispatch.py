@@ -1,10 +1,10 @@
-"""Chooses an implementation from an ordered registry, and reports why each earlier one was
-refused.
+"""Chooses an implementation from an ordered registry, and records why each earlier candidate
+was refused.
 
 An implementation named by the caller never falls back, unless the caller sets
 `on_unsupported="fallback"` (the flag of that name). A fallback causes a warning. The automatic
-choice is the first implementation in order that does not refuse and that the thresholds and the
-policy of the device allow (`policy.py`). The result records the refusals.
+choice is the first implementation in order that can run the problem, and that the thresholds
+and the policy of the device allow (`policy.py`).
 
 The step `attention` stands for all steps at once. Its implementation runs only if it was chosen
 for every single step.
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 type OnUnsupported = Literal["error", "fallback"]
 
-WHOLE = "attention"  # the step that is all of them
-ROUNDED = "selected", "sliding", WHOLE  # steps that `compute_dtype` is about
-FUNCTIONS = {  # what implementations call the steps
+WHOLE = "attention"  # the name of the step that consists of all steps
+ROUNDED = "selected", "sliding", WHOLE  # the steps to which `compute_dtype` applies
+FUNCTIONS = {  # names of the steps in reasons
     "compressed": "compressed_attention",
     "scores": "select_blocks",
     "selected": "selected_attention",
@@ -39,10 +39,9 @@ FUNCTIONS = {  # what implementations call the steps
 
 
 class Problem(NamedTuple):
-    """The properties of a call that decide whether an implementation can run (shapes: `types.py`).
-
-    Under torch.compile B is 1, T and S are 0. If only the step `compressed` or only the step
-    `scores` is requested, S is the number of compressed tokens.
+    """The properties of a call that decide whether an implementation can run. `types.py`
+    explains the letters. Under torch.compile, B is 1, and T and S are 0. If only the step
+    `compressed` or only the step `scores` is requested, S is the number of compressed tokens.
     """
 
     framework: str
@@ -59,11 +58,13 @@ class Problem(NamedTuple):
     packed: bool
     config: NSAConfig
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
-    strided: str | None = None  # which tensor needs another memory layout, and which
-    device: str | None = None  # the GPU, as its driver calls it
+    strided: str | None = (
+        None  # which tensor needs another memory layout, and the required layout
+    )
+    device: str | None = None  # the driver's name of the GPU
     requires_grad: bool = False  # whether a backward pass may follow
-    cached: bool = False  # whether the keys are a cache, whose lengths the device knows
-    is_fp8: bool = False  # whether its tokens are rounded to 8 bits
+    cached: bool = False  # whether the keys are a cache, whose lengths are on the device
+    is_fp8: bool = False  # whether the tokens of the cache are rounded to 8 bits
 
 
 def layer_note(
@@ -84,7 +85,7 @@ def layer_note(
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute one step.
+    """An implementation of one step.
 
     Attributes:
       target: `module:function`. The module is imported at the first call. Empty if the caller
@@ -106,7 +107,7 @@ class Implementation:
 
     def load(self) -> Callable:
         module, function = self.target.split(":")
-        # torch.compile follows a look-up, but no import by name.
+        # torch.compile can trace a look-up, but not an import by name.
         return getattr(sys.modules.get(module) or importlib.import_module(module), function)
 
 
@@ -131,13 +132,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The choice of every step of one call. It prints one line per step.
+    """The choice for each step of a call. When printed, it has one line per step.
 
     Attributes:
       attention: The implementation that runs all steps at once. None means step by step.
       whole_refused: For each implementation of `attention`, the reason why it was refused.
-      beside_dense: The length from which `attention` is faster than dense attention on this device,
-        or None if it is not known.
+      beside_dense: A note with the length from which `attention` is faster than dense attention
+        on this device, or None if no length is known.
     """
 
     compressed: Choice
@@ -197,9 +198,9 @@ class Registry:
         None.
 
         Raises:
-          ValueError: no implementation has this name.
-          NotImplementedError: the named implementation refuses and `on_unsupported` is "error",
-            or all refuse.
+          ValueError: No implementation has this name.
+          NotImplementedError: The named implementation cannot run the problem and
+            `on_unsupported` is "error", or no implementation can run it.
         """
         step, dtype, note = problem.step, problem.config.compute_dtype, None
         if dtype is not None and step in ROUNDED:
@@ -212,13 +213,17 @@ class Registry:
                 return Choice(step, name, {}, named.load, note)
             if on_unsupported == "error":
                 raise NotImplementedError(f"{step}: {name}: {reason}")
-            log.warning("%s: %s refused, choosing another: %s", step, name, reason)
+            log.warning(
+                "%s: %s cannot run, so another implementation is chosen: %s", step, name, reason
+            )
             refused[name] = str(reason)
         for entry in self.table[step]:
             if entry.name in refused:
                 continue
             reason = entry.refusal(problem)
-            if note is None:  # who asks for another dtype has decided that it pays
+            if (
+                note is None
+            ):  # a caller that sets `compute_dtype` has decided that it is worthwhile
                 reason = reason or policy.why_not(entry.name, problem)
             if reason is None:
                 note = note or policy.note(entry.name, problem)
@@ -239,15 +244,17 @@ class Registry:
     ) -> Choices:
         """Return the choice for every step, or only for `step` if it is given.
 
-        A `Branches` of names has no entry for the scores. They run on the implementation of the
-        selected branch if it supports them, otherwise on the first implementation that does. A
-        single name for all branches also applies to the scores, if that implementation has this
-        step.
+        A `Branches` of names has no entry for the scores. Scores run on the implementation of
+        the selected branch if it supports them, otherwise on the first implementation that
+        does. A single name for all branches also applies to the scores, if that implementation
+        has this step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)
         at = {x: problem._replace(step=x) for x in STEPS}
-        at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
+        at["scores"] = at["scores"]._replace(
+            requires_grad=False
+        )  # block selection has no gradient
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
         else:

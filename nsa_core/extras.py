@@ -24,10 +24,10 @@ def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 def require(extra: str, *packages: str, minimum: str | None = None) -> None:
-    """Raises `ModuleNotFoundError` unless all `packages` of `extra` are installed.
+    """Raise `ModuleNotFoundError` unless all `packages` of `extra` are installed.
 
     Args:
-      minimum: the lowest supported version; a lower one raises `ImportError`.
+      minimum: The lowest supported version. A lower version raises `ImportError`.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -37,14 +37,11 @@ def require(extra: str, *packages: str, minimum: str | None = None) -> None:
         found = importlib.metadata.version(package)
         if Version(found) < Version(minimum):
             raise ImportError(
-                f"{package} must be at least {minimum}, got {found}: "
-                f"pip install --upgrade 'native-sparse-attention[{extra}]'",
+                f"{package} must be at least {minimum}, got {found}; run pip install --upgrade "
+                f"'native-sparse-attention[{extra}]'",
                 name=package,
             )
 
 
 def _text(extra: str, package: str) -> str:
-    return (
-        f"{package} must be installed, got no such package: "
-        f"pip install 'native-sparse-attention[{extra}]'"
-    )
+    return f"{package} must be installed; run pip install 'native-sparse-attention[{extra}]'"

@@ -19,7 +19,7 @@ _KERNELS = Branches(
             f"{branch}_kernel",
             "auto",
             ["auto", *NAMES],
-            f"Implementation of the {branch} branch; auto: the first that can run.",
+            f"Implementation of the {branch} branch. auto means the first that can run.",
         )
         for branch in Branches._fields
     )
@@ -28,7 +28,7 @@ _ALL = flags.DEFINE_enum(
     "kernels",
     "auto",
     ["auto", *NAMES],
-    "Implementation of each branch without a flag of its own.",
+    "Implementation of each branch whose own flag is not given.",
 )
 _ON_UNSUPPORTED = flags.DEFINE_enum(
     "on_unsupported",
@@ -39,7 +39,7 @@ _ON_UNSUPPORTED = flags.DEFINE_enum(
 
 
 class _LengthParser(flags.ArgumentParser):
-    syntactic_help = "a number, or never"
+    syntactic_help = "an integer from 0, or never"
 
     def parse(self, argument):
         if argument == policy.NEVER or (argument.isascii() and argument.isdigit()):
@@ -63,7 +63,7 @@ _THRESHOLDS = {
 
 
 def named() -> Branches[str | None]:
-    """Return the names from the command line, or None for `auto`."""
+    """Return the names of implementations from the command line, or None for `auto`."""
     each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
     return Branches(*(None if name == "auto" else name for name in each))
 
@@ -84,9 +84,9 @@ def implementation(registry: Registry, problem: Problem) -> Branches[str]:
     """Return the names that the flags select for `problem`, as the argument `implementation=`.
 
     Raises:
-      ValueError: the framework has no implementation of a given name.
-      NotImplementedError: a named implementation cannot run `problem`, and the flag is
-        `--on_unsupported=error`.
+      ValueError: The framework has no implementation of this name.
+      NotImplementedError: A named implementation cannot run `problem`, and `--on_unsupported`
+        is `error`.
     """
     with policy.overridden(thresholds(), "a flag"):
         chosen = registry.choices(problem, named(), on_unsupported())

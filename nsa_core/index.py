@@ -11,11 +11,11 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.config import MAX_SIZE, NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
-MAX_POOL = 256  # keys of a block that kernels take
+MAX_POOL = 256  # numbers of keys per block that kernels support
 
 
 class Index(NamedTuple):
-    """The rule from scores of keys to blocks. The fields are arguments of `index_blocks`."""
+    """The rule that maps scores of keys to blocks. The fields are arguments of `index_blocks`."""
 
     pool: int
     num_selected: int
@@ -44,7 +44,7 @@ class Index(NamedTuple):
 def _checked(index: Index, keys: int) -> Index:
     """Return the `Index` with a pool of at most `keys`, so that sizes fit in 32 bits."""
     validate.sizes(pool=index.pool, entry=index.entry)
-    # What kernels take for a pool does not follow the number of keys.
+    # The pools that kernels support do not depend on the number of keys.
     pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
     most = MAX_SIZE // max(pool, keys + 1)
     if index.entry > most:
@@ -57,11 +57,11 @@ def _checked(index: Index, keys: int) -> Index:
 
 
 def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -> Index:
-    """Check the shapes and dtypes of `paged_index_blocks`' arguments, and the values that are
-    `read`. Returns the index to use.
+    """Check the shapes and dtypes of `paged_index_blocks`' arguments, and the values that
+    `read` returns. Return the `Index` to use.
 
     Raises:
-      ValueError: an argument that no implementation supports.
+      ValueError: No implementation supports an argument.
     """
     validate.queries(query, "index_query", 3)
     validate.array("index_key_pages", pages, (None, None, query.shape[2]), index_query=query)
@@ -73,10 +73,10 @@ def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -
 
 
 def check(query, key, index: Index, packed: bool) -> Index:
-    """Check the shapes and dtypes of `index_blocks`' arguments. Returns the index to use.
+    """Check the shapes and dtypes of `index_blocks`' arguments. Return the `Index` to use.
 
     Raises:
-      ValueError: an argument that no implementation supports.
+      ValueError: No implementation supports an argument.
     """
     validate.queries(query, "index_query")
     batch, length, _, width = query.shape
@@ -92,16 +92,15 @@ def check(query, key, index: Index, packed: bool) -> Index:
 
 
 def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
-    """Return the name of the chosen implementation, which is `triton` or the plain one of a
-    framework.
+    """Choose between `triton` and the plain implementation of a framework. Return the name.
 
     Args:
-      asked: The name of one of the two. By default the kernels run if they support the call.
+      asked: One of the two names. None means `triton` if its kernels support the call.
       reasons: Why the kernels do not support the call; empty if they do.
 
     Raises:
       ValueError: No implementation has the name `asked`.
-      NotImplementedError: The named one does not support the call.
+      NotImplementedError: The implementation `asked` does not support the call.
     """
     known = "triton", plain
     if asked is not None:
@@ -122,7 +121,7 @@ def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
         kv_len = rows if entry == 1 else length
     if isinstance(kv_len, int) and (kv_len < length or kv_len // entry > rows):
         raise ValueError(
-            f"kv_len must be at least T={length} and at most the tokens of {rows} keys with "
+            f"kv_len must be between T={length} and the number of tokens of {rows} keys with "
             f"entry={entry}, got {kv_len}"
         )
     return kv_len
@@ -140,8 +139,8 @@ def blocks_at(
     """Return the lists of queries, int32 `[B, T, lists, n]`.
 
     Args:
-      over_queries: the function of the framework's module `chunks`. Keys that no query sees may
-        be omitted.
+      over_queries: the function of the framework's module `chunks`. It may omit keys to which
+        no query attends.
       position: `[B, T]`; a negative position means padding.
       key_start: `[B, T]` of packed rows; otherwise None.
     """
@@ -161,7 +160,7 @@ def blocks_at(
             scores = ops.take_along(scores, local[:, :, None])
         seen = (row + 1) * index.entry <= position[..., None] + 1
         scores = xp.where(seen[:, :, None], scores, -xp.inf)
-        # A block of the query's own may have no key yet.
+        # The query's own block may not have a key yet.
         blocks = index.num_blocks(rows) + (index.entry > 1)
         scores = ops.pad_end(scores, 3, blocks * index.pool - rows, -xp.inf)
         scores = xp.amax(scores.reshape(*scores.shape[:3], blocks, index.pool), -1)
@@ -190,10 +189,10 @@ def blocks_of_pages(
 
 
 class Teacher(NamedTuple):
-    """The attention heads from which an index head learns, over all keys or listed blocks.
-
-    A pair consists of a key/value head and an index head, `pairs = max(Hi, Hkv)`. Pair `p` has
-    the `heads` query heads from `p * heads`, and the key/value head `p * Hkv // pairs`.
+    """The attention heads from which index heads learn, over all keys or over listed blocks.
+    There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index head. Pair `p` has
+    the `heads` query heads that start at `p * heads`, and the key/value head `p * Hkv //
+    pairs`.
     """
 
     index_heads: int
@@ -210,8 +209,9 @@ class Loss(NamedTuple):
     of queries.
 
     Attributes:
-      parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi, K]`,
-        the mask of the keys, and their rows. The rows are None for all keys.
+      parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,
+        K]`, the mask of the keys, and the indices of the keys. The indices are None if all keys
+        are used.
     """
 
     parts: Callable[..., Any]
@@ -250,7 +250,7 @@ def loss_of(
             logits = ops.product("bqphd,bkpd->bqphk", query, key[:, :, head])
         else:
             row = xp.where(seen, row, 0)
-            # Of a query each row is named once, so that its gradient is no sum.
+            # A key is listed only once per query, so that the gradient is not a sum.
             scores = ops.take_along(scores, row)
             each = ops.arange(row, batch).reshape(-1, 1, 1, 1)
             at = each, row[:, :, pair * row.shape[2] // pairs], head[:, None]
@@ -278,17 +278,20 @@ def loss_of(
 
 
 def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
-    """Return whether each query sees each key, `[B, Q, Hi or 1, K]`, and the rows of the keys.
-    The rows are None for all keys. Rows of masked keys may be outside the array.
+    """Return the mask of the keys of each query, `[B, Q, Hi or 1, K]`, and the indices of the
+    keys. The indices are None if all keys are used. Those of masked keys may be outside the
+    array.
 
     Args:
-      lists: `[B, Q, Hi or 1, n]`, or None; position, start: `[B, Q]`.
+      lists: `[B, Q, Hi or 1, n]`, or None.
+
+        position, start: `[B, Q]`.
     """
     position, start = position[..., None, None], start[..., None, None]
     if lists is None:
         local = ops.arange(position, keys)[0] - start
         return (local >= 0) & (local <= position), None
-    # A number beyond the keys would be one of them in 32 bits.
+    # In 32 bits an index beyond the keys could wrap around to a valid one.
     lists = ops.xp.where(lists < -(-keys // block), lists, -1)[..., None]
     token = lists * block + ops.arange(lists, block)[0]
     seen, rows = (lists >= 0) & (token <= position[..., None]), token + start[..., None]
@@ -301,7 +304,7 @@ def check_loss(
     """Check the shapes and dtypes of `indexer_kl`'s arguments.
 
     Raises:
-      ValueError: an argument that no implementation supports.
+      ValueError: No implementation supports an argument.
     """
     validate.queries(query)
     batch, length, heads, width = query.shape
@@ -318,7 +321,7 @@ def check_loss(
     fits = index_heads > 0 and heads % index_heads == 0
     if not fits or (kv_heads % index_heads and index_heads % kv_heads):
         raise ValueError(
-            f"the number of heads of index_query must divide H={heads} and be a divisor or a "
+            f"index_query must have a number of heads that divides H={heads} and is a divisor or a "
             f"multiple of Hkv={kv_heads}, got Hi={index_heads}"
         )
     if block_indices is not None:

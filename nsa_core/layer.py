@@ -16,13 +16,14 @@ type Gate = Literal["sigmoid", "softmax", "head", "selected"]
 type Kv = Literal["separate", "shared"]
 PHI, GATES, KV = (get_args(x.__value__) for x in (Phi, Gate, Kv))
 
-# The weights of a layer do not determine these. The names of entries of its state record them,
-# such as `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
+# The weights of a layer do not determine these properties. Names of entries in the layer's
+# state record them, such as `kind.gate_sigmoid`. Averages, casts and file formats change
+# values, but never names.
 KIND = ("gate", "phi", "kv")
-# Values for checkpoints without a record, which are older than the choice.
+# The values for checkpoints without a record, which are older than the option.
 SILENT = {"kv": "separate"}
 KIND_MODULE = "kind"
-EXTRA_STATE = "_extra_state"  # torch's name for state of a module that is no tensor
+EXTRA_STATE = "_extra_state"  # the name of torch for state of a module that is not a tensor
 # Not recorded if they have their defaults, as in checkpoints older than these names.
 UNSTATED = ("num_initial", "num_local", "bias", "kv")
 # The tokens in a cache depend on these, and on sizes.
@@ -30,7 +31,7 @@ CACHED = (
     *("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim"),
     "key_taps",
 )
-# Only the first weights depend on these: no part of a checkpoint.
+# Only the initial weights depend on these, so that a checkpoint does not record them.
 START = ("gate_bias",)
 
 
@@ -46,7 +47,9 @@ FIELD_OF = {
 
 
 class Unnamed(str):
-    """A default that the caller did not name: equal to the word, but of another type."""
+    """A default value that the caller did not pass. It is equal to the string, but has another
+    type.
+    """
 
 
 DEFAULT_PHI: Any = Unnamed("avg")
@@ -60,44 +63,48 @@ class LayerSpec:
     Two layers with equal specs have the same parameters and compute the same function.
 
     Attributes:
-      dim: width of the model.
-      n_heads, n_kv_groups: query heads, key/value heads.
-      d_k, d_v: width of a query/key head (even), of a value head.
-      l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
-        `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
+      dim: width of the layer's input and output.
+      n_heads, n_kv_groups: numbers of query heads and of key/value heads.
+      d_k, d_v: width of query and key heads, which must be even, and of value heads.
+      l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`, `num_selected`
+        and `window` of `NSAConfig`.
+
+        num_initial, num_local: the fields of `NSAConfig` with these names.
       phi: the compressor.
         "avg" is the mean.
         "mlp" is a learnable depthwise convolution that starts as the mean.
-        "mlp_pe" is the paper's MLP with an intra-block position embedding. Its inputs are rotated
-        keys, so its result depends on the position of the window in the sequence, and a query
-        cannot determine the distance.
-        "mlp_rope" is the same MLP of unrotated keys. The compressed key is rotated by the middle
-        of its window, so that a product with a query depends on their distance.
+        "mlp_pe" is the paper's MLP with an intra-block position embedding. Its inputs are
+        rotated keys. The result therefore depends on the position of the window in the
+        sequence, and a product with a query does not depend only on their distance.
+        "mlp_rope" is the same MLP for unrotated keys. The compressed key is rotated by the
+        middle of its window, so that a product with a query depends on their distance.
       phi_hidden: hidden width of the MLP; None means twice the width that it compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
         for all branches, like dense attention, so that a cache is a third of the size.
       gate: the source of the three gates per token.
         "head" computes sigmoids of a linear map of the layer's input for each query head.
-        "sigmoid" and "softmax" (seed) apply an MLP to the mean rotated query of each key/value
-        head. With softmax the three gates add up to one.
-        "selected" has the constants 0, 1, 0 without weights: only the selected branch.
-      gate_hidden: hidden width of that MLP; None means `d_k // 2`.
+        "sigmoid" and "softmax" apply an MLP to the mean rotated query of each key/value head,
+        as in older programs (docs/seed.md). With softmax the three gates add up to one.
+        "selected" uses the constant gates 0, 1, 0 without weights, so that only the selected
+        branch remains.
+      gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
         (-2, 2, 2). It does not affect which checkpoints a layer loads.
-      gate_temp: the gate's logits are divided by it.
-      rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
-        pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
-      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or its values and its `rope_type` by name.
-        `rope_scale` is then 1.
-      qk_norm_eps: epsilon of an RMSNorm of each query and each key head before the rotation, with
-        one weight per column for queries and one for the keys of all branches; None means no norm.
-      bias: whether the projections of queries, keys, values and output have one.
+      gate_temp: temperature by which the logits of the gates are divided.
+      rope_base, rope_scale: parameters of the rotary embedding of query and key heads. The
+        columns `2i` and `2i + 1` are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
+      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or a dictionary with its values and
+        its `rope_type`. `rope_scale` must then be 1.
+      qk_norm_eps: epsilon of an RMSNorm of each query head and each key head before the
+        rotation. Queries have one weight per column, and the keys of all branches share another
+        one. None means no norm.
+      bias: whether the projections of queries, keys, values and output have biases.
       key_taps: number of taps of a causal depthwise convolution of the keys of a sequence, at least
         2. A projected key `k[t]` becomes `k[t] + silu(sum_j w[j] * k[t - j])`, `0 <= j < key_taps`,
         before norm and rotation (arXiv 2511.11571). None means no convolution.
 
     Raises:
-      ValueError: a rule is broken; the message names the argument and the value.
+      ValueError: A value is invalid. The message names the argument and the value.
     """
 
     dim: int
@@ -142,8 +149,8 @@ class LayerSpec:
             validate.one_of(name, getattr(self, name), known)
         if self.kv == "shared" and self.phi == "mlp_rope":
             raise ValueError(
-                "kv must be 'separate' if phi='mlp_rope', got 'shared', because mlp_rope "
-                "needs keys before rotation, and shared keys are rotated"
+                "kv must be 'separate' if phi='mlp_rope', got 'shared'; mlp_rope needs unrotated "
+                "keys, and shared keys are rotated"
             )
         for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
             if self.gate not in gates and getattr(self, name) is not None:
@@ -160,7 +167,7 @@ class LayerSpec:
                 raise ValueError(
                     f"gate_bias must be three finite numbers, got {self.gate_bias!r}"
                 )
-            object.__setattr__(self, "gate_bias", start)  # lists of JSON and YAML too
+            object.__setattr__(self, "gate_bias", start)  # JSON and YAML provide lists
         for name in ("gate_temp", "rope_base", "rope_scale"):
             validate.positive(name, getattr(self, name))
         validate.scaling(self.qk_norm_eps, "qk_norm_eps")
@@ -184,46 +191,47 @@ class LayerSpec:
 
     @property
     def all_selected(self) -> int:
-        """The most tokens of a sequence whose queries select every block before them."""
+        """The largest length of a sequence at which every query selects all blocks up to its
+        own.
+        """
         return self.n_sel * self.l_sel
 
     def check_dense_below(self, dense_below: int) -> None:
         """Check that dense attention equals the layer for fewer tokens than `dense_below`.
 
         Raises:
-          ValueError: other branches count too, or some block is not selected.
+          ValueError: Other branches contribute too, or some block is not selected.
         """
         validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
             raise ValueError(
-                f"dense_below must be 0 if gate={str(self.gate)!r}, got {dense_below}, "
-                "because dense attention computes another function than the sum of the branches; "
-                "use gate='selected'"
+                f"dense_below must be 0 if gate={str(self.gate)!r}, got {dense_below}; dense "
+                "attention is another function than the sum of the branches, so use gate='selected'"
             )
         if dense_below > self.all_selected + 1:
             raise ValueError(
                 f"dense_below must be at most n_sel * l_sel + 1 = {self.all_selected + 1}, got "
-                f"{dense_below}, because a longer sequence has blocks that are not selected"
+                f"{dense_below}; in longer sequences some blocks are not selected"
             )
 
     @property
     def dense_config(self) -> NSAConfig:
-        """The sizes of a sliding branch that equals dense attention up to `all_selected` tokens."""
+        """A config whose sliding branch equals dense attention up to `all_selected` tokens."""
         return dataclasses.replace(self.config, window=self.all_selected)
 
     @functools.cached_property
     def cached(self) -> Facts:
-        """The facts about the tokens that this layer writes to a cache."""
+        """Facts about how this layer computes the tokens that it writes to a cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)
 
     @property
     def rope_factor(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor by which the rotation multiplies queries and keys."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     @property
     def gate_width(self) -> int:
-        """Hidden width of the gate."""
+        """The hidden width of the MLP that computes gates."""
         return self.gate_hidden or max(1, self.d_k // 2)
 
     @property
@@ -238,7 +246,7 @@ class LayerSpec:
 
     @property
     def gate_heads(self) -> int:
-        """The number of heads with separate gates."""
+        """The number of heads that have their own gates."""
         return self.n_heads if self.gate == "head" else self.n_kv_groups
 
     def phi_width(self, width: int) -> int:
@@ -254,7 +262,9 @@ class LayerSpec:
 
     @property
     def kept_keys(self) -> tuple[int, int]:
-        """The projected keys of the newest tokens that a cache stores: tokens, columns."""
+        """The shape of the projected keys that a cache stores for the newest tokens: (tokens,
+        columns).
+        """
         columns = len(self.key_values) * self.n_kv_groups * self.d_k
         return (self.key_taps or 1) - 1, columns
 
@@ -269,7 +279,7 @@ class LayerSpec:
 
     @property
     def phi_names(self) -> tuple[str, ...]:
-        """The submodules of a layer that compress keys and values."""
+        """The names of the submodules that compress keys and values."""
         if self.phi == "avg":
             return ()
         kind = "conv" if self.phi == "mlp" else "mlp"
@@ -280,7 +290,8 @@ class LayerSpec:
         framework.
 
         Args:
-          rates: a function from the keys' parameters to the rotation of column pairs per token.
+          rates: A function that returns the rotation of column pairs per token, given the
+            parameters for keys.
         """
         if self.phi == "avg":
             return None, None
@@ -292,17 +303,18 @@ class LayerSpec:
     def check_input(
         self, x, kv, kind: type, prefill, attention_mask, padding: str, **packed: Any
     ) -> None:
-        """Check `x` [B, T, dim] of a layer, and its cache, which is a `kind` with B rows or None.
+        """Check the input `x` [B, T, dim] of a layer, and its cache `kv`, which is None or an
+        object of class `kind` with B rows.
 
         Args:
-          padding: the alternative to a mask, for the error message.
-          packed: by name, arguments that require the absence of a cache.
+          padding: the alternative to a mask that error messages recommend.
+          packed: Arguments that must be None if a cache is given, by name.
         """
         validate.array("x", x, (None, None, self.dim))
         validate.queries(x, "x", 3)
         validate.flag("prefill", prefill)
         if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None: {padding}")
+            raise ValueError(f"attention_mask must be None, got a mask; {padding}")
         if kv is None:
             if not prefill:
                 raise ValueError(
@@ -314,7 +326,7 @@ class LayerSpec:
             raise ValueError(f"kv must be a cache from init_cache, got {name}")
         rows = kv.length.shape[0]
         if rows != x.shape[0]:
-            raise ValueError(f"kv must have batch {x.shape[0]}, as x has, got {rows}")
+            raise ValueError(f"kv must have batch {x.shape[0]}, the same as x, got {rows}")
         taps = None if kv.newest_keys is None else kv.newest_keys.shape[1] + 1
         if taps != self.key_taps:
             raise ValueError(
@@ -324,14 +336,13 @@ class LayerSpec:
         for name, given in packed.items():
             if given is not None:
                 raise ValueError(
-                    f"{name} must be None if a cache is given, got both: {padding}"
+                    f"{name} must be None if a cache is given, got both; {padding}"
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values that are not None, without initial ones, for a checkpoint's metadata.
-
-        It contains numbers of forced blocks and a bias only if they are not the defaults: a
-        checkpoint without them has the defaults.
+        """Return the values that are not None and that determine the function of the layer, for
+        the metadata of a checkpoint. `num_initial`, `num_local` and `bias` are included only if
+        they differ from their defaults, since older checkpoints do not have them.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
@@ -342,33 +353,33 @@ class LayerSpec:
         return {name: values[name] for name in kept}
 
     def start(self) -> dict[str, Any]:
-        """Return the values that differ from None and initialize weights, which `as_dict` leaves
-        out.
+        """Return the values that only affect initial weights and are not None. `as_dict` omits
+        them.
         """
         found = {name: getattr(self, name) for name in START}
         return {name: list(value) for name, value in found.items() if value is not None}
 
     def kind_marks(self) -> tuple[str, ...]:
-        """Return the kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` if it
-        applies.
+        """Return the names that record the kind of the layer, such as `("gate_sigmoid",
+        "phi_avg")`. They include `"kv_shared"` if branches share keys and values.
         """
         words = {name: str(getattr(self, name)) for name in KIND}
         return tuple(f"{k}_{v}" for k, v in words.items() if v != SILENT.get(k))
 
     def kind_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys of a torch state_dict that state the kind of the layer at `prefix`."""
+        """Return the keys of a torch state_dict that record the kind of the layer at `prefix`."""
         return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
 
     def check_kind(self, stated: dict[str, str], where: str) -> None:
         """Check that the weights of a checkpoint belong to a layer of this kind.
 
         Args:
-          stated: the record of the checkpoint. If it is empty, the weights are accepted if the
-            caller named both.
-          where: the position in the checkpoint, for the message.
+          stated: The record in the checkpoint. If it is empty, the weights are accepted
+            provided that the caller passed gate and phi.
+          where: The location in the checkpoint, for the message.
 
         Raises:
-          ValueError: gate, phi or kv differ, or the first two are not known.
+          ValueError: gate, phi or kv differ, or gate and phi are not known.
         """
         missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
         if not stated and missing:
@@ -388,7 +399,8 @@ class LayerSpec:
 
 
 FIELDS = frozenset(x.name for x in dataclasses.fields(LayerSpec))
-# Defaults of a layer whose sizes come as an `NSAConfig`; docs/quality.md has the reasons.
+# The defaults of a layer whose sizes are given as an `NSAConfig`. docs/quality.md gives the
+# reasons.
 RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 
 
@@ -396,11 +408,12 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
     """Make a `LayerSpec` of the values that are not None.
 
     Args:
-      config: in place of the sizes of `FIELD_OF`; `gate` and `kv` are then the recommended ones by
-        default. Its `compute_dtype` is no part of a spec.
+      config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. The defaults of `gate` and
+        `kv` are then the recommended ones. Its `compute_dtype` is not part of a spec.
 
     Raises:
-      ValueError: a size is given in addition to `config`, or as in `LayerSpec`.
+      ValueError: A size is given in addition to `config`, or a value is invalid for
+        `LayerSpec`.
     """
     named = {name: value for name, value in values.items() if value is not None}
     if config is None:
@@ -413,10 +426,11 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
 
 
 def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
-    """Return the compute dtype of a layer that is made with these two.
+    """Return the compute dtype of a layer, which is that of `config` or the argument
+    `compute_dtype`.
 
     Raises:
-      ValueError: both name one.
+      ValueError: Both are given.
     """
     if config is None or config.compute_dtype is None:
         return compute_dtype
@@ -426,10 +440,10 @@ def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
 
 
 def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Removes the record of the layer at `prefix` from a torch state_dict, and returns it.
+    """Remove the record of the layer at `prefix` from a torch state_dict, and returns it.
 
     Raises:
-      ValueError: the record contradicts itself, or cannot be read.
+      ValueError: The record contradicts itself, or cannot be read.
     """
     former = state.pop(f"{prefix}{EXTRA_STATE}", None)
     found = {} if former is None else _from_json(former, f"{prefix}{EXTRA_STATE}")
@@ -447,8 +461,8 @@ def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _from_json(tensor: Any, key: str) -> dict[str, str]:
-    """Return the bytes of JSON, as checkpoints once stated the kind; those of an average need
-    rounding.
+    """Decode a record that is stored as bytes of JSON, as in older checkpoints. In an average
+    of checkpoints the bytes must be rounded.
     """
     values = tensor.tolist()
     try:

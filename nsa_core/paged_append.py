@@ -1,5 +1,6 @@
 """Appends tokens to the pages of a cache with array operations, and reads pages.
-Kernels that append in one launch are in `specs/append.py` and `paged_append.py`.
+The kernels that append in one launch are in `kernels_pallas`: `specs/append.py` and
+`triton/paged_append.py`.
 """
 
 from collections.abc import Callable
@@ -86,7 +87,8 @@ def append(
         name, ring = f"{raw}_{kind}", arrays.get(f"recent_{kind}")
         windows = ops.take(arrays[name], (taken.page, taken.offset))  # [K, l, Hkv, .]
         if ring is not None:
-            # Tokens of the call; otherwise the ring's if they round to the pages', or the pages'.
+            # Tokens of the call, otherwise those in the ring if they round to those in the
+            # pages, otherwise those in the pages.
             rows, length = ring.shape[:2]
             slot = (lambda row: row) if slots is None else slots.__getitem__
             scale = arrays[f"{name}_scale"].swapaxes(1, 2)[taken.page, taken.offset]

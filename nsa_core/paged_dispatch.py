@@ -1,4 +1,4 @@
-"""Chooses between kernels on pages and `attention` on gathered rows for a paged call.
+"""Chooses, for a paged call, between kernels that read pages and `attention` on gathered rows.
 
 Gathered rows can run on any implementation of `attention`, so the names of these
 implementations are accepted too.
@@ -21,7 +21,7 @@ from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 
 GATHERED = "gathered"
-KERNELS = "mosaic", "triton"  # that read pages
+KERNELS = "mosaic", "triton"  # implementations whose kernels read pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> R
     `paged_attention` runs it.
 
     Args:
-      why_not: Function that returns the framework's reason why the kernels with a given name
-        cannot run.
+      why_not: Function that returns the reason why the kernels of a given name cannot run a
+        problem in this framework, or None.
     """
     kernels = (
         Implementation(name, why_not=functools.partial(why_not, name)) for name in KERNELS
@@ -109,11 +109,11 @@ def why_not(name: str, problem: Problem) -> str | None:
 
 
 class Decided(NamedTuple):
-    """The choice for a paged call.
+    """The choice of implementation for a paged call.
 
     Attributes:
-      inputs: The arrays in the form that kernels on pages need.
-      name: The named implementation of `attention` on gathered rows.
+      inputs: The arrays in the form that kernels on pages require.
+      name: The implementation of `attention` on gathered rows that the caller named, or None.
       of_tokens: Function that maps the output of padded rows to the tokens of the call. By
         default the output is returned unchanged.
     """
@@ -135,12 +135,13 @@ def decide(
     name: str | None,
 ) -> Decided:
     """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at
-    their start to `max_seqlen_q` tokens, since kernels on pages need rows of equal length. A
-    `name` that is in both registries means the kernels on pages if rows have few queries.
+    their start to `max_seqlen_q` tokens, since kernels on pages need rows of equal length. If
+    both registries have `name`, it means the kernels on pages, provided that rows have few
+    queries.
 
     Raises:
-      ValueError: no implementation has this name.
-      NotImplementedError: the named implementation cannot run the problem.
+      ValueError: No implementation has this name.
+      NotImplementedError: The named implementation cannot run the problem.
     """
     of_tokens, starts = None, inputs.cu_seqlens_q
     if starts is not None and max_seqlen_q is not None and max_seqlen_q <= QUERIES:

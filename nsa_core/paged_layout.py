@@ -9,9 +9,10 @@ in the order of its tokens:
 Slot `s` of a compressed token is `p // d` of its LAST raw token p, which is in the same page.
 No page depends on the next one, so that rows can share their first pages.
 
-A cache in fp8 stores float8_e4m3fn, except for the compressed keys, which determine the selection,
-and a float32 scale for each token and head (`nsa_core.rounding`). Compressed tokens are computed
-from tokens before rounding. Therefore the newest tokens of a row are also stored in a ring:
+A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
+(`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
+Compressed tokens are computed from unrounded tokens. The newest tokens of a row are therefore
+also stored unrounded in a buffer, the ring of the row:
 
     raw token p         recent[slot of the row, p % (2 l)]
 
@@ -47,14 +48,14 @@ class PagedArrays:
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
       sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. None means
-        that it reads the selected ones.
-      raw_key, raw_value: The tokens from which compressed tokens are computed. None means the
-        selected ones.
+        that this branch reads those of the selected branch.
+      raw_key, raw_value: The tokens from which compressed tokens are computed. None means those
+        of the selected branch.
       contents: Facts about how the tokens were computed (`cache_contents.Contents`).
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
-      recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`:
-        the newest tokens of `R` rows, from which compressed tokens are computed, in the dtype of
-        the compressed keys.
+      recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]` and `[R, 2 l, Hkv,
+        Dv]`. They have the newest tokens of `R` rows, from which compressed tokens are
+        computed, in the dtype of compressed keys.
     """
 
     config: NSAConfig
@@ -151,9 +152,8 @@ def first_slot(config: NSAConfig) -> int:
 
 
 class Entries(NamedTuple):
-    """The entries of a row in its pages. Entry `i` covers the tokens
-    `i stride .. i stride + block - 1` and has index `first + i` in the row's pages, each of which
-    has `per_page` entries.
+    """The entries of a row in its pages. Entry `i` covers the tokens `i stride .. i stride +
+    block - 1`. Its index in the row's pages is `first + i`, and a page has `per_page` entries.
     """
 
     per_page: int
@@ -258,8 +258,8 @@ def new_arrays(
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call. `row` int `[N]` is the sequence of each token, and `position` int
-    `[N]` its position in that sequence. A negative position marks padding, which belongs to no
+    """The tokens of a call. `row`, int `[N]`, is the row of each token, and `position`, int
+    `[N]`, is its position in that row. A negative position marks padding, which belongs to no
     sequence.
     """
 
@@ -272,8 +272,8 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
     is in `lengths` `[B]`.
 
     Args:
-      cu_seqlens_q: int32 `[B + 1]`, the first token of each row. By default all rows have the same
-        number of tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first token. None means that all
+        rows have the same number of tokens.
     """
     batch = lengths.shape[0]
     index = ops.arange(lengths, count)[0]
@@ -290,8 +290,8 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
 
 
 class Places(NamedTuple):
-    """Entries of pages. `page` and `offset` are within bounds, and `there` is False for invalid
-    entries.
+    """Locations of entries in pages. `page` and `offset` are clamped to valid values, and
+    `there` is False for invalid entries.
     """
 
     page: Any
@@ -300,7 +300,7 @@ class Places(NamedTuple):
 
 
 def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
-    """Return the `Places` of the entries `index` in the sequences `row`. A page has `per_page`
+    """Return the `Places` of the entries `index` of the rows `row`. A page has `per_page`
     entries.
 
     Entries beyond the table, or in a page that does not exist, are invalid.
@@ -322,8 +322,8 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """Return the tokens at the positions `i d + l - 1`, in order. The result has entries for
-    the largest number of such tokens that a call can have.
+    """Return the tokens at the positions `i d + l - 1`, in order. The result has room for the
+    maximum number of such tokens in a call.
     """
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
@@ -379,15 +379,12 @@ def check_dtypes(dtype: str, compressed_dtype: str) -> None:
         )
     if dtype != FP8 and compressed_dtype != dtype:
         raise ValueError(
-            f"compressed_dtype must be that of the cache if it is not {FP8}, {dtype}, "
-            f"got {compressed_dtype}"
+            f"compressed_dtype must be dtype={dtype} unless dtype is {FP8}, got {compressed_dtype}"
         )
 
 
 def check_copied(source, target) -> None:
-    """Check the page numbers `source` and `target`, which are integers `[K]` of equal
-    length.
-    """
+    """Check `source` and `target`, which must be integer arrays `[K]` of equal length."""
     array("source", source, 1, ("int32", "int64"))
     array("target", target, tuple(source.shape), ("int32", "int64"))
 
@@ -427,8 +424,9 @@ def check_tables(
     *,
     writes: bool = False,
 ) -> None:
-    """Checks the tables of a call with `count` tokens in the array `name`. If the host reads them,
-    lengths must count the tokens of the call, and rows must have the pages that they need.
+    """Check page table, lengths and boundaries of a call with `count` tokens in the array
+    `name`. If the host reads them, `lengths` must include the tokens of the call, and rows must
+    have the pages that they need.
 
     Args:
       paged: `page_table` int32 `[B, M]`, `lengths` int32 `[B]`, `cu_seqlens_q` int32 `[B + 1]` or
@@ -436,8 +434,8 @@ def check_tables(
       read: Function that returns an array as a NumPy array, or None if the host does not read
         it.
       pool: Number of pages in the pool, each with `size` tokens.
-      writes: whether tokens are written. An entry below 0 is then no page, and two rows must not
-        write to one page.
+      writes: Whether tokens are written. A negative entry then means that there is no page, and
+        two rows must not write to the same page.
     """
     page_table, lengths, cu_seqlens_q = paged
     array("page_table", page_table, 2, INDICES)
@@ -451,8 +449,8 @@ def check_tables(
             validate.borders("cu_seqlens_q", starts.tolist(), count)
     elif count % rows:
         raise ValueError(
-            f"{name} must have a multiple of {rows} tokens without cu_seqlens_q, as "
-            f"lengths has that number of rows, got {count}"
+            f"{name} must have the same number of tokens for each of the {rows} rows, got {count}; "
+            "otherwise pass cu_seqlens_q"
         )
     if needed is None:
         return
@@ -461,7 +459,7 @@ def check_tables(
         new = np.full(rows, count // rows) if starts is None else np.diff(starts)
         for (row,) in np.argwhere((needed > 0) & (needed < new)):
             raise ValueError(
-                f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this "
+                f"lengths[{row}] must be 0 or at least {new[row]}, the tokens of the row in this "
                 f"call, got {needed[row]}"
             )
     if found is None:
@@ -470,8 +468,8 @@ def check_tables(
     there = np.arange(pages_a_row) * size < needed[:, None]
     for row, column in np.argwhere(outside & there):
         raise ValueError(
-            f"page_table[{row}, {column}] must be a page of the cache, 0..{pool - 1}, "
-            f"got {found[row, column]}"
+            f"page_table[{row}, {column}] must be the index of a page in 0..{pool - 1}, got "
+            f"{found[row, column]}"
         )
     if not writes or new is None:
         return
@@ -498,7 +496,7 @@ def check_runs(
     `lengths` were read, the runs must fit these too.
     """
     if not isinstance(found, Sequence) or not all(isinstance(x, Run) for x in found):
-        raise ValueError(f"runs must be a list of Run, as plan_runs makes it, got {found!r}")
+        raise ValueError(f"runs must be a list of Run from plan_runs, got {found!r}")
     rows, pages = page_table.shape
     covered, row, token = np.zeros(rows, bool), 0, 0
     for i, run in enumerate(found):
@@ -524,7 +522,7 @@ def check_runs(
     if starts is not None and lengths is not None:
         for (missing,) in np.argwhere((lengths > 0) & (np.diff(starts) > 0) & ~covered):
             raise ValueError(
-                f"runs must include every row that has new tokens, but row {missing} is in none"
+                f"runs must include every row that has new tokens, got no run with row {missing}"
             )
 
 
@@ -535,7 +533,7 @@ def longest_row(
     capacity: int,
 ) -> int | None:
     """Return `max_seqlen_q`, limited to the `capacity` of a row's pages. If the host reads
-    `cu_seqlens_q` (`read`), check that no row is longer than that.
+    `cu_seqlens_q`, check that no row is longer than `max_seqlen_q`.
     """
     if max_seqlen_q is None:
         return None
@@ -564,8 +562,8 @@ def check_tokens(
     slots,
     pool: int,
 ) -> tuple[CompressParams, CompressParams]:
-    """Checks the arguments of `append`, keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`. Returns
-    `params` as a pair.
+    """Check the arguments of `append`, with keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`.
+    Return `params` as a pair.
     """
     count, like = None, {"the cache": cache}
     for key_name, value_name, k, v in validate.named(key, value):
@@ -575,18 +573,19 @@ def check_tokens(
     for kind, given in (("key", key), ("value", value)):
         if not cache.separate and any(x is not given.selected for x in given):
             raise ValueError(
-                f"{kind} must be one array if the cache is not separate=True, got Branches"
+                f"{kind} must be one array unless the cache was made with separate=True, got "
+                "Branches"
             )
     assert count is not None
     validate.sizes(tokens=count)
     at = page_table, lengths, cu_seqlens_q
     check_tables(read, "key", count, at, pool, cache.config.select_block, writes=True)
-    if slots is not None:  # int32 `[B]`: which row of `recent` each row has
+    if slots is not None:  # int32 `[B]`: the ring of each row, as an index into `recent_key`
         array("slots", slots, tuple(lengths.shape), INDICES)
     elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
         raise ValueError(
-            f"slots must be given for more rows than the fp8 cache's max_rows="
-            f"{cache.recent_key.shape[0]}, got {lengths.shape[0]} rows"
+            f"slots must be given for more than max_rows={cache.recent_key.shape[0]} rows of an "
+            f"fp8 cache, got {lengths.shape[0]} rows"
         )
     params = (None, None) if params is None else params
     pair = key.compressed[None], value.compressed[None]
@@ -617,11 +616,13 @@ def check_cache(cache, config: NSAConfig | None = None) -> None:
     if not isinstance(cache, PagedArrays):
         raise ValueError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if config is not None and config != cache.config:
-        raise ValueError(f"config must be the cache's, {cache.config}, got {config}")
+        raise ValueError(
+            f"config must be equal to the config of the cache, {cache.config}, got {config}"
+        )
 
 
 def check_row_length(T: int, capacity: int) -> None:
     if T > capacity:
         raise ValueError(
-            f"a row must not have more queries than its pages have tokens, {capacity}, got {T}"
+            f"query must have at most {capacity} tokens per row, the capacity of its pages, got {T}"
         )

@@ -1,9 +1,8 @@
-"""Plans on the host which rows of a paged call run together.
-
-A call of prompts and decode rows is split into runs of adjacent rows. Rows of few tokens (decode,
-draft tokens) use the kernels that read pages, in one launch. For a prompt, only its own pages
-are gathered. Without runs, one prompt in a call would cause all rows to be gathered, each at
-the full width of the page table.
+"""Plans on the host which rows of a paged call are computed together. A call with prompts and
+decode rows is split into runs of adjacent rows. Rows with few tokens, as in decoding, use the
+kernels that read pages, in one launch. For a prompt, only its own pages are gathered. Without
+runs, a single prompt would cause all rows to be gathered, each with the full width of the page
+table.
 """
 
 import operator
@@ -13,12 +12,12 @@ from typing import NamedTuple
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import validate
 
-# Of one run with several rows that are gathered, at most: keys that it copies from pages, and
-# queries that pad rows to the longest.
+# Limits for a run of several gathered rows: keys that are copied from pages, and padding
+# queries.
 GATHERED_KEYS = 1 << 17
 PADDING = 1 << 9
-# Of one run on kernels that read pages: queries, padding included, that cost less than a launch
-# more. Of a longer one at most half may be padding.
+# Limit for a run on kernels that read pages: the number of queries, including padding, that
+# cost less than another launch. In a larger run at most half of the queries may be padding.
 ONE_LAUNCH = 1 << 6
 
 
@@ -26,8 +25,8 @@ class Run(NamedTuple):
     """Adjacent rows that run in one call.
 
     Attributes:
-      rows: Rows of the page table.
-      tokens: Tokens of the call.
+      rows: The slice of rows of the page table.
+      tokens: The slice of tokens of the call.
       queries: Number of queries of the longest row.
       columns: Number of columns of the page table that the longest row uses.
       whole: whether the rows have no token before those of the call.
@@ -57,19 +56,19 @@ class Run(NamedTuple):
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
-    """Return the runs of a call in the order of its rows. Rows without a new token belong to no
-    run. The same applies to rows of more than `QUERIES` tokens whose length is 0.
+    """Return the runs of a call in the order of its rows. No run contains rows without new
+    tokens, or rows of more than `QUERIES` tokens whose length is 0.
 
     Args:
       starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).
       lengths: `[B]`, the length of each row including the new tokens, or an upper bound for it.
         0 means padding.
-      page_size: tokens of a page (`select_block`).
+      page_size: tokens per page (`select_block`).
 
     Raises:
-      ValueError: `starts` or `lengths` is not a list of ints, or `starts` does not have one
-        entry more than `lengths`, or `starts` descends. Also if a row is shorter than its new
-        tokens, or a size is not a positive int.
+      ValueError: `starts` or `lengths` is not a list of ints, `starts` descends or does not
+        have one entry more than `lengths`, a row is shorter than its new tokens, or a size is
+        not a positive int.
     """
     starts, lengths = _ints("starts", starts), _ints("lengths", lengths)
     if len(starts) != len(lengths) + 1:
@@ -86,7 +85,8 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
         count = end - begin
         if 0 < length < count:
             raise ValueError(
-                f"lengths must count the new tokens, got {length} with {count} new at row {row}"
+                f"lengths must include the new tokens, got {length} with {count} new tokens at row "
+                f"{row}"
             )
         if count == 0 or (length == 0 and count > QUERIES):
             continue
@@ -122,12 +122,13 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Join two runs if the same kernels support both and the memory for copies stays within its
-    bound.
+    """Join two runs if the same kernels support both, and if the memory for copies stays within
+    its limit. Otherwise return None.
     """
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None
-    if not run.few and run.whole != row.whole:  # whole rows are attended to without their pages
+    # rows without earlier tokens do not need their pages
+    if not run.few and run.whole != row.whole:
         return None
     both = Run(
         slice(run.rows.start, row.rows.stop),

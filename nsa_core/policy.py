@@ -2,15 +2,15 @@
 
 `configs/devices/<device>.yaml` contains the kernels that are not allowed on the device, and the
 thresholds (`Thresholds`) above which a kernel is faster. `python -m nsa_bench.tune_thresholds`
-derives the thresholds from records. It is read once per process. A file that cannot be parsed
-is an error. A missing file excludes only kernels that must have been measured
-(`MEASURED_ONLY`). On GPUs without another kernel, they are chosen with a `note`. An
-implementation that the caller names is not affected.
+derives the thresholds from records. The file is read once per process, and a file that cannot
+be parsed raises an error. Without a file, only kernels that require measurements
+(`MEASURED_ONLY`) are excluded. On GPUs for which there is no other kernel, these are chosen
+with a `note`. An implementation that the caller names is not affected.
 
-The thresholds of FA-2 are lengths from which it is faster than one SDPA call with the whole
-mask. In this library the alternative to FA-2 is the portable path. Therefore the automatic
-choice uses the length from which FA-2 is faster than that path (`Device.limit`). The file
-contains both lengths.
+The thresholds of FA-2 are lengths from which it is faster than one call of SDPA with a dense
+mask. In this library, however, the alternative to FA-2 is the portable path. The automatic
+choice therefore uses the length from which FA-2 is faster than the portable path
+(`Device.limit`). The file contains both lengths.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -40,12 +40,13 @@ type Pass = Literal["forward", "fwdbwd"]
 type Length = Annotated[int, Ge(0)] | Literal["never"]
 type Text = Annotated[str, MinLen(1)]
 KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
-# Automatic choice takes these only if the device's file has a threshold of the step that was
-# measured for them, by a commit of this library, or by default on these compute capabilities,
-# for which we have no other kernel. A rule of the device's file takes precedence. A step over a
-# paged cache needs no threshold, since its alternative gathers all pages.
+# The automatic choice uses these kernels only if the file of the device has a threshold that
+# was measured for them by a commit of this library. On the listed compute capabilities, for
+# which there is no other kernel, they are the default. A rule in the file of the device takes
+# precedence. A step over a paged cache needs no threshold, since its alternative gathers all
+# pages.
 MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
-# Which kernels of which step a threshold keeps back.
+# The step and the kernels to which each threshold applies.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fa2_min_len_win": ("sliding", ("fa2",)),
     "fa2_min_len_cmp": ("compressed", ("fa2",)),
@@ -81,7 +82,7 @@ class Rule:
     the decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster.
-    `nsa_bench.tune_thresholds` then removes it.
+    `nsa_bench.tune_thresholds` then removes the rule.
     """
 
     kernel: Ours
@@ -109,8 +110,9 @@ class Device:
     """The file of one device.
 
     Attributes:
-      faster_than_dense: by heads (`heads_of`) and pass, `forward` or `fwdbwd` (with backward), the
-        length from which NSA was measured to be faster than the fastest dense attention.
+      faster_than_dense: The length from which NSA was measured to be faster than the fastest
+        dense attention, by heads (`heads_of`) and by pass. A pass is `forward` or `fwdbwd`
+        (forward and backward).
     """
 
     device: str
@@ -130,7 +132,7 @@ class Device:
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
-        """Return the kernels to which a threshold applies. These are the measured kernel and
+        """Return the kernels to which a threshold applies: the kernel that was measured, and
         those after it in the order of choice.
         """
         kernels = DECIDES[threshold][1]
@@ -138,18 +140,20 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """Return the length that the automatic choice uses. It is the threshold, unless this
-        was measured against code that the library does not run. In that case it is the length
+        """Return the length that the automatic choice uses. This is the threshold, unless the
+        threshold was measured against code that the library does not run. It is then the length
         that was measured against the portable path.
         """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
-        measured = about.get("value") == value  # otherwise a person's
+        measured = about.get("value") == value  # otherwise a person has set it
         return about.get("over_portable_path", value) if measured else value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InForce:
-    """Thresholds and their source. The identity of this object is part of a call's key."""
+    """The active thresholds and their source. The identity of this object is part of the key of
+    a call.
+    """
 
     thresholds: Thresholds = Thresholds()
     source: str = ""
@@ -164,7 +168,7 @@ _overridden = contextvars.ContextVar("overridden", default=_NOTHING)
 def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
     """Replace the thresholds of the device with those of `thresholds` that are not None.
 
-    `source` names them in reasons. A call that was traced before keeps its choice.
+    Reasons name `source`. A call that was traced before keeps its choice.
     """
     token = _overridden.set(InForce(thresholds, source))
     try:
@@ -173,7 +177,7 @@ def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
         _overridden.reset(token)
 
 
-in_force = _overridden.get  # those of `overridden`, and who gave them
+in_force = _overridden.get  # the thresholds of `overridden`, and their source
 
 
 def barred(device: Device, kernel: str, step: str) -> Rule | None:
@@ -197,8 +201,8 @@ def why_not(implementation: str, problem: Any) -> str | None:
     asks = implementation in MEASURED_ONLY and step != DECODE
     if asks and not (_default(implementation, problem) or _known(implementation, problem)):
         return (
-            "not measured on this device: name it, or let nsa_bench.tune_thresholds find its "
-            "threshold"
+            "not measured on this device; name the implementation, or run "
+            "nsa_bench.tune_thresholds to find its threshold"
         )
     in_use = in_force()
     for name, (decided, kernels) in DECIDES.items():
@@ -271,7 +275,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
     if value is None:
         return None
     if value == NEVER:
-        return f"{name} is {NEVER}: no length at which it pays"
+        return f"{name} is {NEVER}, so no length is long enough"
     if DECIDES[name][0] == "selected":
         length = problem.config.num_selected * problem.config.select_block
         what = f"{length} selected keys are"
@@ -279,7 +283,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
         # For a single branch S counts compressed tokens, of which there are fewer than queries.
         length = max(problem.T, problem.S)
         what = f"a length of {length} is"
-        if not length:  # under torch.compile, where a length may have no number
+        if not length:  # under torch.compile a length may be symbolic
             return None
     return f"{what} below {name}={value}" if length < value else None
 
@@ -294,9 +298,11 @@ def of(device: str | None) -> Device | None:
 
 
 def read(path: Path) -> Device:
-    """Read the file of a device. Raises:
-    ValueError: The file is damaged, or describes another device than its name. The message names
-      the file and the key.
+    """Read the file of a device.
+
+    Raises:
+      ValueError: The file is damaged, or describes another device than its name. The message
+        names the file and the key.
     """
     data = config_files.load(path)
     found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")

@@ -1,15 +1,15 @@
-"""The oracle. It computes every branch densely, with boolean masks that are built from token
-indices.
+"""The reference implementation. It computes every branch densely, with boolean masks that are
+built from token indices.
 
 It computes in float32 (in float64 for float64 inputs), or in `compute_dtype` if one is given.
-The result of the same code in low precision is the baseline of the tolerance rule. If
-`compute_dtype` of a config is float8_e4m3, the baseline rounds the same numbers as its kernels.
-It shares only the array operations of each framework (`ArrayOps`) with the fast paths, needs
-memory for `[T, S]` per head, and is never chosen for its speed.
+Tests allow errors relative to the result of the same code in low precision. If `compute_dtype`
+of a config is float8_e4m3, that result rounds the same values as the kernels do. The module
+shares only the array operations of each framework (`ArrayOps`) with other implementations. It
+needs memory for `[T, S]` per head, and the automatic choice never uses it.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays may come from either framework.
-`nsa_jax.reference` and `nsa_torch.reference` have these functions under the arguments of their
-public ones.
+`nsa_jax.reference` and `nsa_torch.reference` wrap these functions with the arguments of the
+public functions.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ class Rows(NamedTuple):
     """The tokens of a call, with operations on their arrays."""
 
     ops: ArrayOps
-    sequence: Any  # of each key, [B, S]; -1: none
-    position: Any  # of each key in its sequence, [B, S]
-    query: Any  # the key that each query is, [B, T]; below 0: none
+    sequence: Any  # sequence of each key, [B, S]; -1 means none
+    position: Any  # position of each key in its sequence, [B, S]
+    query: Any  # the key index of each query's own token, [B, T]; negative means none
 
     def at(self, x, index):
         """Return `x[b, index[b]]` for each row b."""
@@ -68,11 +68,11 @@ def wide(xp: Any, dtype: Any) -> Any:
 
 
 def _e4m3(xp, x):
-    """Return `x` rounded to 8 bits and clipped to the range. The rounding is arithmetic, since
-    XLA would remove a pair of conversions.
+    """Return `x` rounded to 8 bits and clipped to the range. The rounding uses arithmetic,
+    since XLA would remove a conversion to 8 bits and back.
     """
     x = x.clip(-448, 448)
-    _, exponent = xp.frexp(x)  # of a mantissa from 1/2, which keeps 4 bits
+    _, exponent = xp.frexp(x)  # the mantissa is at least 1/2 and keeps 4 bits
     unit = xp.exp2(xp.asarray(exponent.clip(-5, None) - 4, dtype=x.dtype))
     return xp.round(x / unit) * unit
 
@@ -98,8 +98,8 @@ def _rounded(xp, query, key, value, read):
 
 
 def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=False):
-    """Compute softmax attention with `mask` [B, Hkv or 1, T, S]. Returns out, lse, probabilities
-    and their logarithms.
+    """Compute softmax attention with `mask` [B, Hkv or 1, T, S]. Return the output, the
+    log-sum-exp, the probabilities and their logarithms.
     """
     xp, cast, nn = rows.ops.xp, rows.ops.cast, rows.ops.nn
     out_dtype = dtype or query.dtype
@@ -111,7 +111,7 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
     groups = key.shape[2]
     query, key, value = (cast(x, dtype) for x in (query, key, value))
     query = query.reshape(batch, length, groups, heads // groups, width)
-    # Keys that are not read and queries that see nothing must not count, be they NaN.
+    # Keys that are not read and queries without keys must have no effect, even if they are NaN.
     read = xp.swapaxes(mask.any(axis=2), 1, 2)[..., None]  # [B, S, Hkv or 1, 1]
     some = mask.any(axis=3)  # [B, Hkv or 1, T]
     of_query, some = xp.swapaxes(some, 1, 2)[..., None, None], some[:, :, None, :, None]
@@ -124,7 +124,7 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
         lost = xp.einsum("btkgd,bkd->bkgt", exact, mean) * scale
     logits = xp.einsum("btkgd,bskd->bkgts", query, key) * scale
     mask = mask[:, :, None]
-    # Rows without keys keep finite logits, so that no NaN is ever made.
+    # Rows without keys keep finite logits, so that no NaN occurs.
     logits = xp.where(some, xp.where(mask, logits, -xp.inf), 0)
     lse = nn.logsumexp(logits, axis=-1)
     log_probs = xp.where(mask, logits - lse[..., None], -xp.inf)
@@ -165,7 +165,7 @@ def _scores(rows: Rows, query, key, config, scale):
     xp, arange = rows.ops.xp, rows.ops.arange
     *_, probs, logs, before = _compressed(rows, query, key, key[..., :0], config, scale)
     probs, logs = probs.sum(axis=2), rows.ops.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
-    # Eq. 9: of the tokens that overlap a block, those at its ends share less strides with it.
+    # Eq. 9: compressed tokens at the ends of a block share fewer stride blocks with it.
     ratio = config.select_block // config.compress_stride
     cover = config.compress_block // config.compress_stride
     tokens = arange(query, ratio + cover - 1)[0]
@@ -179,7 +179,7 @@ def _scores(rows: Rows, query, key, config, scale):
         arange(query, size).reshape([-1 if i == axis else 1 for i in range(5)])
         for axis, size in enumerate(sizes)
     ]
-    # The spare column represents the missing ones.
+    # The extra column stands for missing tokens.
     probs, logs = rows.ops.pad_end(probs, 3, 1, 0), rows.ops.pad_end(logs, 3, 1, -xp.inf)
     weights = rows.ops.cast(weights, probs.dtype)
     scores = (probs[*at, slot] * weights).sum(axis=-1)
@@ -187,13 +187,14 @@ def _scores(rows: Rows, query, key, config, scale):
 
 
 def block_scores(rows: Rows, query, key, *, config, scale=None):
-    """Return the importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
+    """Return the score of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
     return rows.ops.xp.swapaxes(_scores(rows, query, key, config, scale)[0], 1, 2)
 
 
 def select_blocks(rows: Rows, query, key, *, config, scale=None):
     xp, (scores, logs) = rows.ops.xp, _scores(rows, query, key, config, scale)
-    # Logarithms, less than all scores, order those of which terms are too small for the dtype.
+    # Scores whose terms underflow in this dtype are ordered by their logarithms, which are less
+    # than all scores.
     limits = xp.finfo(scores.dtype)
     least = float(limits.tiny) * 2**36
     scores = xp.where(scores < least, logs.clip(float(limits.min), None), scores)
@@ -202,7 +203,7 @@ def select_blocks(rows: Rows, query, key, *, config, scale=None):
     block = rows.ops.arange(query, count)[0]
     forced = (block < config.num_initial) | (block > own - config.num_local)
     ranked = xp.where(block <= own, xp.where(forced, xp.inf, scores), -xp.inf)
-    # As many blocks as are selected, at least.
+    # There must be at least as many blocks as are selected.
     ranked = rows.ops.pad_end(ranked, 3, n, -xp.inf)
     order = rows.ops.to_int32(xp.argsort(-ranked, axis=-1, stable=True)[..., :n])
     chosen = xp.where(order <= own, order, count)

@@ -1,8 +1,8 @@
-"""Scales rotary positions, so that models can read longer texts than in their training.
+"""Scales rotary positions, so that a model can process longer texts than it was trained on.
 
 Pair `i` of a head of width D is rotated by `rate = base**(-2i / D)` per position. A scaling
 divides the rates of slow pairs by `factor`, does not change those of fast pairs, and
-interpolates in between. Names and numbers are those of transformers' `rope_parameters`.
+interpolates in between. The names and values are those of `rope_parameters` in transformers.
 Scalings that depend on the length of the text ("dynamic", "longrope") are not supported,
 because cached keys would have to be rotated again.
 """
@@ -42,7 +42,8 @@ class Llama3:
         """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
         framework.
         """
-        # A number over an array is its reciprocal times the number in torch, not in NumPy.
+        # In torch, a number divided by an array is the number times the reciprocal of the
+        # array. In NumPy it is a division.
         turns = 1 / (2 * math.pi * (1 / rate)) * self.original_max_position_embeddings
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _mixed(rate, kept, self.factor)
@@ -52,9 +53,9 @@ class Llama3:
 class Yarn:
     """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
     original length, and fast pairs at least `beta_fast` times. Between them the factor is
-    linear in the pair, and `truncate` rounds the two ends outwards. Rotated queries and keys
-    are `attention_factor` times as long. By default it follows from `factor`, or from `mscale`
-    and `mscale_all_dim`.
+    linear in the index of the pair, and `truncate` rounds the two ends of this range outwards.
+    Rotated queries and keys are `attention_factor` times as long. By default `attention_factor`
+    is derived from `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"
@@ -74,7 +75,7 @@ class Yarn:
 
     @property
     def attention_scaling(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor by which rotation multiplies the length of queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         grown = 0.1 * math.log(max(self.factor, 1.0))
@@ -96,7 +97,9 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """Return the (fractional) pair that makes this number of turns in the original length."""
+        """Return the index, possibly fractional, of the pair that makes this number of turns in
+        the original length.
+        """
         positions = self.original_max_position_embeddings / (2 * math.pi * turns)
         return count * math.log(positions) / math.log(base)
 
@@ -106,7 +109,7 @@ SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn
 
 
 def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """Return the scaling of `rope_parameters` without the base.
+    """Return the scaling that `rope_parameters` without the base describe.
 
     Raises:
       ValueError: There is no such scaling, or one of its parameters is missing, unknown or out

@@ -3,13 +3,13 @@ head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
-e4m3 has 3 bits after the point, 448 is its largest number and 2^-9 its least. Therefore the
-largest element of a row is exact. For every other element
+e4m3 has 3 mantissa bits. Its largest value is 448, and its smallest positive value is 2^-9. The
+largest element of a row is therefore exact. For every other element
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 
-A row of zeros also has a scale that is not 0, so that nothing is divided by 0. If one element
-of a row is not finite, no element of the row is finite.
+The scale of a row of zeros is not 0, so that no division by 0 occurs. If one element of a row
+is not finite, no element of the row is finite.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ from nsa_core.array_ops import ArrayOps
 
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
-LEAST = 1e-30  # the maximum of a row counts as this at least: 448 / LEAST is finite
-# Bounds of |token - read token|, relative to the read token and to the scale: rounding to e4m3
-# (2^-4 and 2^-10), and to 16 bits.
+LEAST = 1e-30  # lower bound of a row's maximum, so that 448 / LEAST is finite
+# Bounds of |token - read token|, relative to the read token and to the scale. They cover
+# rounding to e4m3 (2^-4 and 2^-10) and to 16 bits.
 NEAR, LEAST_NEAR = 2**-4 + 2**-7, 2**-9
 
 
@@ -28,7 +28,8 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
     """Return codes in the shape of `x`, and scales for its last axis."""
     x = ops.to_float32(x)
     largest = ops.xp.clip(ops.xp.amax(ops.xp.abs(x), -1), min=LEAST)
-    # One division: torch makes a product with the reciprocal of a number over a tensor.
+    # One division, since torch computes a number divided by a tensor as a product with the
+    # reciprocal.
     factor = ops.xp.full_like(largest, LARGEST) / largest
     codes = ops.cast(x * factor[..., None], getattr(ops.xp, DTYPE))
     return codes, largest * (1 / LARGEST)
@@ -37,7 +38,7 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
 def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
     """Return whether each token of `x` may have been rounded to `found`, which was read from
     codes and scale. This is so if no element differs by much more than the rounding error. Such
-    a token may replace the one that was read, regardless of its source.
+    a token may replace the token that was read, even if it comes from another row.
     """
     off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))
     most = ops.xp.abs(ops.to_float32(found)) * NEAR + scale[..., None] * LEAST_NEAR

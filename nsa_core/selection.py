@@ -7,7 +7,8 @@ from typing import Any
 from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
-# Times the least normal number: from here on a score is exact, though terms below that are lost.
+# In units of the smallest normal number. A score of at least this size is exact, although
+# smaller terms are lost.
 LEAST_EXACT = 2.0**36
 
 
@@ -17,9 +18,10 @@ def map_to_blocks(
     """Compute Eq. 9, `score[j] = sum_i w(i, j) * probs[..., i]`, where `w` is the number of
     shared stride blocks.
 
-    Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
-    the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
-    With `log=True`, the arguments and results are logarithms.
+    Compressed token `i` covers the stride blocks `i .. i + l/d - 1`. Selection block `j` covers
+    the stride blocks `j*r .. j*r + r - 1` with `r = l'/d`. The sum is computed first per stride
+    block, and then per selection block. With `log=True`, the arguments and results are
+    logarithms.
     """
     ratio = config.select_block // config.compress_stride
     size, last = num_blocks * ratio, probs.ndim - 1
@@ -42,18 +44,18 @@ def choose(
 ) -> Any:
     """Select `n` blocks among `0 .. own`, int32 `[..., n]`, ascending. Empty slots are -1.
 
-    The first `num_initial` and the last `num_local` candidates are always among them; equal
-    scores go to the lower index. No framework promises the order of ties in a top-k, so only
-    its values are used. Blocks above the n-th largest value are selected, and the ties with the
-    lowest indices fill the rest.
+    The first `num_initial` and the last `num_local` candidates are always selected. If scores
+    are equal, the lower index is selected. No framework guarantees the order of equal values in
+    a top-k, so that only its values are used. Blocks above the n-th largest value are selected,
+    and the ties with the lowest indices fill the rest.
 
     Args:
       scores: `[..., N]`.
       own: The query's own block, broadcast to `[...]`. If it is negative, the query has no
         candidate blocks.
       log_scores: Function that returns the logarithms of the scores. On a CPU the logarithms
-        decide the order of scores that are not exact. They are computed only if such a score
-        would be selected and not all candidates are selected.
+        decide the order of inexact scores. They are computed only if an inexact score would be
+        selected and not all candidates are selected.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected
     block, own = ops.arange(scores, num_blocks)[0], own[..., None]
@@ -65,7 +67,8 @@ def choose(
         least = LEAST_EXACT * float(limits.tiny)
 
         def by_logarithm():
-            # Logarithms are below all scores. Those of 0 are above a block that is no candidate.
+            # Logarithms are below all scores. The logarithm of 0 is above the value of blocks
+            # that are no candidates.
             log = log_scores().clip(float(limits.min), None)
             return xp.where((before < least) & candidate, log, before)
 
@@ -77,7 +80,7 @@ def choose(
     tied = (ranked == floor) & (ranked > -xp.inf)
     room = width - above.sum(axis=-1, keepdims=True)
     chosen = above | (tied & (tied.cumsum(axis=-1) <= room))
-    # The chosen blocks are distinct, so their order does not hang on ties.
+    # The chosen blocks are distinct, so that their order does not depend on ties.
     ascending = -ops.top(xp.where(chosen, -block, -num_blocks), width)
     ascending = xp.where(ascending == num_blocks, -1, ascending)
     return ops.to_int32(ops.pad_end(ascending, ascending.ndim - 1, n - width, -1))

@@ -12,15 +12,15 @@ sequence. In a packed batch positions restart in every sequence, and no query re
 sequence.
 
 Numerics, for every implementation:
-  Softmax, log-sum-exp and accumulation in float32 (float64 for float64 input); `lse` natural
-  log, `[B, T, H]`. A row that sees no key has output 0, lse `-inf`, gradient 0, never NaN.
-  Block indices are int32, ascending, without duplicates, `-1` in the empty slots at the end.
-  No output, score or block index depends on later tokens.
+  Softmax, log-sum-exp and sums are computed in float32, or in float64 for float64 input. `lse`
+  `[B, T, H]` is a natural logarithm. A query without keys has the output 0, the lse `-inf` and
+  the gradient 0, never NaN. Block indices are int32, ascending and without duplicates, with
+  `-1` in the empty slots at the end. No output, score or block index depends on later tokens.
 """
 
 from typing import Any, NamedTuple
 
-# The name under which policies of `jax.checkpoint` find the residuals other than inputs.
+# The name by which policies of `jax.checkpoint` identify residuals that are not inputs.
 RESIDUAL = "nsa_residual"
 
 

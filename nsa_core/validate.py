@@ -1,4 +1,5 @@
-"""Checks of public arguments. Each error names the argument, the rule and the value.
+"""Checks of the arguments of public functions. Each error names the argument, the rule and the
+value.
 
 The checks read only the `shape` and the `dtype` of an array, so that both frameworks can use
 them. A caller that has read the values of an array passes them to `numbers` or `borders`.
@@ -43,12 +44,13 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
     if dtype_name(x) == "float64" and type(x).__module__ == "numpy":
-        # Not before: torch.compile would take the modules of that moment for all there are.
+        # Imported here, since torch.compile would otherwise assume that no further modules are
+        # loaded.
         jax = sys.modules.get("jax")
         if not (jax and jax.config.jax_enable_x64):
             raise ValueError(
-                f"{name} must not be a NumPy array of float64, because JAX converts it to "
-                "float32 unless jax_enable_x64 is set"
+                f"{name} must not be a NumPy array of float64, which JAX converts to float32; set "
+                "jax_enable_x64, or pass float32"
             )
     for other, y in like.items():
         if x.dtype != y.dtype:
@@ -80,8 +82,8 @@ def configuration(config) -> None:
 
 
 def in_dtype_of_query(config: NSAConfig, what: str) -> None:
-    """Check that products are computed in the query's dtype, which is the only dtype that
-    `what` supports.
+    """Check that products are computed in the dtype of the query. `what` names the function
+    that supports no other dtype.
     """
     if config.compute_dtype is not None:
         raise NotImplementedError(
@@ -111,8 +113,8 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Return the arrays of keys and values with their names. If all branches share them, they
-    are listed once, and otherwise for each branch.
+    """Return keys and values with their names. If all branches share them, they are listed
+    once, otherwise once per branch.
     """
 
     def names(kind, each):
@@ -152,7 +154,7 @@ def attention(
     heads(query, key, key_name)
     ours, theirs = tuple(key.shape[:3]), tuple(value.shape[:3])
     if ours != theirs:
-        # The message names the array without the tokens of the queries, if that is decidable.
+        # If possible, the message names the array whose number of tokens is wrong.
         if theirs[1] == tokens != ours[1]:
             shape(key_name, key, (*theirs, None))
         if ours[1] == tokens != theirs[1]:
@@ -175,8 +177,8 @@ def gates(
     query,
     apart: Callable[[Any], Sequence[Any]] = lambda x: [x[..., i] for i in range(3)],
 ) -> Branches:
-    """Return gates as `Branches` of `[B, T, H]`. `apart` is the function that splits an array
-    `[B, T, H, 3]`.
+    """Check gates and return them as `Branches` of `[B, T, H]`. `apart` is a function that
+    splits an array `[B, T, H, 3]`.
     """
     queries(query)
     expected = tuple(query.shape[:3])
@@ -244,15 +246,13 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
 
 
 def most_tokens(config: NSAConfig, compressed: int) -> int:
-    """Return the largest number of tokens from which `compressed` compressed tokens are
-    computed.
-    """
+    """Return the largest sequence length that has this number of compressed tokens."""
     return compressed * config.compress_stride + config.compress_block - 1
 
 
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
-    """Check the arguments of functions with only compressed keys. Returns `kv_len`, or T if it
-    is None.
+    """Check the arguments of functions that have only compressed keys. Return `kv_len`, or T if
+    `kv_len` is None.
     """
     configuration(config)
     queries(query)
@@ -274,7 +274,7 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
 def pair(
     given, name: str = "compressed", what: str = "arrays, compressed keys and values"
 ) -> tuple[Any, Any]:
-    """Check that `given` is a pair of one entry for keys and one for values."""
+    """Check that `given` is a pair with one entry for keys and one for values."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         got = f"{len(given)} of them" if isinstance(given, tuple | list) else None
         raise ValueError(f"{name} must be a pair of {what}, got {got or type(given).__name__}")
@@ -389,7 +389,7 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
         shape(names[1], v, (*k.shape[:3], cache.selected_value.shape[3]))
     if kept.shape[0] != query.shape[0]:
         raise ValueError(
-            f"cache must have batch {query.shape[0]}, as query has, got {kept.shape[0]}"
+            f"cache must have batch {query.shape[0]}, the same as query, got {kept.shape[0]}"
         )
     if kept.dtype != query.dtype:
         raise ValueError(

@@ -1,9 +1,10 @@
-"""Computes tables with the positions of the sequences in packed rows. The tables are computed
-once per batch, and kernels read them.
+"""Computes the tables with the positions of sequences in packed rows that kernels read. They
+are computed once per batch.
 
-The keys of each sequence have slots ("places") in which blocks and tiles begin with the sequence.
-A sequence begins at a multiple of `unit`, of which 64 and `select_block` are divisors, so that
-tiles and blocks nest in packed rows in the same way as in rows of one sequence.
+Each key has a slot ("place") in a layout in which every sequence begins at the start of a block
+and of a tile. A sequence begins at a multiple of `unit`, of which 64 and `select_block` are
+divisors, so that tiles and blocks are aligned in packed rows in the same way as in rows of one
+sequence.
 
     key       | 0            69 | 70        133 | 134 ..
     slot      | 0 ..  127       | 128 ..    191 | 192 ..
@@ -21,7 +22,7 @@ of keys are moved to slots.
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
 All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
-them. Padding after the last sequence counts as a separate sequence without queries.
+them. Padding after the last sequence counts as a further sequence without queries.
 """
 
 import dataclasses
@@ -39,19 +40,19 @@ class Sequences(NamedTuple):
     """Values per sequence, including padding, `[B, sequences]`. Starts and slots never decrease."""
 
     start: Any  # its first key
-    length: Any  # keys; 0 where it is padding
-    end: Any  # its last key + 1, of padding too
+    length: Any  # number of keys; 0 for padding
+    end: Any  # index of its last key + 1, also for padding
     place: Any  # of its first key
-    window: Any  # its first compressed token among those stored without gaps (`compress`)
+    window: Any  # index of its first compressed token in the array without gaps (`compress`)
 
 
 class Tokens(NamedTuple):
     """Values per query, `[B, T]`. Padding counts as a sequence that begins at its token."""
 
-    position: Any  # in its sequence; -1 for padding, which sees no key
-    key_start: Any  # the first key of its sequence
-    place_start: Any  # the place of that key
-    compressed_start: Any  # the slots that it sees: first
+    position: Any  # position in its sequence; -1 for padding, which attends to no key
+    key_start: Any  # index of the first key of its sequence
+    place_start: Any  # the slot of that key
+    compressed_start: Any  # the slots to which it attends: first
     compressed_end: Any  # and last + 1
     window_start: Any  # the first key of its window
     causal_end: Any  # the key after its own
@@ -61,19 +62,19 @@ class KeyTiles(NamedTuple):
     """Values per tile of 64 slots, `[B, key_tiles]`. Unused tiles have no key."""
 
     first: Any  # key
-    end: Any  # of the sequence's keys; not after `first` where there is none
+    end: Any  # end of the sequence's keys; at most `first` if the tile has no key
 
 
 class QueryTiles(NamedTuple):
     """Neighbouring queries of one sequence, or of padding, `[B, tiles]`."""
 
     first: Any
-    end: Any  # not after `first` where there is none
+    end: Any  # at most `first` if the tile has no query
 
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """The capacity of tables. It is static and part of the keys of plans.
+    """The sizes of the tables, which are static and part of the keys of plans.
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
@@ -102,8 +103,8 @@ class Capacity:
         return self.T // 2 if self.gap else self.T
 
     def key_end(self, query: Any) -> Any:
-        """Return the end of the keys up to the query before query number `query`, which may be
-        an array.
+        """Return the end of the keys of the query with index `query - 1`. `query` may be an
+        array.
         """
         return query + self.first_query + self.gap * (query > self.half)
 
@@ -132,7 +133,7 @@ class Capacity:
 
     @property
     def unit(self) -> int:
-        """The number of slots in a unit. Each sequence has a multiple of it."""
+        """The number of slots of every sequence is a multiple of this number."""
         return math.lcm(ROWS, self.config.select_block)
 
     @property
@@ -162,10 +163,9 @@ class Capacity:
 
 
 class Varlen:
-    """The tables of packed rows, each made on its first use.
-
-    `borders` is the argument of `sequences`. It is None if all tables exist already and are
-    passed by name in `known`.
+    """The tables of packed rows, each computed on its first use. `borders` is the argument of
+    `sequences`. If all tables exist already, `borders` is None and `known` has the tables by
+    name.
     """
 
     def __init__(self, ops, capacity: Capacity, borders=None, **known: Any):
@@ -177,9 +177,9 @@ class Varlen:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """Make the table. `borders` is int32 or int64 `[B, n + 1]`, where n is at most
-        `max_sequences`. The first entry is 0, and the others are the ends of the sequences. An
-        end beyond S counts as S.
+        """Compute the table `Sequences`. `borders` is int32 or int64 `[B, n + 1]`, where n is
+        at most `max_sequences`. The first entry is 0, and the others are the ends of the
+        sequences. An end beyond S counts as S.
         """
         return Sequences(*self._made(_sequences, self.borders))
 
@@ -201,7 +201,9 @@ class Varlen:
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
-        """Return the entry of each key in `x` `[B, places, ...]`. The result is `[B, S, ...]`."""
+        """Return, for each key, the entry of its slot in `x` `[B, places, ...]`. The result is
+        `[B, S, ...]`.
+        """
         start, _, _, place, _ = self.sequences
         return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
@@ -216,8 +218,8 @@ class Varlen:
         return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
-        """Return the entry of each compressed token in `x`, which has the slots of `in_slots`.
-        The result is `[B, count, ...]`.
+        """Return, for each compressed token, the entry of its slot in `x`, which is laid out as
+        by `in_slots`. The result is `[B, count, ...]`.
         """
         if x.shape[1] == 0:
             return x
@@ -227,11 +229,9 @@ class Varlen:
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
-    """Return the sequences of a row. Each run of equal ids is one sequence, and at most
-    `capacity.sequences` are allowed. Negative ids are padding.
-
-    If there are more runs, or if a run is too long, all tokens count as padding, so that
-    nothing is written outside the tables.
+    """Return the table `Sequences` of packed rows. Each run of equal ids is one sequence, and
+    negative ids are padding. If there are more than `capacity.sequences` runs, or if a run is
+    too long, all tokens count as padding, so that nothing is written outside the tables.
     """
     return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
 
@@ -261,7 +261,7 @@ def _sequences(ops, borders, *, capacity):
 
 
 def _following(ops, start, length, capacity):
-    """Return the tables derived from the first keys of sequences and their lengths."""
+    """Return the table `Sequences`, given the first key and the length of each sequence."""
     config, xp = capacity.config, ops.xp
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)

@@ -65,11 +65,11 @@ __all__ = [
 ]
 
 _MODULES = ("context", "debug", "indexers", "nn", "pages")
-# Programs and pickles of before there was `nsa_core` find these here.
+# Older programs and pickles, from before `nsa_core` existed, import these names from here.
 for _name in ("compress_params", "config", "debug", "layer", "types"):
     globals()[_name] = importlib.import_module(f"nsa_core.{_name}")
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
-# Where a public name is, if not in `nsa_jax.api`.
+# The module of each public name that is not in `nsa_jax.api`.
 _HOMES = {
     "Branches": "types",
     "MLPParams": "compress_params",

@@ -3,12 +3,10 @@ every step.
 
 `nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Functions that accept
 `key`/`value` also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
-(automatic), a name for all branches, or a `Branches` of names. An implementation that is named
-never falls back.
-
-Every function raises `ValueError` for input that no implementation supports. The message names
-the argument, the rule and the value. A named implementation that cannot run the problem raises
-`NotImplementedError`.
+(automatic), a name for all branches, or a `Branches` of names. A named implementation never
+falls back to another one. Every function raises `ValueError` for input that no implementation
+supports. The message names the argument, the rule and the value. A named implementation that
+cannot run the problem raises `NotImplementedError`.
 """
 
 import functools
@@ -63,19 +61,24 @@ def attention(
     Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
 
     Args:
-      query: `[B, T, H, D]`, float.
+      query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
-      config: the sizes; defaults are the paper's. Its `compute_dtype` is for inference.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means the mean.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means selected
-        from the compressed scores.
-      segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence. Negative ids
-        are padding: its outputs are 0, and no query attends to it.
-      varlen: the result of `varlen_metadata`, once for all layers, in place of `segment_ids`.
+      config: block sizes, strides and number of selected blocks; the defaults are those of the
+        paper. Its `compute_dtype` is for inference only.
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means that each
+        compressed token is the mean of its window.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
+        the blocks are selected by the scores of the compressed branch.
+      segment_ids: int `[B, S]`, for packed rows. Consecutive tokens with the same id are one
+        sequence. Tokens with a negative id are padding. Their outputs are 0, and no query
+        attends to them.
+      varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make it once for
+        all layers.
       scale: factor of the logits; None means `D**-0.5`.
-      recompute: save only inputs and selection for the backward pass, which then computes the
-        branches again. Otherwise three more arrays like the output are saved.
+      recompute: whether to save only the inputs and the selection for the backward pass, which
+        then computes the branches again. If False, three more arrays of the output's size are
+        saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
         (`nsa_jax.context`). The arrays then contain the tokens of this device, `T = S`;
         `compressed` describes the whole sequence.
@@ -157,11 +160,11 @@ def attend(
     recompute=False,
     assume_finite=False,
 ):
-    """Return `attention` on given compressed tokens (see `cache.py`).
+    """Run all steps of `attention` after compression, on compressed tokens that already exist.
 
     Args:
       assume_finite: Whether keys and values after `kv_len` are finite and no query is padding.
-        Kernels then need no copies with zeros for them.
+        Kernels then need no copies in which these are zeros.
     """
     compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
@@ -199,7 +202,7 @@ def _by_branch(steps, query, key, value, gates, compressed, block_indices, **res
 
 
 def _gated_sum(outputs, gates, *, config, kv_len, segment_ids, scale):
-    del scale  # of the branches
+    del scale  # of keys or values of the branches
     where = geometry.layout_of(gates.compressed, 0, config, kv_len, segment_ids)
     return branches.combine(outputs, Branches(*zero_padding(jnp, where, *gates)))
 
@@ -221,10 +224,10 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None means the mean; `PoolParams` and `MLPParams` are learnable
-        (`nsa_core.compress_params`).
-      segment_ids: `[B, S]`. The tokens of all sequences then follow each other in the order of
-        their first token, without gaps, with zeros in the remaining slots.
+      params: the parameters of `phi`, `PoolParams` or `MLPParams` (`nsa_core.compress_params`).
+        None means that `phi` is the mean.
+      segment_ids: `[B, S]`, for packed rows. The compressed tokens of all sequences are then in
+        the order of their first tokens, without gaps. The remaining slots are zeros.
       varlen: as in `attention`.
 
     Returns:
@@ -254,22 +257,22 @@ def select_blocks(
 ) -> Int[Array, "B T Hkv n"]:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower index is chosen. Scores too small for float32 (logits 87 below
-    the log-sum-exp) are still ordered by `reference`, and by `xla` on a CPU. Other
-    implementations treat them as 0 (docs/kernels/numerics.md).
+    If scores are equal, the lower index is chosen. A score underflows in float32 if its logit
+    is 87 or more below the log-sum-exp. Most implementations treat such scores as 0. Only
+    `reference`, and `xla` on a CPU, still order them (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
-      config: the sizes.
-      kv_len: number of keys, int or int32 `[]` or `[B]`; query `t` is at `t + kv_len - T`.
-        None means `T`.
-      segment_ids, varlen: a packed batch, as in `attention`.
+      config: the block sizes and the number of selected blocks.
+      kv_len: number of keys, an int or int32 `[]` or `[B]`. Query `t` has position `t + kv_len
+        - T`. None means `T`.
+      segment_ids, varlen: descriptions of packed rows, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
 
     Returns:
-      int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+      int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -292,8 +295,8 @@ def compressed_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
-    `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. A query at position `p` attends to compressed
+    token `i` if and only if `p >= i*d + l - 1`.
 
     Args: the same as `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
     Raises: the same errors as `select_blocks`.
@@ -325,9 +328,10 @@ def selected_attention(
     Args:
       query: `[B, T, H, D]`.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch. Keys after the query are masked in any case.
-      config: the sizes.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates. In a packed batch
+        the indices count from the start of each sequence. Keys after the query are always
+        masked.
+      config: the block sizes and the number of selected blocks.
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None means `S`.
       segment_ids, varlen, scale, implementation: as in `select_blocks`.
 
@@ -405,13 +409,14 @@ def explain(
     varlen: PackedRows | None = None,
     implementation: Names = None,
 ) -> Choices:
-    """Explains the choice of `attention` for these arguments (without `context_axis`).
+    """Report which implementations `attention` would choose for these arguments.
 
-    Args: the same as in `attention`. `gates` and `compressed` are checked, but do not affect the
-      choice.
+    Args: The same as in `attention`, without `context_axis`. `gates` and `compressed` are
+      checked, but do not affect the choice.
 
     Returns:
-      One choice per step, with the reason for each refusal. It prints as one line per step.
+      One choice per step, with the reason why each earlier candidate was refused. When printed,
+      it has one line per step.
 
     Raises: the same errors as `attention`.
     """
@@ -430,7 +435,7 @@ def explain(
 def choices_of(
     query, key, value_width, config, segment_ids, implementation, step=None
 ) -> Choices:
-    """Return the choice for every step of a call, in the format of `Registry.choices`.
+    """Return the choice for each step of a call, as `Registry.choices` does.
 
     Args:
       query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
@@ -447,8 +452,8 @@ def choices_of(
 
 
 def function_of(choice: Choice):
-    """Return the compiled implementation of a step, watched while `nsa_core.debug` reports
-    events.
+    """Return the compiled implementation of a step. While `nsa_core.debug` reports events, it
+    is wrapped to report them.
     """
     name, run = choice.implementation, compiled(choice.load())
     return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)
@@ -464,21 +469,22 @@ def varlen_metadata(
 ) -> PackedRows:
     """Make the argument `varlen` of calls on packed rows, which replaces `segment_ids`.
 
-    The two limits are checked if the numbers are on the host (not under `jax.jit`), and on a GPU
-    while `nsa_jax.debug` reports events. Otherwise the caller guarantees them.
+    The two limits are checked only if the host can read `segment_ids`. This is so on a CPU
+    outside `jax.jit`, and on a GPU while `nsa_jax.debug` reports events. Otherwise the caller
+    must ensure that they hold.
 
     Args:
       segment_ids: `[B, S]`, as in `attention`.
       config: The config of the calls.
       max_segments: Upper bound for the number of runs of equal ids per row, including runs of
-        padding. Defaults to `S`. With a bound Mosaic kernels use tiles per sequence, as in rows
-        of one sequence.
-      max_seqlen: Upper bound for the number of tokens of a run. Defaults to `S`. Blocks of a
-        longer run beyond the bound may not be selected. With `max_segments`, Mosaic kernels
-        treat a row that breaks a bound as padding.
+        padding. Defaults to `S`. With a bound, Mosaic kernels use separate tiles for each
+        sequence, as in rows of one sequence.
+      max_seqlen: Upper bound for the number of tokens of a run. Defaults to `S`. In a longer
+        run, blocks beyond the bound may not be selected. With `max_segments`, Mosaic kernels
+        treat a row that exceeds a bound as padding.
 
     Raises:
-      ValueError: an argument contradicts another argument or the values that the host reads.
+      ValueError: An argument contradicts another argument, or values that the host reads.
     """
     validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
     validate.configuration(config)

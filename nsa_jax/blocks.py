@@ -38,42 +38,49 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Float[Array, "B T H Dv"] | OutLse:
-    """Compute causal attention of each query to the key blocks that it lists, in one softmax.
+    """Compute causal attention of each query to the key blocks in its list, with one softmax
+    over all of them.
 
-    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. The query sees those at or before its own position. The queries are the last tokens.
-    Query, key and value receive gradients, also through the log-sum-exp. Their sums have a fixed
-    order on `mosaic` and `triton`. Names are those of `jax.nn.dot_product_attention`.
+    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the
+    query's sequence. The query attends to those at or before its own position. The queries are
+    the last `T` of the `S` tokens. Query, key and value receive gradients, also through the
+    log-sum-exp. On
+    `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order. The
+    argument names are those of `jax.nn.dot_product_attention`.
 
     Args:
-      query: `[B, T, H, D]`, float.
+      query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
-        `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
-        for which keys and values are repeated. The order is free. Negative entries are empty.
-        Blocks after the query's own, or beyond the keys, are masked. A block must not be named
-        twice: it would count twice.
+        `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of `Hkv`, often 1, or a multiple of
+        it. If it is a multiple, keys and values are repeated. The entries of a list may have
+        any order, and negative entries are empty. Blocks after the query's own block, or beyond
+        the last key, are masked. A list must not contain a block twice, since its keys would
+        then count twice.
       block_size: tokens per block. Kernels support multiples of 16 up to 128, and larger multiples
         of 64 if a list has up to 64 parts of 64 tokens.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected`, or `tail`, which adds the query's own block unless the query is its last
-        token; lists must not name it then.
-      query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None means `T`.
+      include: `selected` uses only the lists. `tail` also adds the query's own block, unless
+        the query is the last token of that block. With `tail` the lists must not contain the
+        query's own block.
+      query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a
+        row. None means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`. None means `S`.
         The last valid query is at the last valid key.
-      segment_ids: int `[B, S]` of packed rows, see `nsa_jax.attention`; block indices are local
-        to the sequence.
-      return_residual: return the log-sum-exp too.
+      segment_ids: int `[B, S]`, the ids of packed rows (see `nsa_jax.attention`). Block indices
+        then count from the start of each sequence.
+      return_residual: whether to return the log-sum-exp too.
       implementation: as in `selected_attention`.
 
     Returns:
-      `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
-      also the natural log-sum-exp `[B, T, H]` in float32, -inf there. A sink of logit `s` is
-      `out * sigmoid(lse - s)`.
+      The output `[B, T, H, Dv]` in the dtype of `query`, which is 0 if a query attends to no
+      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32, which is
+      -inf for such queries. To add an attention sink with logit `s`, compute `out * sigmoid(lse
+      - s)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or a block is named twice, if the host
-        reads the lists (not traced, and on a CPU or under `nsa_core.debug`).
+      ValueError: Shapes or dtypes do not fit, or a list contains a block twice. The latter is
+        found only if the lists are not traced, and are on a CPU or `nsa_core.debug` is on.
       NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, key, value, block_indices
@@ -98,7 +105,7 @@ def block_attention(
         there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
         query = jnp.where(there[..., None, None], query, 0)
         block_indices = jnp.where(there[..., None, None], block_indices, -1)
-        # Padding after the queries lists no block.
+        # Padding after the queries has an empty list.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
     entries = block_indices.shape[-1]
     long = entries > block_lists.MAX_ENTRIES and implementation in (None, "triton")
@@ -135,8 +142,8 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
-    """Return `(out, lse)` by the kernels that gather single keys; gradients by chunks of
-    queries.
+    """Compute `(out, lse)` with the kernels that gather single keys. The gradients are computed
+    in chunks of queries.
     """
 
     def run(*arrays):
@@ -181,33 +188,34 @@ def paged_block_attention(
     return_residual: bool = False,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
-    """Compute `block_attention` of each row's last tokens to its tokens in pages. The result is
-    `[N, H, Dv]`.
-
-    It reads only the named blocks.
+    """Compute `block_attention` of each row's last tokens to the row's keys and values in
+    pages. The result is `[N, H, Dv]`. Only the listed blocks are read.
 
     Args:
-      query: `[N, H, D]`, the rows' tokens one after the other.
+      query: `[N, H, D]`, the queries of all rows, one row after the other.
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
+        is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
-        the same number.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
+        that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `xla` (gathers and a softmax), or None for the
         first that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, a block is named twice, or a page does not
-        exist. The last two are found only if the host reads the numbers.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, also if a list
+        contains a block twice or a page does not exist.
       NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, block_indices
     if cu_seqlens_q is not None:
-        cu_seqlens_q = jnp.asarray(cu_seqlens_q)  # NumPy's take no traced index
+        cu_seqlens_q = jnp.asarray(
+            cu_seqlens_q
+        )  # arrays of NumPy do not support a traced index
     paged = Paged(page_table, lengths, cu_seqlens_q)
     how = block_size, include, scale
     block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)
@@ -218,7 +226,7 @@ def paged_block_attention(
     name = runs_on(implementation, query, triton_paged_blocks.why_not(*of))
     run = compiled(_paged_on_triton if name == "triton" else _paged)
     no_gradient = (
-        "paged_block_attention has no gradient: give it jax.lax.stop_gradient of arrays"
+        "paged_block_attention has no gradient; pass jax.lax.stop_gradient of the arrays"
     )
     query, *pages = refuse_derivatives(no_gradient, arrays[:3])
     options = {"block_size": block_size, "include": include, "scale": scale}

@@ -2,8 +2,8 @@
 bounded memory.
 
 Queries are processed in chunks. The selected branch gathers only the blocks of one chunk, and
-the sliding branch slices the band that its chunk can see. Each returns the output
-`[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
+the sliding branch slices the band that its chunk can see. Each branch returns the output `[B,
+T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
 The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. Scores that
 are too small for float32 are compared by their logarithms. The logarithms are computed only if
@@ -35,7 +35,7 @@ def _rows(out, lse, query):
 def _attend(query, key, value, seen, scale):
     """Compute attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
     key, value = key.astype(query.dtype), value.astype(query.dtype)
-    # Zero times NaN is NaN: of a query that sees nothing no number may reach a sum.
+    # Zero times NaN is NaN, so that values of a query without keys must not enter a sum.
     some = seen.any(axis=-1)[..., None, None]
     query = jnp.where(some, query, 0)
     logits = logits_of(grouped(query, key), key, scale)
@@ -54,8 +54,8 @@ def compressed_attention(
     segment_ids=None,
     scale=None,
 ):
-    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
-    `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. A query at position `p` attends to compressed
+    token `i` if and only if `p >= i*d + l - 1`.
     """
     batch, length, heads, _ = query.shape
     count = compressed_key.shape[1]
@@ -69,7 +69,7 @@ def compressed_attention(
 
     arrays = (query, where.position, where.compressed_start)
     shared = (compressed_key, compressed_value)
-    if where.padded:  # slots behind the last token may be NaN
+    if where.padded:  # slots after the last token may be NaN
         place = where.position, where.compressed_start
         _, end = key_bounds.visible_compressed(*place, config)
         there = jnp.arange(count, dtype=jnp.int32) < end.max(axis=1, keepdims=True)
@@ -88,12 +88,14 @@ def selected_attention(
     segment_ids=None,
     scale=None,
 ):
-    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute attention over the keys of the selected blocks at or before the query, with one
+    softmax.
+    """
     batch, _, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     size = config.select_block
     where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
-    if num_keys < size:  # a block must fit in the array that it is sliced from
+    if num_keys < size:  # a slice must not be longer than the array
         key, value = (
             jnp.pad(x, ((0, 0), (0, size - num_keys), (0, 0), (0, 0))) for x in (key, value)
         )
@@ -107,7 +109,7 @@ def selected_attention(
     gather = jax.vmap(per_head)  # [B, Q, Hkv, n, l', D]
 
     def chunk(query, indices, position, start, key, value):
-        # Of a block behind the keys the first token may have no number.
+        # The index of the first token may overflow for a block after the keys.
         indices = jnp.where(indices < config.num_blocks(num_keys), indices, -1)
         first = start[..., None, None] + indices * size
         slice_at = jnp.clip(first, 0, num_keys - size)
@@ -150,7 +152,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
         seen &= position[..., None] >= 0
         return _attend(query, slice_band(key, band), slice_band(value, band), seen, scale)
 
-    # A chunk as long as the window keeps the wasted half of the band small.
+    # With a chunk as long as the window, only half of the band is masked.
     row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
     budget = min(row_bytes * max(window, 64), BUDGET_BYTES)
     arrays = (query, index, where.position, where.key_start)
@@ -183,8 +185,8 @@ def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
 def select_blocks(
     query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
 ) -> Int[Array, "B T Hkv n"]:
-    """Select the blocks of each query and key/value head. The scores of all T queries never exist
-    at once.
+    """Select the blocks of each query and key/value head. Scores exist only for one chunk of
+    queries at a time.
     """
     query, compressed_key = lax.stop_gradient((query, compressed_key))
     (batch, length, heads, _), count = query.shape, compressed_key.shape[1]

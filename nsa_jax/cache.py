@@ -1,10 +1,10 @@
-"""Decodes in JAX. A call returns a new cache that includes its tokens, and the given cache is
-unchanged. If the given cache is donated, the call reuses its memory, and it is invalid
-afterwards. One function serves prefill, chunks and tokens.
+"""Decoding in JAX. A call returns a new cache that includes its tokens, and does not change the
+given cache. If the caller donates the given cache, the call reuses its memory, and the given
+cache is invalid afterwards. The same function serves prompts, chunks and single tokens.
 
-Each row is one page (`nsa_core.paged_layout`) with room for all of the row's tokens. A cache
-never grows. A write beyond the capacity raises `ValueError` if the length is known. In traced
-code the output becomes NaN.
+Each row is one page (`nsa_core.paged_layout`) with memory for all tokens of the row. The
+capacity is fixed. A write beyond it raises `ValueError` if the length is known. In traced code
+the output becomes NaN instead.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,8 @@ jax.tree_util.register_static(Contents)
 
 class NSACache(NamedTuple):
     """The keys and values of earlier tokens. A call returns a new cache that includes its
-    tokens. The given cache is unchanged, or invalid if it is donated.
-
-    `M`: capacity in tokens. Sliding and raw fields are None where those are the selected ones.
+    tokens. The given cache is unchanged, or invalid if it is donated. `M` is the capacity in
+    tokens. Sliding and raw fields are None if the selected fields have the same tokens.
     """
 
     selected_key: Float[Array, "B M Hkv D"]
@@ -47,10 +46,10 @@ class NSACache(NamedTuple):
     raw_value: Float[Array, "B M Hkv Dv"] | None
     compressed_key: Float[Array, "B M/d Hkv D"]  # token `i` at `i + l/d - 1`
     compressed_value: Float[Array, "B M/d Hkv Dv"]
-    length: Int[Array, " B"]  # tokens seen by each sequence
-    config: NSAConfig  # what compressed tokens are made with
-    contents: Contents = UNSAID  # what its tokens were made with
-    # Projected keys of the newest tokens, of a layer that convolves keys (`key_taps`).
+    length: Int[Array, " B"]  # tokens of each sequence so far
+    config: NSAConfig  # the sizes from which compressed tokens are computed
+    contents: Contents = UNSAID  # records how the tokens were computed
+    # Only for layers with `key_taps`: projected keys of the newest tokens.
     newest_keys: Float[Array, "B taps-1 columns"] | None = None
 
     def __repr__(self) -> str:
@@ -62,8 +61,9 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """Return an empty cache without facts about tokens. It contains zeros, since kernels
-        multiply whole tiles, and memory after the last token must not be NaN.
+        """Return an empty cache, without a record of how tokens were computed. It contains
+        zeros, since kernels multiply whole tiles, and memory after the last token must not be
+        NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -83,19 +83,19 @@ def init_cache(
     tokens.
 
     Args:
-      batch, capacity: rows, and the maximum of tokens per row.
+      batch, capacity: number of rows, and maximum number of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: the sizes for all calls on the cache.
+      config: the block sizes, which are the same for all calls on the cache.
       dtype: dtype of keys and values.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
-        raw tokens.
+        memory for raw tokens.
 
     Returns:
-      An `NSACache` of arrays that are 0.
+      An `NSACache` whose arrays are filled with zeros.
 
     Raises:
-      ValueError: a size that is no positive integer, no configuration, or a dtype that
-        `attention` does not support.
+      ValueError: A size is not a positive integer, `config` is not an `NSAConfig`, or
+        `attention` does not support the dtype.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -135,21 +135,23 @@ def cached_attention(
     scale: float | None = None,
     implementation: api.Names = None,
 ):
-    """Append `T >= 1` tokens to a cache and attend from them. Returns `(out, new cache)`.
+    """Append `T >= 1` tokens to a cache and attend from them. Return `(out, new cache)`.
 
-    The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
-    token by token. The given cache is unchanged. Donate it
-    (`jax.jit(.., donate_argnames="cache")`), or XLA copies it; a donated cache is invalid.
+    The result equals `attention` over all tokens so far. The tokens may be appended at once, in
+    chunks of any size, or one at a time. The given cache is unchanged. XLA copies it unless you
+    donate it (`jax.jit(.., donate_argnames="cache")`). A donated cache is invalid afterwards.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
-      cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None means that of the cache. Another config must have the same `compress_block`
-        and `compress_stride`.
-      compress_params: compressors of keys and values (`nsa_core.compress_params`).
-      made_with: names and values of other properties of the tokens, such as
-        `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
-        parameters.
+      cache: a cache from `init_cache`. If `key` is a `Branches`, the cache must have been made
+        with `separate=True`.
+      config: None means the config of the cache. If you pass another config, it must have the
+        same `compress_block` and `compress_stride`.
+      compress_params: parameters of the compressors of keys and values
+        (`nsa_core.compress_params`).
+      made_with: names and values of other properties of the tokens, such as `("rope_base",
+        1e4)`. Tokens with different values, or with another kind of `compress_params`, raise an
+        error.
       scale, implementation: as in `attention`.
 
     Returns:
@@ -170,7 +172,7 @@ def cached_attention(
     if not isinstance(cache.length, jax.core.Tracer):
         longest += int(np.max(np.asarray(cache.length)))  # inside of jit too
     if longest > cache.capacity:
-        raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
+        raise ValueError(f"cache must have capacity for {longest} tokens, got {cache.capacity}")
     before = cache._replace(contents=contents)
     cache = compiled(update)(before, key, value, compress_params)
     sliding = cache.sliding_key, cache.sliding_value
@@ -195,19 +197,19 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """Put NaN into the rows of `out` that are `wrong`. This runs as one program, so that
+    """Set the rows of `out` that are `wrong` to NaN. The function is one program, so that
     `jax_debug_nans` checks only its result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
-    """Return the contents of a cache after a write with `facts`, and the rows `[B]` that become
-    wrong.
+    """Return the `Contents` of a cache after a write with `facts`, and a mask of the rows `[B]`
+    that become invalid.
 
-    If compressed tokens are means and the writer states no other facts, the contents do not
-    change. The structure of the cache then stays the same, so that the carry of a `scan` may
-    begin with an empty cache.
+    If compressed tokens are means and there are no other facts, the contents do not change. The
+    pytree structure of the cache then stays the same, so that the carry of a `scan` may begin
+    with an empty cache.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False

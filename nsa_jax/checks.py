@@ -1,5 +1,5 @@
-"""Checks the numbers in public arguments if the host can read them, as `nsa_torch.checks` does.
-`nsa_core.validate` checks shapes and dtypes.
+"""Checks the values of arguments of public functions if the host can read them, as
+`nsa_torch.checks` does. `nsa_core.validate` checks shapes and dtypes.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from nsa_core import block_lists, debug, validate
 
 def is_read(x: Any) -> bool:
     """Return whether the host reads the values of an argument. It does so if it need not wait
-    for them, or if `debug` is on.
+    for a device, or if `debug` is on.
     """
     if isinstance(x, jax.core.Tracer):
         return False
@@ -21,17 +21,17 @@ def is_read(x: Any) -> bool:
 
 
 def read(x: Any) -> np.ndarray | None:
-    """Return the numbers of an argument, or None if the host does not read them."""
+    """Return the values of an argument, or None if the host does not read them."""
     return np.asarray(x) if is_read(x) else None
 
 
 def within(name: str, x: Any, least: int, most: int) -> None:
-    """Check the numbers of an array. Other objects are ignored."""
+    """Check the range of the values of an array. Other objects are ignored."""
     if hasattr(x, "dtype") and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 
 
 def distinct(block_indices: Any) -> None:
-    """Raise ValueError if a list names a block twice."""
+    """Raise ValueError if a list contains a block twice."""
     if (found := read(block_indices)) is not None:
         block_lists.refuse_repeated(found)

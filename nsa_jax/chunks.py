@@ -12,7 +12,8 @@ from jax import lax
 from nsa_jax.eager import any_rank
 from nsa_jax.numerics import wide
 
-# Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
+# Maximum size in bytes of an intermediate of one chunk, such as logits or gathered keys and
+# values.
 BUDGET_BYTES = 128 * 2**20
 
 
@@ -21,13 +22,13 @@ def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | No
 
     `arrays` and the leaves of the result are `[B, T, ...]`. `shared` has the arrays that every
     query may read, such as keys and values. `row_bytes` is the number of bytes per query in the
-    largest intermediate result of `body`. Chunks are padded with zeros. Integers are padded
-    with -1, a position that sees no key.
+    largest intermediate result of `body`. The last chunk is padded with zeros. Integers are
+    padded with -1, a position that attends to no key.
 
     In the backward pass each chunk is computed again instead of being stored. Every query adds
-    to the gradients of `shared`, which accumulate in float32. For this, `body` gets the shared
-    arrays in float32, and casts the parts that it reads to the dtype of the queries. `body`
-    must not close over traced arrays.
+    to the gradients of `shared`, which accumulate in float32. `body` therefore receives the
+    shared arrays in float32, and casts the parts that it reads to the dtype of the queries.
+    `body` must not close over traced arrays.
     """
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     most = max(1, budget // max(row_bytes, 1))

@@ -61,8 +61,8 @@ def _mlp(windows, params):
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None, first=0):
-    """Apply `phi` to the windows of `x` [B, S, Hkv, D], which begins at position `first` (0 in
-    a packed row). The result is `[B, C, Hkv, D]`.
+    """Apply `phi` to the windows of `x` [B, S, Hkv, D]. The first token of `x` has position
+    `first`, which is 0 in a packed row. The result is `[B, C, Hkv, D]`.
 
     In a packed batch the windows of all sequences are in the order of their first token, without
     gaps. The remaining slots at the end are zero.
@@ -73,7 +73,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     if count == 0:
         return jnp.zeros((batch, 0, kv_heads, width), x.dtype)
     if segment_ids is None:
-        # A window is l/d stride blocks: static slices, so that the gradient needs no scatter.
+        # A window consists of l/d stride blocks. Static slices select them, so that the
+        # gradient needs no scatter.
         shifts = block // stride
         blocks = x[:, : (count + shifts - 1) * stride]
         blocks = rearrange(blocks, "b (c s) k d -> b c s k d", s=stride)
@@ -90,8 +91,9 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """Return the windows of `block` tokens that begin at `starts`, with zeros in unused slots.
-    Otherwise NaN in padding would reach gradients of parameters, where it is multiplied by zero.
+    """Return the windows of `block` tokens that begin at `starts`. Unused slots have zeros,
+    since a NaN in padding would otherwise reach the gradients of parameters, even if it is
+    multiplied by zero.
 
     The gradient of a token is the sum over the windows that contain it, in a fixed order. JAX
     would differentiate a gather as a scatter, which adds in any order on a GPU.
@@ -115,7 +117,9 @@ def _windows_bwd(block, stride, kept, gradients):
     ends = jnp.where(starts < 0, length, starts)
     begins = jnp.zeros((batch, length), jnp.int32)
     begins = jax.vmap(put, (0, 0, None))(begins, ends, 1)
-    newest = jnp.cumsum(begins, axis=1) - 1  # the last window that begins at a token or before
+    newest = (
+        jnp.cumsum(begins, axis=1) - 1
+    )  # the last window that begins at or before each token
     token = jnp.arange(length, dtype=jnp.int32)
     total = jnp.zeros((batch, length, *gradients.shape[3:]), wide(gradients.dtype))
     for older in reversed(range(block // stride)):

@@ -1,16 +1,17 @@
-"""Context parallelism, which divides one sequence among the devices of a mesh axis, inside
-`jax.shard_map`.
+"""Context parallelism inside `jax.shard_map`, in which the devices of a mesh axis share one
+sequence.
 
 Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
 and values are gathered for a group of key/value heads at a time (`head_groups`), by
-`lax.all_gather`. The gather of the next group does not wait for this one, so that XLA may
-overlap them. A chunk of queries is then an ordinary call, whose queries are the last of the
-first `kv_len` keys. `kv_len` is a traced number, so that all devices run the same program.
-Gathered keys and values are not saved. The backward pass gathers them again. The gradients are
-summed over the devices in float32, by `lax.psum_scatter`.
+`lax.all_gather`. The gather of the next group does not depend on the computation of the current
+one, so that XLA may overlap them. A chunk of queries is then an ordinary call, whose queries
+are the last of the first `kv_len` keys. `kv_len` is a traced value, so that all devices run the
+same program. Gathered keys and values are not saved. The backward pass gathers them again. The
+gradients are summed over the devices in float32, by `lax.psum_scatter`.
 
-Each device computes the compressed tokens that begin in its own tokens, from these and the tokens
-after them (the halo). All devices then gather compressed tokens.
+Each device computes the compressed tokens whose windows begin in its own tokens. For these it
+also needs the tokens that follow its chunks, the halo. All devices then gather the compressed
+tokens.
 
 Shapes: `T` is the number of tokens of one device, and `S` that of the whole sequence.
 """
@@ -43,8 +44,8 @@ from nsa_jax.numerics import wide
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
     """Reorder `x` along `axis`, so that each of `size` equal shards has the tokens of one device.
 
-    If the length is not a multiple of the number of chunks, padding is added at the end. It is
-    zeros, or -1 for integers such as `segment_ids`.
+    If the length is not a multiple of the number of chunks, padding is added at the end.
+    Padding has the value 0, or -1 for integers such as `segment_ids`.
     """
     x = jnp.asarray(x)
     length = x.shape[axis]
@@ -72,10 +73,9 @@ def unshard_sequence(
 
 def _along(function, x, axis: int, length: int):
     """Apply `function` to `x` with the axis moved to the front. The result has `length` entries
-    on this axis, which is moved back.
-
-    It also works over explicit axes of a mesh, which reshape and indexing do not support. The
-    result is sharded like `x`, except along an axis that cannot be divided in this way.
+    on this axis, which is moved back to where it was. Explicit axes of a mesh are supported,
+    although reshape and indexing do not support them. The result is sharded like `x`, except
+    along an axis that cannot be divided in this way.
     """
 
     def run(x):
@@ -99,7 +99,7 @@ def _moved(x, order):
 
 @dataclasses.dataclass(frozen=True)
 class _Shards(layouts.Shards):
-    """The shards along `axis` of the mesh."""
+    """The shards of a sequence along `axis` of the mesh."""
 
     axis: str
 
@@ -113,9 +113,7 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """Return the shards of a rank. `name` is the argument that has `local_length` tokens, for
-    errors.
-    """
+    """Return the shards for `local_length` tokens per device. Errors name the argument `name`."""
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
@@ -156,7 +154,7 @@ def shard_positions(
     """Return the position of each token of this device in its own sequence, int32 `[1 or B, T]`.
 
     Args:
-      segment_ids: `[B, T]`, the device's own. The position of padding is -1.
+      segment_ids: `[B, T]`, the ids of this device's tokens. Padding has position -1.
     """
     shard = _shards(context_axis, context_layout, "query", local_length)
     segment_ids = shard.gather(segment_ids)
@@ -184,7 +182,7 @@ def compress(
 
     Args:
       x: `[B, T, Hkv, D]`, the device's own tokens.
-      segment_ids: `[B, T]`, likewise.
+      segment_ids: `[B, T]`, the ids of the device's own tokens.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -198,7 +196,9 @@ def compress(
 
 
 def _compressed_tokens(shard, x, params, config, segment_ids):
-    """Return the compressed tokens; `segment_ids` are those of the whole sequence."""
+    """Return the compressed tokens of the whole sequence. `segment_ids` also belong to the
+    whole sequence.
+    """
     block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
     count, most = config.num_compressed(shard.length), -(-chunk // stride)
     if count == 0:
@@ -235,8 +235,9 @@ def _where(inside, x):
 
 @any_rank
 def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = "zigzag"):
-    """Return the `count` tokens before each chunk of this device's tokens `x` [B, T, columns],
-    `[B C, count, columns]` for `C` chunks. Zeros precede the sequence.
+    """Return the `count` tokens before each of the `C` chunks of this device, `[B C, count,
+    columns]`. `x` `[B, T, columns]` are this device's tokens. Positions before the sequence are
+    zeros.
 
     Raises:
       ValueError: a chunk has fewer tokens than `count`.
@@ -283,10 +284,12 @@ def select_blocks(
     context_axis: str,
     context_layout: Layout = "zigzag",
 ):
-    """Return the blocks that this device's queries read, int32 `[B, T, Hkv, n]`.
+    """Select the blocks that the queries of this device read, int32 `[B, T, Hkv, n]`.
 
     Args:
-      query: `[B, T, H, D]`, the device's own; `segment_ids` `[B, T]` likewise.
+      query: `[B, T, H, D]`, the device's own queries.
+
+        segment_ids: `[B, T]`, the ids of the device's own tokens.
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
     """
     validate.queries(query)
@@ -321,7 +324,7 @@ def attention(
     context_axis,
     context_layout,
 ):
-    """Compute `api.attention` for this device's queries, with the same arguments."""
+    """Compute `api.attention` for the queries of this device. The arguments are the same."""
     validate.in_dtype_of_query(config, "context parallelism")
     shard = _shards(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():
@@ -356,7 +359,7 @@ def attention(
                 block_indices=None if indices is None else indices[:, tokens],
                 kv_len=end,
                 implementation=implementation,
-                assume_finite=segment_ids is None,  # behind a chunk are tokens of others
+                assume_finite=segment_ids is None,  # tokens of other devices follow a chunk
                 **options,
             )
             for tokens, end in shard.calls

@@ -10,13 +10,16 @@ def _table(step: str) -> tuple[Implementation, ...]:
     name = FUNCTIONS[step]
     kernels = (
         Implementation(x, f"nsa_jax.{x}:{name}", functools.partial(kernels_pallas.why_not, x))
-        for x in ("mosaic", "triton")  # built for Hopper; for NVIDIA GPUs from Ampere on
+        for x in (
+            "mosaic",
+            "triton",
+        )  # mosaic is for Hopper, triton for NVIDIA GPUs from Ampere on
     )
     if step == WHOLE:
         return tuple(kernels)
     return (
         *kernels,
-        Implementation("xla", f"nsa_jax.branches:{name}"),  # any device, memory bounded
+        Implementation("xla", f"nsa_jax.branches:{name}"),  # any device, with bounded memory
         Implementation("reference", f"nsa_jax.reference:{name}"),
     )
 

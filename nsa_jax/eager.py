@@ -1,9 +1,9 @@
 """Runs each step of a public call as one program, which is traced and compiled once for calls of
 the same shapes.
 
-Otherwise, without `jax.jit` around the call, each operation would be compiled separately.
-Inside `jax.jit` each layer of a model would be traced. For 12 layers, forward and backward,
-tracing on a CPU takes 2.4 s, and 0.8 s with these programs.
+Without these programs, each operation of a call outside `jax.jit` would be compiled separately,
+and each layer of a model inside `jax.jit` would be traced separately. Tracing 12 layers forward
+and backward takes 0.8 s on a CPU, and would take 2.4 s without these programs.
 """
 
 import functools
@@ -19,7 +19,7 @@ from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
 from nsa_core.types import Branches
 
-_ARRAY = object()  # replaces each array argument in a key
+_ARRAY = object()  # stands for an array argument in a key
 
 
 def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -54,8 +54,8 @@ def _refuse_tensors(function, args, options) -> None:
 
 
 def _refuse_explicit(function, error: Exception, args, options) -> None:
-    """Raise NotImplementedError if arrays are sharded over explicit axes and the call has no
-    other error, so that whole arrays of the same shapes would raise none.
+    """Raise NotImplementedError if an array is sharded over explicit axes, and if the call
+    would be valid with unsharded arrays of the same shapes.
     """
     leaves, tree = jax.tree.flatten((args, options))
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
@@ -99,7 +99,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if interpret.get() is not False:
             return function(*args, **options)
         leaves, tree = jax.tree.flatten((args, options))
-        # A scale may be a number of NumPy, which has a dtype too.
+        # A scale may be a NumPy number, which also has a dtype.
         leaves = [float(x) if isinstance(x, np.floating) else x for x in leaves]
         arrays = [x for x in leaves if hasattr(x, "dtype")]
         constants = tuple(_ARRAY if hasattr(x, "dtype") else x for x in leaves)
@@ -112,7 +112,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _program(
     function: Callable[..., Any], tree: Any, constants: tuple[Hashable, ...], state: Hashable
 ):
-    """Return a compiled program. `state` has the other values that the function depends on."""
+    """Return a compiled program. `state` has all other values on which the function depends."""
 
     def program(*arrays):
         supply = iter(arrays)
@@ -125,7 +125,7 @@ def _program(
 
 
 def forget() -> None:
-    """Clear compiled calls, for a test that changes a step's state."""
+    """Clear compiled calls, for tests that change the state of a step."""
     _program.cache_clear()
 
 
@@ -139,7 +139,7 @@ def _varying(x, axes):
 
 def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a `function` of arrays `[B, ...]` for `vmap`, so that the mapped axis becomes part of
-    `B`. Its sizes must come from the arrays.
+    `B`. The function must read all sizes from the arrays.
     """
 
     @jax.custom_batching.custom_vmap

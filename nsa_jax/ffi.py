@@ -2,7 +2,8 @@
 
     trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
              a number that stands for it
-    compile  XLA compiles what is around it; the kernel is compiled already, or is built meanwhile
+    compile XLA compiles the rest of the program; the kernel exists already, or is built
+    meanwhile
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
 For a new shape JAX therefore only traces the call. The process that runs a program needs only
@@ -31,8 +32,8 @@ from nsa_jax import jax_problem, xla_call
 from nsa_jax.xla_call import Call
 
 TARGET = "nsa_launch_mosaic_kernel"
-PREFETCHED = 128  # kernels that were traced and have not run: those that are built together
-LAUNCHES = 4096  # remembered; code that was loaded stays
+PREFETCHED = 128  # kernels that were traced and have not run yet, which are built together
+LAUNCHES = 4096  # maximum number of remembered kernels; loaded code is not freed
 LOG = logging.getLogger("kernels_pallas.runtime")
 
 _launches: dict[tuple[int, int], Callable[[int, Sequence[int]], None]] = {}
@@ -53,8 +54,8 @@ def serves(kernel: Kernel) -> bool:
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
-    """Run `kernel` as a custom call. All transforms are supported except those that batch or
-    differentiate.
+    """Run `kernel` as a custom call. All transforms are supported, except `vmap` and
+    derivatives.
 
     Args:
       arrays: As in `Kernel.__call__`.
@@ -82,8 +83,8 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
 def _starts_aligned(x: Any) -> bool:
     """Return whether every contiguous slice of this shape starts at a multiple of `ALIGNMENT`.
 
-    XLA passes a slice of a larger array to a custom call without a copy wherever it starts at a
-    multiple of 128 bytes. A barrier between the slice and the call prevents it.
+    If a slice of a larger array starts at a multiple of 128 bytes, XLA passes it to a custom
+    call without a copy. A barrier between the slice and the call forces a copy.
     """
     inner = next((i for i, size in enumerate(x.shape) if size > 1), len(x.shape)) + 1
     return math.prod(x.shape[inner:]) * jnp.dtype(x.dtype).itemsize % ALIGNMENT == 0
@@ -118,8 +119,8 @@ def _is_hopper() -> bool:
 
 @functools.cache
 def _tell(reason: str | None) -> None:
-    """Print once why kernels for any length are not used."""
-    LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
+    """Log once why kernels for any length are not used."""
+    LOG.warning("JAX compiles each kernel for each length, in each process, because %s", reason)
 
 
 @functools.cache
@@ -128,13 +129,13 @@ def _registered() -> bool:
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     except Exception as error:
-        _tell(f"no custom call: {error}")
+        _tell(f"XLA accepts XLA accepts no custom call: {error}")
         return False
     return True
 
 
 def _run(given: Call) -> None:
-    """Run the kernel that XLA requests, on its stream."""
+    """Run the kernel that XLA requests, on the stream of XLA."""
     launch = _launches.get((given.key, given.device)) or _bound(given)
     assert given.stream is not None
     launch(given.stream, given.addresses)

@@ -1,13 +1,13 @@
-"""The position of each query in its sequence, in the key array and in the compressed array.
-
-The metadata of packed rows are computed once for all layers:
+"""Computes the position of each query in its sequence, in the key array and in the compressed
+array. The metadata of packed rows is computed once for all layers:
 
     meta = nsa_jax.varlen_metadata(segment_ids, config=config)
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
-They are a pytree of arrays `[B, ..]`. Make it outside of a scan over layers and of
-`jax.checkpoint`. It then exists once per step, and no backward pass computes it again.
+The metadata is a pytree of arrays `[B, ..]`. Make it outside of a scan over layers and of
+`jax.checkpoint`. It is then computed once per training step, and no backward pass computes it
+again.
 """
 
 import dataclasses
@@ -25,18 +25,19 @@ from nsa_core.varlen import Varlen
 
 @dataclasses.dataclass(frozen=True)
 class QueryLayout:
-    """The positions of the queries, one entry per query. Key index `k` has the local position
-    `k - key_start`.
+    """The positions of the queries. Arrays have one entry per query. The key with index `k` has
+    position `k - key_start` in its sequence.
     """
 
-    position: Int[Array, "B T"]  # in its own sequence; -1: padding, sees nothing
+    # position in its own sequence; -1 means padding, which attends to no key
+    position: Int[Array, "B T"]
     key_start: Int[Array, "B T"]  # key index of the sequence's first token
     compressed_start: Int[Array, "B T"]  # index of the sequence's first compressed token
     first_key: Int[Array, " B"]  # key index of query 0
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
     varlen: Varlen | None = None
-    num_keys: int | None = None  # of every sequence, where that is known as it is traced
+    num_keys: int | None = None  # length of every sequence, if it is known while tracing
 
 
 @functools.partial(
@@ -46,8 +47,9 @@ class QueryLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """`segment_ids` and arrays derived from them, made once (`nsa_jax.varlen_metadata`). Functions
-    of this module accept either. Arrays are int `[B, S]`; a transform may replace them.
+    """`segment_ids` and the arrays that are derived from them, made once by
+    `nsa_jax.varlen_metadata`. Functions of this module accept `segment_ids` or this object. The
+    arrays are int `[B, S]`, and a transform may replace them.
     """
 
     segment_ids: Any
@@ -56,8 +58,8 @@ class PackedRows:
     compressed_start: Any
     window_starts: Any  # [B, C]
     config: NSAConfig
-    max_segments: int | None  # runs of equal ids of a row at most
-    max_seqlen: int | None  # tokens of a sequence at most
+    max_segments: int | None  # maximum number of runs of equal ids per row
+    max_seqlen: int | None  # maximum number of tokens per sequence
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ Segments = Int[Array, "B S"] | PackedRows
 
 
 def ids_of(segment_ids: Any) -> Any:
-    """Return the segment ids of either argument."""
+    """Return the segment ids of `segment_ids`, which may be an array or `PackedRows`."""
     return segment_ids.segment_ids if isinstance(segment_ids, PackedRows) else segment_ids
 
 
@@ -122,7 +124,8 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
     border = jnp.pad(border, ((0, 0), (1, 0)), constant_values=True)
     begin = lax.cummax(jnp.where(border, index, 0), axis=1)
     position = jnp.where(segment_ids < 0, -1, index - begin)
-    # The last token of the window is in the same sequence iff its position fits.
+    # The last token of the window is in the same sequence if and only if its position is that
+    # of the first plus l - 1.
     reach = config.compress_block - 1
     last = jnp.pad(position, ((0, 0), (0, reach)), constant_values=-1)[:, reach:]
     window = (position % config.compress_stride == 0) & (last == position + reach)
@@ -130,7 +133,8 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
     start = index - jnp.maximum(position, 0)
     compressed_start = jax.vmap(lambda row, at: row[at])(before, start)
-    # A scatter would be a kernel, and its empty constants have crashed Shardy in `shard_map`.
+    # A scatter would be a separate kernel, and its empty constants crashed Shardy in
+    # `shard_map`.
     first = jnp.sort(jnp.where(window == 1, index, length), axis=1)[:, :count]
     window_starts = jnp.where(first < length, first, -1)
     limits = {"max_segments": None, "max_seqlen": None} | limits
@@ -139,8 +143,8 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
 
 
 def without_padding(x, kv_len, segment_ids):
-    """Return `x` [B, S, ...] with zeros for tokens that no query may see, so that NaN cannot
-    spread.
+    """Return `x` [B, S, ...] with zeros for tokens to which no query may attend, so that a NaN
+    cannot spread.
     """
     length = x.shape[1]
     if segment_ids is not None:

@@ -1,4 +1,6 @@
-"""Indexers, which choose the blocks of each query, and the loss that trains indexers."""
+"""Functions for indexers, which are small scorers that select the blocks of each query.
+`indexer_kl` is the loss that trains them.
+"""
 
 import functools
 from typing import Literal
@@ -45,31 +47,35 @@ def index_blocks(
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
-    in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
-    query's own, and those of the highest z. If scores are equal, the lower index is chosen. No
-    array of queries times keys is allocated, since the plain implementation processes chunks of
-    queries.
+    in float32. A list contains the first `num_initial` blocks, the last `num_local` blocks up
+    to the query's own, and the blocks with the highest z. If scores are equal, the lower index
+    is chosen. No array of size queries times keys is allocated. The implementation in XLA
+    processes chunks of queries.
 
     Args:
-      index_query: `[B, T, Hi, Di]`, float; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head; key `r` represents the tokens `entry * r ..
-        entry * r + entry - 1`, and is visible from the last of them on.
-      pool: keys per block, which has `pool * entry` tokens.
-      num_selected: `n`, the maximum of blocks per query, including the forced ones.
-      num_initial, num_local: forced blocks, as in `NSAConfig`.
+      index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
+      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
+        * r + entry - 1`. Only queries at or after the last of these tokens use it.
+      pool: index keys per block. A block therefore has `pool * entry` tokens.
+      num_selected: `n`, the maximum number of blocks per query, including those that
+        `num_initial` and `num_local` force.
+      num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum` makes one list for all heads; None makes one list per head.
+      reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
+        per index head.
       kv_len: number of tokens, an int or int32 `[]` or `[B]`. None means `S'`, or `T` if `entry` is
         above 1.
-      segment_ids: int `[B, S']` of packed rows, `entry` 1; blocks are local to the sequence.
-      implementation: `triton`, `xla`, or None for the first that can run. `triton` needs a GPU
-        since Ampere, a `pool` of a power of two up to 256, and no packed rows. It writes no scores
-        if up to 64 blocks of 16 keys or more are chosen per head. Otherwise it writes up to 256 MB
-        of scores at a time, for up to 32768 blocks per row.
+      segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1`. Block indices
+        then count from the start of each sequence.
+      implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
+        Ampere GPU or newer, a `pool` that is a power of two up to 256, and no packed rows. If
+        there is one list per head, with at most 64 blocks of at least 16 keys each, it writes
+        no scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to
+        256 MB of scores at a time.
 
     Returns:
-      int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
-      `block_attention` with `block_size = pool * entry`.
+      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
+      `block_indices` to `block_attention`, with `block_size = pool * entry`.
 
     Raises:
       ValueError: Shapes, dtypes or sizes do not fit.
@@ -88,7 +94,11 @@ def index_blocks(
         tokens = length
     index_query, index_key = lax.stop_gradient((index_query, index_key))
     name = runs_on(
-        *(implementation, index_query, segment_ids is not None and "takes no packed rows"),
+        *(
+            implementation,
+            index_query,
+            segment_ids is not None and "does not support packed rows",
+        ),
         triton_index.why_not(index_query, index_key, index),
     )
     run = compiled(_on_triton if name == "triton" else _in_chunks)
@@ -113,19 +123,21 @@ def paged_index_blocks(
     cu_seqlens_q: Int[Array, " B1"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Int[Array, "N G n"]:
-    """Compute `index_blocks` of each row's last tokens with keys in pages. The result is the
-    `block_indices` of `paged_block_attention`.
+    """Select blocks for the last tokens of each row, with index keys in pages. Pass the result
+    as `block_indices` to `paged_block_attention`.
 
     Args:
-      index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
+      index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
+        is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
-        the same number.
-      implementation: `triton` (GPUs since Ampere, `pool` a power of two up to 256, tables of up to
-        32768 blocks), `xla` (copies the keys of all rows), or None for the first that can run.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
+        that all rows have the same number of queries.
+      implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
+        Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
+        most 32768 blocks. `xla` copies the keys of all rows.
 
     Returns:
       int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
@@ -204,25 +216,28 @@ def indexer_kl(
     segment_ids: Int[Array, "B S"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "B T Hi"]:
-    """Compute KL(attention || indexer) of each query and index head, over the keys `j` that the
-    query attends to:
+    """Compute the loss KL(attention || indexer) for each query and index head. It sums over the
+    keys `j` that the query attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
-    With `block_indices` these are the keys of the named blocks (the sparse stage), otherwise all
-    keys up to the query (dense warm-up). Only `index_query` and `index_key` receive gradients.
-    Values and the output's gradient are not needed, so it also works if the attention is frozen.
-    Chunks of queries are processed, forward and backward, without an array of queries times keys.
+    With `block_indices` these are the keys of the listed blocks, as in the sparse stage of
+    training. Otherwise they are all keys up to the query, as in dense warm-up. Only
+    `index_query` and `index_key` receive gradients. The loss needs neither values nor the
+    gradient of the attention's output, so that it also works if the attention is frozen. Both
+    passes process chunks of queries, and neither allocates an array of size queries times keys.
 
-    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+    Sources: the indexer loss of DeepSeek-V3.2, and the mean over the heads of a group of
+      MiniMax-M3.
 
     Args:
       query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
         last `T` tokens.
-      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
-        `sliding_attention` return it. A row with -inf has no keys, and its loss is 0.
+      lse: `[B, T, H]`, the natural log-sum-exp of the attention over the same keys, as
+        `block_attention` and `sliding_attention` return it. -inf means that the query has no
+        keys, and its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
@@ -230,15 +245,15 @@ def indexer_kl(
       scale: factor of the attention's logits; None means `D**-0.5`.
       index_scale: factor of the indexer's logits; None means `Di**-0.5`.
       kv_len: number of keys; None means `S`.
-      segment_ids: int `[B, S]` of packed rows.
+      segment_ids: int `[B, S]`, the ids of packed rows.
       implementation: `triton`, `xla` (a chunk of queries at a time), or None for the first that
-        can run. `triton` needs a GPU since Ampere, named blocks, no packed rows, and at least one
-        index head per key/value head. It stores a 16-bit number per query, index head and listed
-        key.
+        can run. `triton` needs an Ampere GPU or newer, `block_indices`, no packed rows, and at
+        least one index head per key/value head. It stores a 16-bit number per query, index head
+        and listed key.
 
     Returns:
-      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. To
-      get one loss, compute the mean over the tokens that should count.
+      float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same
+      keys. For a scalar loss, compute the mean over the tokens that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -252,7 +267,7 @@ def indexer_kl(
     if block_indices is not None:
         checks.distinct(block_indices)
     name = runs_on(
-        *(implementation, query, segment_ids is not None and "takes no packed rows"),
+        *(implementation, query, segment_ids is not None and "does not support packed rows"),
         triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
     run = compiled(_loss_on_triton if name == "triton" else _loss)
@@ -260,8 +275,9 @@ def indexer_kl(
 
 
 def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
-    """Return the positions of queries, and both arrays of the indexer with zeros for padding,
-    since the gradient of each is a product with the other.
+    """Return the positions of queries, and the index queries and index keys with zeros in place
+    of padding. The gradient of each is a product with the other, so that a NaN in padding would
+    spread.
     """
     at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)

@@ -1,4 +1,6 @@
-"""The backend of `nsa_core.debug`, which reports events of both frameworks, for JAX."""
+"""The part of `nsa_core.debug` that reads JAX arrays. `nsa_core.debug` reports events of both
+frameworks.
+"""
 
 import jax
 import numpy as np

@@ -1,8 +1,8 @@
 """`ArrayOps` for JAX arrays. Everything is traced, and nothing is shared between calls.
 
-Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. If they are
-lowered for a GPU that is not present, or interpreted, they are Pallas calls. Triton's kernels
-are called by jax-triton.
+On a Hopper GPU, Mosaic kernels run from machine code that serves any length (`ffi`). If they
+are interpreted, or lowered for a GPU that is not present, they are Pallas calls. jax-triton
+calls the Triton kernels.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class JaxOps(ArrayOps):
 
     def after(self, x, done):
         bits = jax.lax.bitcast_convert_type(done.reshape(-1)[0], jnp.uint16)
-        # A zero of which XLA does not know that it is one, so that it waits for it.
+        # A zero whose value XLA does not know, so that XLA waits for it.
         zero = jax.lax.optimization_barrier(bits.astype(jnp.uint32)) >> 16
         return x + zero.astype(x.dtype)
 
@@ -93,8 +93,9 @@ class JaxOps(ArrayOps):
         return jax.vmap(lambda row, at: row[at])(x, index)
 
     def searchsorted(self, rows, values, side):
-        # XLA copies the steps of a search into all that reads what it finds: seconds to compile.
-        # Each step of a loop, which is JAX's default, would be four kernels.
+        # XLA would copy the steps of an unrolled search into every reader of its result, and
+        # compilation would take seconds. As a loop, the default of JAX, each step would be four
+        # kernels.
         few = rows.shape[-1] * values.size <= COMPARISONS
         options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(
@@ -143,12 +144,10 @@ JAX_OPS = JaxOps()
 
 @functools.cache
 def _triton_call():
-    """Return `jax_triton.triton_call`. In every version its outputs are passed as `outputs`.
-    jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported, which would disable
-    Triton's cache in the whole process. This function restores the variable.
-
-    FP fusion is requested explicitly, as in torch's calls, since newer versions of Triton warn
-    otherwise.
+    """Return `jax_triton.triton_call`. With every version of jax-triton, the outputs are passed
+    as `outputs`. jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported, which would
+    disable Triton's cache in the whole process, so that this function restores the variable. FP
+    fusion is requested explicitly, since newer versions of Triton warn otherwise.
     """
     import triton
 
@@ -157,7 +156,7 @@ def _triton_call():
     if "out_shape" in inspect.signature(triton_call).parameters:  # before 0.4
 
         def call(*arguments, outputs, **rest):
-            # A Python float would be a double there.
+            # A Python float would become a double in the kernel.
             arguments = [np.float32(x) if isinstance(x, float) else x for x in arguments]
             return triton_call(*arguments, out_shape=outputs, enable_fp_fusion=True, **rest)
 

@@ -1,5 +1,5 @@
-"""Describes the device and the problem of the given JAX arrays, as the input of the
-dispatch.
+"""Describes the device and the problem of given JAX arrays, as the input of
+`nsa_core.dispatch`.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""Runs the steps on any kernels in JAX, with `jit`, `vmap` and gradients. The steps themselves
-are a `fused.Steps`. This module adds the transforms around them. Arguments are those of
-`branches.py`. For the backward pass, the selection and the output and log-sum-exp of each
-branch are saved.
+"""Runs the steps of an implementation on kernels, `mosaic` or `triton`, in JAX, with `jit`,
+`vmap` and gradients. `nsa_core.steps.fused.Steps` has the steps themselves, and this module
+adds the transforms. The arguments are those of `branches.py`. The selection, and the output and
+log-sum-exp of each branch, are saved for the backward pass.
 """
 
 import dataclasses
@@ -22,17 +22,15 @@ from nsa_jax.jax_ops import JAX_OPS
 
 _first_order = functools.partial(
     refuse_derivatives,
-    "implementations 'xla' and 'reference' alone have second derivatives (Hessians, gradient "
-    "penalties): the gradients of kernels have none",
+    "only implementations 'xla' and 'reference' have second derivatives (Hessians, gradient "
+    "penalties); use one of them",
 )
 
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
-    """Return the output of `forward(arrays, integers)`, with gradients of the arrays whose dtype is
-    that of the query.
-
-    `forward_with_residuals` also returns the residuals of `backward(arrays, integers, residuals,
-    cotangents)`.
+    """Return the output of `forward(arrays, integers)`, with gradients of the arrays that have
+    the dtype of the query. `forward_with_residuals` also returns the residuals for
+    `backward(arrays, integers, residuals, cotangents)`.
     """
 
     @jax.custom_vjp
@@ -62,8 +60,7 @@ class _Lengths:
     Args:
       ops: Array operations for kernels that read tables of packed rows (`nsa_core.varlen`),
         otherwise None.
-      padded: Whether queries before the first key are padding. If False, there are no such
-        queries.
+      padded: Whether there may be queries before the first key, which are padding.
     """
 
     def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):
@@ -200,13 +197,12 @@ class KernelPath:
         recompute=False,
         assume_finite=False,
     ):
-        """Run all steps.
-
-        The backward pass gets the inputs, the selection, its lists, and each branch's output
-        and log-sum-exp. With `recompute` it gets only inputs and selection.
+        """Run all steps. The inputs, the selection, its lists, and the output and log-sum-exp
+        of each branch are saved for the backward pass. With `recompute` only inputs and
+        selection are saved.
 
         Args:
-          key, value: the compressed field is not read.
+          key, value: `Branches`, whose compressed fields are not read.
           compressed: `(k_cmp, v_cmp)`.
           assume_finite: as in `api.attend`.
         """

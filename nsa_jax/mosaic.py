@@ -1,5 +1,5 @@
-"""The steps on Mosaic kernels in JAX (implementation `mosaic`), with `jit`, `vmap` and
-gradients.
+"""The implementation `mosaic` in JAX, which runs all steps on Mosaic kernels, with `jit`,
+`vmap` and gradients.
 """
 
 from nsa_core.steps import mosaic_attention

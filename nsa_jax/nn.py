@@ -1,7 +1,7 @@
 """`NSAAttention` in Flax NNX, with projections, rotary embedding, compression, gates and a cache.
 
-The attribute names are those of the torch module's state_dict, so that
-`nsa_interop.weights` carries a checkpoint from either framework to the other.
+The attribute names are those of the torch module's state_dict, so that `nsa_interop.weights`
+can load a checkpoint of one framework in the other.
 """
 
 import functools
@@ -41,7 +41,9 @@ def apply_rope(
     scale: float = 1.0,
     scaling: rotation.Scaling | None = None,
 ):
-    """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
+    """Apply the rotary embedding to the column pairs `(2i, 2i+1)` of each head of `x` [B, T, H,
+    D], for positions `[B, T]`.
+    """
     factor = 1.0 if scaling is None else scaling.attention_scaling
     angle = (position.astype(jnp.float32) / scale)[..., None] * rates(
         x.shape[-1], base, scaling
@@ -59,7 +61,7 @@ def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarr
 
 
 class HeadNorm(nnx.Module):
-    """Computes RMSNorm over the columns of each head of `x` [.., D]. It computes and returns
+    """Computes RMSNorm over the columns of each head of `x` [.., D], in float32. The result is
     float32.
     """
 
@@ -73,13 +75,13 @@ class HeadNorm(nnx.Module):
         return wide * jax.lax.rsqrt(square + self.eps) * weight
 
 
-# Gates start near equal.
+# All gates start near the same value.
 GATE_START = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
 
 
 class Gate(nnx.Module):
-    """Computes three gates per key/value group from its mean query, `[B, T, Hkv, D]` to
-    `[..., 3]`.
+    """Computes three gates per key/value group from the mean query of the group. The module
+    maps `[B, T, Hkv, D]` to `[B, T, Hkv, 3]`.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -96,10 +98,9 @@ class Gate(nnx.Module):
 
 
 class HeadGate(nnx.Linear):
-    """Computes the logits of three gates per query head from the layer's input, `[B, T, dim]` to
-    `[B, T, 3 H]`.
-
-    The order is compressed, selected, sliding for each head.
+    """Computes the logits of three gates per query head from the layer's input. The module maps
+    `[B, T, dim]` to `[B, T, 3 H]`. Each head has the logits of the compressed, the selected and
+    the sliding branch, in this order.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -111,8 +112,8 @@ class HeadGate(nnx.Linear):
 
 
 class Pool(nnx.Module):
-    """Has the weights `[l, D]` of a depthwise convolution over a window, which start as the
-    mean.
+    """A compressor `phi` that is a depthwise convolution over a window. Its weights `[l, D]`
+    initially compute the mean.
     """
 
     def __init__(self, length: int, width: int, *, param_dtype):
@@ -123,7 +124,9 @@ class Pool(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The paper's `phi` (`nsa_jax.MLPParams`)."""
+    """The compressor `phi` of the paper, an MLP over a window of tokens. Its parameters are
+    `nsa_jax.MLPParams`.
+    """
 
     def __init__(self, length: int, width: int, hidden: int, param_dtype, rngs: nnx.Rngs):
         def normal(shape, deviation):
@@ -143,9 +146,9 @@ class MLP(nnx.Module):
 
 
 class KeyConvolution(nnx.Module):
-    """`k + silu(c)` of projected keys `k`, where `c` is their causal depthwise convolution
-    (`key_taps` of `LayerSpec`). Its weight is `[taps, columns]`. The last row belongs to the key
-    itself.
+    """Computes `k + silu(c)` for projected keys `k`, where `c` is their causal depthwise
+    convolution (`key_taps` of `LayerSpec`). The weight is `[taps, columns]`, and its last row
+    is for the key itself.
     """
 
     def __init__(self, taps: int, columns: int, param_dtype, rngs: nnx.Rngs):
@@ -157,9 +160,9 @@ class KeyConvolution(nnx.Module):
         """Convolve `key` [B, T, columns].
 
         Args:
-          position: `[B, T]` of the tokens in their sequences, or `[1, T]`. A sequence begins at 0.
-          before: `[B C, taps - 1, columns]`, the keys before each of the `C` equal chunks of a row.
-            None means that rows begin with a sequence.
+          position: `[B, T]` or `[1, T]`, the position of each token in its sequence, from 0.
+          before: `[B C, taps - 1, columns]`, the projected keys before each of the `C` equal
+            chunks of a row. None means that each row begins a new sequence.
         """
         weight, (rows, length, columns) = self.weight[...].astype(jnp.float32), key.shape
         taps = len(weight)
@@ -176,21 +179,22 @@ class KeyConvolution(nnx.Module):
 
 
 class Mark(nnx.Variable):
-    """A scalar in the state whose name carries the information, not its value."""
+    """A scalar in the state that records a property of the layer by its name. Its value is not
+    used.
+    """
 
 
 class Kind(nnx.Module):
-    """The layer's kind in the module's state, as names: `gate_sigmoid`, `phi_avg`.
-
-    A name is compared without reading a value from a device, under `jit` too: a state of
-    another kind has another structure, which `nnx.update` and Orbax refuse. (`nnx.merge`
-    compares no names.)
+    """Records the kind of a layer in the names of its state, such as `gate_sigmoid` and
+    `phi_avg`. Names are compared without reading a value from a device, also under `jit`. The
+    state of another kind of layer has another structure, which `nnx.update` and Orbax refuse.
+    `nnx.merge` does not compare names.
     """
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
         for mark in spec.kind_marks():
-            # Not an integer: `jax.grad` takes the whole state of a module.
+            # Not an integer, since `jax.grad` differentiates the whole state of a module.
             setattr(self, mark, Mark(jnp.zeros(())))
 
     def __setattr__(self, name: str, value) -> None:
@@ -204,23 +208,26 @@ class Kind(nnx.Module):
 
 
 class NSAAttention(nnx.Module):
-    """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
+    """Causal self-attention layer with Native Sparse Attention. The branches share their keys
+    and values, or each branch has its own.
 
     Args:
-      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None means they are `fields`.
-      config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
-        `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
-        `kv="shared"`, in place of "sigmoid" and "separate".
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). None means that `fields` has
+        them.
+      config: sizes of the branches. It replaces `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
+        `num_local` and `compute_dtype`. With `config` the defaults are the recommended
+        `gate="head"` and `kv="shared"`, otherwise "sigmoid" and "separate".
       dtype, param_dtype: dtypes of the computation and of the parameters.
       implementation: as in `nsa_jax.attention`.
-      dense_below: whole sequences of fewer tokens use dense attention. It computes the same
-        function there, and `nsa_jax.explain` reports if it is faster. It requires
-        `gate="selected"`, and is at most `n_sel * l_sel + 1`. Tokens of a cache are not affected.
-      compute_dtype: as in `NSAConfig`, for inference on whole sequences; it may be set later.
-        Attention to a cache computes in `dtype`.
-      context_axis, context_layout: as in `nsa_jax.attention`; `x` and `segment_ids` then have the
-        tokens of this device.
-      rngs: for the initial parameters.
+      dense_below: whole sequences with fewer tokens than this use dense attention. It requires
+        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to there all blocks are
+        selected, so that dense attention computes the same function. `nsa_jax.explain` reports
+        whether it is faster. Attention to a cache does not use it.
+      compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
+        attribute later. Attention to a cache computes in `dtype`.
+      context_axis, context_layout: as in `nsa_jax.attention`. The inputs `x` and `segment_ids`
+        then have the tokens of this device only.
+      rngs: random number generators for the initial parameters.
       fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
     """
 
@@ -256,7 +263,7 @@ class NSAAttention(nnx.Module):
             )
         self.context_axis, self.context_layout = context_axis, context_layout
         self.dense_below, self.compute_dtype = dense_below, computed(config, compute_dtype)
-        _ = self.config  # checks its compute dtype
+        _ = self.config  # the assignment checks the compute dtype
 
         factory: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         linear = functools.partial(nnx.Linear, use_bias=spec.bias, **factory)
@@ -286,13 +293,14 @@ class NSAAttention(nnx.Module):
 
     @property
     def config(self) -> NSAConfig:
-        """The sizes of the branches, and the compute dtype of whole sequences."""
+        """The sizes of the branches, and the dtype in which whole sequences are computed."""
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
-        """Explains the choice of implementation for whole sequences of `seq_len` tokens: one choice
-        per step of `nsa_jax.attention` (`nsa_jax.explain`). With `gate="selected"` the layer runs
-        only scores and the selected branch. Below `dense_below` it runs dense attention.
+        """Report which implementations run whole sequences of `seq_len` tokens. The result has
+        one choice per step, as from `nsa_jax.explain`. With `gate="selected"` the layer
+        computes only the scores and the selected branch. Sequences shorter than `dense_below`
+        use dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         shapes = self.spec.heads(batch, seq_len)
@@ -301,7 +309,9 @@ class NSAAttention(nnx.Module):
         return api.explain(*heads, **how)
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
-        """Make `nsa_jax.varlen_metadata` for this layer. `limits` are its other arguments."""
+        """Call `nsa_jax.varlen_metadata` with the config of this layer. `limits` are further
+        arguments of that function.
+        """
         return api.varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
@@ -309,13 +319,13 @@ class NSAAttention(nnx.Module):
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of `phi` for keys and for values."""
+        """Return the parameters of the compressor `phi`, first for keys, then for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         return self.spec.compress_params(self, lambda key: rates(*turns))
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
-        """Make an empty cache for `capacity` tokens of this layer. Calls return new caches with
-        tokens.
+        """Make an empty cache for `capacity` tokens of this layer. Each call of the layer
+        returns a new cache with its tokens.
         """
         made = cache.init_cache(
             batch,
@@ -337,12 +347,13 @@ class NSAAttention(nnx.Module):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_jax.attention`.
 
-        With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
+        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch;
+        `compress` does.
 
         Args:
-          position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
-          convolve: With `key_taps`, the convolution of the projected keys `[B, T, columns]`. None
-            means that of rows that begin with a sequence.
+          position: `[B, T]` or `[1, T]`, the position of each token in its sequence.
+          convolve: With `key_taps`, the function that convolves the projected keys `[B, T,
+            columns]`. None means that each row begins a new sequence.
         """
         spec = self.spec
         batch, length, _ = x.shape
@@ -369,7 +380,8 @@ class NSAAttention(nnx.Module):
             projected = jnp.split(joined, len(of_keys), axis=-1)
         keys = [turned(each, "k_norm", number < raw) for number, each in enumerate(projected)]
         values = [heads(linear, spec.n_kv_groups, spec.d_v) for linear in of_values]
-        # One array for all branches stays one: caches and kernels read it once.
+        # An array that all branches share stays one array, so that caches and kernels read it
+        # once.
         key, value = (
             Branches(*x) if spec.separate else Branches.each(*x) for x in (keys, values)
         )
@@ -395,21 +407,24 @@ class NSAAttention(nnx.Module):
         varlen: PackedRows | None = None,
         attention_mask: None = None,
     ):
-        """Return `(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
+        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim], and a new
+        cache that includes the tokens or None.
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`. None means that the tokens are whole sequences, and the call
-            returns None. The given cache is unchanged, or invalid if it is donated.
+          kv: a cache from `init_cache`. None means that the rows are whole sequences, and the
+            returned `kv` is None. The given cache is unchanged, or invalid if it is donated.
           prefill: False declares that `x` continues a cache, which must then be given. Chunks of
             any length may be appended in either case.
-          segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
-          varlen: the result of `varlen_metadata`, once for all layers, in place of `segment_ids`.
-          attention_mask: must be None. Padding has `segment_ids` below 0; rows of a cache have no
-            padding.
+          segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). It must be None if a
+            cache is given.
+          varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make it once
+            for all layers.
+          attention_mask: must be None. Mark padding by negative `segment_ids`. Rows of a cache
+            have no padding.
         """
         spec = self.spec
-        padding = "padding has segment_ids below 0, and rows of a cache have none"
+        padding = "mark padding by negative segment_ids; rows of a cache have no padding"
         packed = {"segment_ids": segment_ids, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
         batch, length, _ = x.shape
@@ -429,7 +444,7 @@ class NSAAttention(nnx.Module):
             rows, compress = segment_ids, functools.partial(context.compress, **shards)
             position = context.shard_positions(length, segment_ids=segment_ids, **shards)
         if rows is not None:
-            # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
+            # The gradient of a weight is a product with x, and 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
         convolve, newest = None, None
         if kv is not None:

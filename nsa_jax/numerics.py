@@ -1,5 +1,5 @@
-"""Provides the numerics of all XLA branches, which are grouped logits and a softmax that may
-have no keys.
+"""The numerics of all branches in XLA: logits of grouped heads, and a softmax for which a query
+may have no keys.
 """
 
 import functools
@@ -20,7 +20,7 @@ def precision_of(dtype):
 
 
 def wide(dtype):
-    """Return the dtype of logits, softmax and accumulation."""
+    """Return the dtype in which logits, softmax and sums are computed."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
@@ -68,11 +68,9 @@ def rotated(x, cos, sin):
 
 
 def put(x, index, values):
-    """Return `x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end
-    are dropped.
-
-    XLA for GPUs (as of JAX 0.11) compiles a write to one position with a constant index as an
-    update that clamps the index to the last position. The barrier hides the constant from XLA.
+    """Return `x` with `values` at `index`, an array or a tuple of arrays. Writes beyond the end
+    are dropped. For a constant index, XLA for GPUs (as of JAX 0.11) would clamp the index to
+    the last position instead. The barrier hides the constant from XLA.
     """
     return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
 
@@ -93,11 +91,9 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Compute probabilities, and lse `[*A]`, over the last axis. If a query sees no key, its
-    probabilities are 0 and its lse is -inf.
-
-    For a masked key, the logit and the gradient of the probability are ignored, even if they
-    are NaN.
+    """Compute probabilities, and the log-sum-exp `[*A]`, over the last axis. `seen` is the
+    mask. If a query has no key, its probabilities are 0 and its log-sum-exp is -inf. For a
+    masked key, the logit and the gradient of the probability are ignored, even if they are NaN.
     """
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

@@ -1,11 +1,9 @@
-"""A paged cache for decode and serving in JAX, with functions that append to it and attend from
-it.
-
-The counterpart in torch is `nsa_torch.paged`, which explains the terms. `append` returns the cache
-and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
-into its memory. All sizes are static: one compilation serves growing lengths. Attention runs on
-kernels that read the pages if rows have few queries (decode, draft tokens), otherwise on rows
-gathered from the pages, by the steps of `attention`.
+"""A paged cache for decoding and serving in JAX, with `append`, which writes tokens, and
+`paged_attention`. The counterpart in torch is `nsa_torch.paged`. `append` returns the cache and
+writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
+into its memory. All sizes are static, so that one compilation serves growing lengths. If the
+rows have few queries, as in decoding with or without draft tokens, kernels read the pages.
+Otherwise the steps of `attention` run on rows that are gathered from the pages.
 """
 
 import dataclasses
@@ -41,15 +39,14 @@ MAX_ROWS = 64
 
 @jax.tree_util.register_pytree_node_class
 class PagedCache(PagedArrays):
-    """The pages for the tokens of one layer. `PagedArrays` lists the arrays, which are zeros at
-    first.
+    """The pages of one layer. `PagedArrays` lists the arrays, which are zeros at first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
-      config: the sizes of the layer; they also determine the compressed tokens.
+      config: the block sizes of the layer.
       dtype, compressed_dtype, max_rows: as in `nsa_torch.PagedCache`; fp8 is `jnp.float8_e4m3fn`.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
-        raw tokens.
+        memory for raw tokens.
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -82,15 +79,15 @@ class PagedCache(PagedArrays):
         return cls.of(static[0], *arrays, contents=static[1])
 
     def reset(self) -> Self:
-        """Return the cache without facts about its tokens."""
+        """Return the cache without the record of how its tokens were computed."""
         return self.holding(UNSAID)
 
     def holding(self, contents: Contents) -> Self:
-        """Return a copy of the cache with these facts about its tokens."""
+        """Return a copy of the cache with this record of how its tokens were computed."""
         return self.of(self.config, **self.tensors(), contents=contents)
 
     def replace(self, **arrays: jax.Array) -> Self:
-        """Return the cache with other arrays in place of those named.
+        """Return the cache with the given arrays in the fields of these names.
 
         Raises:
           ValueError: Shapes or dtypes do not fit.
@@ -101,16 +98,16 @@ class PagedCache(PagedArrays):
         return cache
 
     def copy_pages(self, source, target) -> Self:
-        """Return the cache after whole pages are copied, for example if a row forks within a
-        page. `source` and `target` are int32 or int64 `[K]`.
-
-        Rows share earlier pages through their tables. A shorter length crops a row.
+        """Return the cache after whole pages are copied, for example when a row forks in the
+        middle of a page. `source` and `target` are page indices, int32 or int64 `[K]`. Forked
+        rows share earlier pages through their page tables. To crop a row, pass a shorter length
+        to the next call.
         """
         return self._copied(PAGES, source, target)
 
     def copy_recent(self, source, target) -> Self:
-        """Return the cache after the newest tokens of whole rows are copied, as in
-        `nsa_torch.PagedCache`.
+        """Return an fp8 cache after the unrounded newest tokens of forked rows are copied, as
+        in `nsa_torch.PagedCache`.
         """
         return self._copied(("recent_key", "recent_value"), source, target)
 
@@ -139,27 +136,31 @@ def append(
     made_with: Facts = (),
     slots=None,
 ) -> PagedCache:
-    """Write new tokens to their pages, and the compressed tokens that they complete.
+    """Write new tokens, and the compressed tokens that they complete, to their pages. Return
+    the cache.
 
-    A token without a page (after the end of the row's table, or with an entry below 0) is not
-    written, and rows of length 0 write nothing. An entry beyond the pool is an error on a CPU
-    unless it is traced; otherwise the token is not written. Two rows must not write to the same
-    page.
+    A token is not written if it is beyond the end of the row's page table or if its entry of
+    the table is negative. Rows of length 0 write nothing. If an entry is beyond the pool, the
+    call raises an error on a CPU outside traced code. Otherwise the token is not written. Two
+    rows must not write to the same page.
 
     Args:
-      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
-        `Branches` of them where the cache is `separate`.
+      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
+        other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
-      lengths: int32 `[B]`, including the new tokens; 0 means a row of padding.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
-      params: compressors of keys and values (`nsa_core.compress_params`); None means averages.
+      lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
+        padding.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then `N`. None
+        means that each row has `N / B` new tokens.
+      params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
+        None means that compressed tokens are means.
       made_with: as in `cached_attention`.
       slots: As in `nsa_torch.append`, for a cache in fp8.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit the cache, or it was filled with parameters of
-        another kind. While the call is traced it is unknown whether a row had tokens before.
-        Wrong outputs are then NaN.
+      ValueError: Shapes or dtypes do not fit the cache, or the cache was filled with parameters
+        of another kind. In traced code it is unknown whether a row already has such tokens. The
+        outputs of such rows are then NaN.
     """
     paged_layout.check_cache(cache)
     key, value = map(Branches.each, (key, value))
@@ -197,27 +198,28 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     implementation: api.Name | None = None,
 ):
-    """Compute attention of each row's last tokens to all its tokens in the cache. The result is
-    `[N, H, Dv]`.
+    """Compute attention of each row's last tokens to all tokens of the row in the cache. The
+    result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries has position `lengths - q + j`, so append first and then
-    attend. A row's output depends only on its own tokens. Rows of length 0 and tokens of no row
-    are 0. A table entry of a page that does not exist is an error on a CPU outside of traced
-    code; otherwise it counts as the nearest existing page. A length beyond the table counts as
-    the table's. Under `jax.vmap` kernels run once for each index of the mapped axis, one after
-    the other.
+    Query `j` of a row with `q` queries has position `lengths - q + j`, so that `append` must
+    run first. The output of a row is independent of the other rows. It is 0 for rows of length
+    0 and for tokens that belong to no row. If the page table names a page that does not exist,
+    the call raises an error on a CPU outside traced code. Otherwise the nearest existing page
+    is used. A length beyond the page table is clamped to its capacity. Under `jax.vmap` kernels
+    run once for each index of the mapped axis, one after the other.
 
     Args:
-      query: `[N, H, D]`, the rows' tokens one after the other.
+      query: `[N, H, D]`, the queries of all rows, one row after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as in `append`.
-      config: must be the cache's if it is given.
+      config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound for the queries per row of `cu_seqlens_q`. The capacity of a
-        table bounds it too. Defaults to `N`. Up to 8, rows are padded to it and run on kernels
-        that read pages.
-      implementation: A name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
-        queries), or one of `attention`, which then runs on gathered pages. By default automatic.
+      max_seqlen_q: Upper bound of the queries per row. It is also limited to the capacity of
+        the page table. Defaults to `N`. If the bound is at most 8, rows are padded to it and
+        run on kernels that read pages.
+      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1
+        to 8 queries, or an implementation of `attention`, which runs on gathered pages. None
+        means automatic.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -245,7 +247,7 @@ def explain(
     max_seqlen_q: int | None = None,
     implementation: api.Name | None = None,
 ) -> Choice:
-    """Explains the choice of `paged_attention` for these arguments."""
+    """Report which implementation `paged_attention` would choose for these arguments."""
     paged_layout.check_cache(cache)
     given = query, gates, cache, page_table, lengths, cu_seqlens_q, None
     return _decide(given, max_seqlen_q, implementation).choice
@@ -254,7 +256,7 @@ def explain(
 def _decide(given, max_seqlen_q, implementation) -> Decided:
     """Check the arguments of a call and choose its implementation."""
     found = paged_dispatch.checked(OPS, checks.read, given[2].num_pages, *given)
-    # NumPy's arrays, which the checks could read, take no traced index.
+    # Arrays of NumPy, which the checks could read, do not support a traced index.
     of_jax = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
     arrays = vars(found) | {"scale": None}
     found = dataclasses.replace(found, **jax.tree.map(of_jax, arrays) | {"scale": found.scale})
@@ -274,7 +276,7 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def with_indices(name: str, inputs: Inputs):
-    """Run the named kernels. Return the output, and the selected blocks of each query, int32
+    """Run the kernels `name`. Return the output, and the selected blocks of each query, int32
     `[N, Hkv, n]`.
     """
     from nsa_core.steps import mosaic_decode, triton_decode
@@ -332,10 +334,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
-    """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`, with zeros for
-    unfinished entries.
-
-    Zeros are needed because a probability of zero times NaN is NaN.
+    """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`. Entries that are not
+    yet written become zeros, since a probability of zero times NaN is NaN.
     """
     pages = jnp.clip(page_table, 0, cache.num_pages - 1)
     index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""A cache in pages, appending to it, and attention from it."""
+"""Exports the functions of paged caches: the cache, `append` and attention from pages."""
 
 from nsa_jax.paged import PagedCache as PagedCache
 from nsa_jax.paged import append as append

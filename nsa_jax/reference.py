@@ -1,4 +1,6 @@
-"""`nsa_core.reference` on JAX arrays. Arguments and shapes are the same as in `nsa_jax.api`."""
+"""The implementation `reference` in JAX, which is `nsa_core.reference` on JAX arrays.
+Arguments and shapes are the same as in `nsa_jax.api`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,9 @@ def _rows(batch, num_keys, num_queries, kv_len, segment_ids) -> Rows:
 
 
 def _target(name: str, of_tokens: bool):
-    """Return the oracle's function `name`, for tokens or for compressed tokens as keys."""
+    """Return the function `name` of `nsa_core.reference` as a target of `dispatch`. Its keys
+    are tokens or compressed tokens.
+    """
     function = getattr(reference, name)
 
     def run(query, key, *rest, config, kv_len=None, segment_ids=None, scale=None, **how):

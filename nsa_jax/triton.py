@@ -1,5 +1,5 @@
-"""The steps on Triton kernels in JAX (implementation `triton`), with `jit`, `vmap` and
-gradients.
+"""The implementation `triton` in JAX, which runs all steps on Triton kernels, with `jit`,
+`vmap` and gradients.
 """
 
 from nsa_core.steps import triton_attention

@@ -26,7 +26,8 @@ def prepare(
     device: int = 0,
     jobs: int | None = None,
 ) -> int:
-    """Builds the Mosaic kernels of `attention` that are not on disk yet, and loads all of them.
+    """Build the Mosaic kernels of a layer that are not yet stored on disk, and load all of
+    them.
 
     Args:
       heads, kv_heads: The numbers of query heads and of key/value heads.
@@ -35,9 +36,9 @@ def prepare(
       dtype, config, scale: as in the calls of `attention`.
       gradients: whether to prepare the kernels of the backward pass too.
       packed: whether rows contain several sequences (`segment_ids`).
-      lengths: Numbers of tokens. A kernel serves all lengths, but short and long sequences run
-        different kernels.
-      device: The number of the GPU, which is JAX's `local_hardware_id`.
+      lengths: Numbers of tokens. A kernel supports all lengths, but short and long sequences
+        run different kernels.
+      device: The index of the GPU, which is its `local_hardware_id` in JAX.
       jobs: number of processes that build missing kernels; by default one per core.
 
     Returns:

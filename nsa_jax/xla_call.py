@@ -2,10 +2,11 @@
 
 Constants and rules follow `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
 the interface. Every structure begins with its size and a pointer, and nearly every field is a
-word of 8 bytes, so a constant has the number of its word. Later versions add fields at the end.
+word of 8 bytes. The constants below are therefore indices of words. Later versions add fields
+at the end.
 
-A frame is read for each kernel that a program runs, so only a few fields are read. A number
-identifies the kernel (`Call.key`).
+A frame is read for each kernel that a program runs, so only a few fields are read. The kernel
+is identified by a number (`Call.key`).
 """
 
 import ctypes
@@ -21,16 +22,16 @@ METADATA = 1  # XLA_FFI_Extension_Metadata
 CAN_BE_CAPTURED = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 SCALAR, STRING = 3, 4  # XLA_FFI_AttrType
-# Words of a call frame: behind the size of ARGS and RETS follow types and pointers, of ATTRS types,
-# names and pointers.
+# Words of a call frame. In ARGS and RETS, types and pointers follow the size. In ATTRS, types,
+# names and pointers follow it.
 EXTENSION, API, CONTEXT, ARGS, RETS, ATTRS, FRAME = 1, 2, 3, 7, 12, 17, 21
 ERROR_CREATE, ERROR_DESTROY, STREAM_GET, DEVICE_GET = 6, 8, 10, 23  # of XLA_FFI_Api
-DATA, VALUE = 3, 1  # of a buffer, of a scalar
-TYPE, FACTS = 1, 3  # of an extension for metadata
-MAJOR, TRAITS = 3, 4  # of metadata; the minor version is the other half of its word
-GIVEN = 2  # of all that functions take; where they answer, the answer is the next
+DATA, VALUE = 3, 1  # types of a buffer and of a scalar
+TYPE, FACTS = 1, 3  # type type of an extension for metadata
+MAJOR, TRAITS = 3, 4  # metadata; the minor version is the other half of its word
+GIVEN = 2  # the first argument of all functions; a function writes its answer to the next word
 
-# Functions of XLA's that return at once: Python's lock is kept.
+# Functions of XLA that return immediately, so that Python's global lock is held.
 _Function = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _Frame = c_size_t * FRAME
@@ -38,6 +39,7 @@ _Frame = c_size_t * FRAME
 
 class Call(NamedTuple):
     """A request from XLA to run a kernel.
+
     Attributes:
       key: the attribute `key`, an int64.
       addresses: The addresses of inputs, then of outputs.
@@ -59,7 +61,7 @@ def _word(address: int, at: int = 0) -> int:
 
 @functools.cache
 def _function(api: int, which: int) -> Callable[[int], int | None]:
-    """Return a function of XLA. Its argument is the address of a structure."""
+    """Return a function of XLA, whose argument is the address of a structure."""
     return _Function(_word(api, which))
 
 
@@ -125,10 +127,13 @@ def handler(run: Callable[[Call], None]) -> Any:
             return None
         try:
             run(_call(frame))
-        except BaseException as error:  # a C function above: nothing may pass through it
+        except (
+            BaseException
+        ) as error:  # the caller is a C function, which no exception may cross
             message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
             given = _structure(ctypes.addressof(message), INTERNAL)
-            return _function(frame[API], ERROR_CREATE)(ctypes.addressof(given))  # XLA owns it
+            # XLA owns the error
+            return _function(frame[API], ERROR_CREATE)(ctypes.addressof(given))
         return None
 
     return _Handler(handle)

@@ -1,7 +1,6 @@
-"""Native Sparse Attention (arXiv 2502.11089) in PyTorch. `nsa_core.types` describes shapes.
-
-The configuration and the container of the branches are those of `nsa_core`. JAX is imported only
-by the implementation `jax`, and by the separate processes that build Mosaic kernels. Its backends
+"""Native Sparse Attention (arXiv 2502.11089) in PyTorch. `nsa_core.types` documents shapes. The
+configuration and the container of the branches come from `nsa_core`. JAX is imported only by
+the implementation `jax`, and by the separate processes that build Mosaic kernels. Its backends
 start at the first call that uses them.
 """
 

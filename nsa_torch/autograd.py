@@ -17,8 +17,8 @@ from nsa_torch.operators import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, kv_len, **static):
-    """Call `nsa_jax.<name>` with segment ids, a `kv_len` or None, and arrays whose names are in
-    `words`.
+    """Call `nsa_jax.<name>` with segment ids, a `kv_len` or None, and arrays. `words` has the
+    names of the arrays.
     """
     *arrays, segment_ids, lengths = arrays
     given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}
@@ -27,8 +27,8 @@ def _branch(*arrays, name, words, kv_len, **static):
 
 
 def _whole(*arrays, mode, kv_len, **static):
-    """Call `nsa_jax.attention` with the arrays of an input mode, `block_indices`, and the other
-    arguments of `_branch`.
+    """Call `nsa_jax.attention`. The arrays are those of the input mode, followed by
+    `block_indices`. The other arguments are as in `_branch`.
     """
     *given, block_indices, segment_ids, _ = arrays
     query, key, value, gates = mode.inputs(given)
@@ -43,8 +43,8 @@ def _whole(*arrays, mode, kv_len, **static):
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
-    """Return the gradients of the floating-point `arrays`, given the gradients of the first
-    outputs.
+    """Return the gradients of the floating-point arrays, given the gradients of the first
+    outputs of `function`.
     """
 
     def outputs(*arrays):
@@ -62,8 +62,9 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """Return the results of `function`. If `grads`, the gradients of its first results, are
-    given, return the gradients of its floating-point arrays instead.
+    """Run `function` or its backward pass. Without `grads` it returns the results. With
+    `grads`, the gradients of the first results, it returns the gradients of the floating-point
+    arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:
@@ -72,8 +73,8 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor that DLPack can share. It is row-major and has no 64-bit integers. A copy
-    costs little.
+    """Return a tensor that DLPack can share, which is row-major and has no 64-bit integers. A
+    copy is made if necessary.
     """
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()
@@ -90,7 +91,7 @@ def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
 
 
 def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -> None:
-    """Register a kind of call with `count` tensors. `facts` are static arguments of
+    """Register a kind of call with `count` tensors. `facts` are the static arguments of
     `function`.
     """
 
@@ -111,8 +112,8 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
 
 
 def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
-    """Return the function that `dispatch.py` names. `words` are the names of its tensors in
-    `nsa_jax`.
+    """Return the function to which `dispatch.py` refers. `words` are the names of its tensors
+    in `nsa_jax`.
     """
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"
     facts = {"floats": 3, "returned": 2, "name": name, "words": words}

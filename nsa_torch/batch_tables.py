@@ -1,8 +1,10 @@
-"""Computes tables from the boundaries of a packed row, once per batch or in each call.
+"""Computes the tables that kernels derive from the boundaries of a packed row, once per batch
+or in each call.
 
-If the calls of a batch share boundaries, the tensor of the boundaries has `Tables` as an
-attribute. An operator, a saved tensor of autograd and a compiled graph find the tables there.
-If a copy of the tensor is passed instead, the tables are computed again.
+If the calls of a batch share boundaries, the tensor of the boundaries has a `Tables` object as
+an attribute. Operators, saved tensors of autograd and compiled graphs pass the same tensor and
+therefore find the tables. If a copy of the tensor is passed instead, the tables are computed
+again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches, or in four with work items of intervals. Without Triton, and for more sequences than one
@@ -29,15 +31,15 @@ from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS, capability_of, run_triton
 
 ATTRIBUTE = "nsa_tables"
-UNKNOWN = None, True, 0  # `Tables.sizes` of boundaries that have none
-MAX_NUMBERS = 2**14  # numbers that one program adds up
+UNKNOWN = None, True, 0  # the value of `Tables.sizes` for boundaries without tables
+MAX_NUMBERS = 2**14  # maximum of numbers that one program can add up
 
-type Make = Callable[[Tensor], Sequence[Tensor]]  # takes boundaries; hashable
+type Make = Callable[[Tensor], Sequence[Tensor]]  # a hashable function of boundaries
 
 
 class Tables:
-    """Stores arrays by the function that computes them. Arrays that a CUDA graph has read keep
-    their memory as long as this object exists.
+    """Stores arrays, keyed by the function that computes them. Arrays that a CUDA graph has
+    read keep their memory as long as this object exists.
 
     Args:
       max_seqlen: upper bound of tokens per sequence.
@@ -51,11 +53,11 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """Pickle without arrays. A copy has no arrays until it computes them."""
+        """Pickle without the arrays. The unpickled object computes them when they are needed."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
-        # Without their tables, which follow from the numbers.
+        # The copy has no tables, since they can be computed from the boundaries again.
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
@@ -66,7 +68,7 @@ class Tables:
 
 
 class _Derived(NamedTuple):
-    """Computes the results of a function from boundaries and numbers."""
+    """A function of boundaries, together with its other arguments, which are numbers."""
 
     function: Callable[..., Sequence[Tensor]]
     static: tuple[tuple[str, Hashable], ...]
@@ -76,23 +78,25 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """Return the result of `make` for boundaries. If the boundaries have tables, the result is
-    cached there.
+    """Return the result of `make` for these boundaries. If the boundaries have tables, the
+    result is cached there.
     """
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """Return the cached result of `function` for `borders` and numbers."""
+    """Return the result of `function` for `borders` and numbers, which is cached if the
+    boundaries have tables.
+    """
     if torch.compiler.is_compiling():
         return function(borders, **static)
     return of(borders, _Derived(function, tuple(static.items())))
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Attach tables to `borders`. From now on the tables store the arrays derived from these
-    boundaries.
+    """Attach tables to `borders`. The arrays that are derived from these boundaries are stored
+    there from now on.
     """
     setattr(borders, ATTRIBUTE, tables)
     return borders
@@ -104,14 +108,14 @@ def tables_of(borders: Tensor | None) -> Tables | None:
 
 
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
-    """Return the known values of `max_seqlen`, `padded` and `gap`."""
+    """Return the values of `max_seqlen`, `padded` and `gap` for these boundaries."""
     tables = tables_of(borders)
     return UNKNOWN if tables is None else tables.sizes
 
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """Return the same boundaries for calls whose queries have `gap` tokens between their
-    halves. If the boundaries have tables, each call returns the same tensor.
+    """Return the same boundaries for calls whose queries have a gap of `gap` tokens between
+    their halves. If the boundaries have tables, repeated calls return the same tensor.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -127,8 +131,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """Return the object that computes the tables of a plan, and the index of each buffer among
-    its results. Plans with equal tables share one `PlanTables`.
+    """Return the `PlanTables` of a plan, and the result that contains each buffer. Plans with
+    equal tables share one object.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -152,13 +156,15 @@ def _plan_tables(*given: Any) -> "PlanTables":
 
 
 class PlanTables:
-    """Computes the tables of a plan. The first result is one array with all tables that kernels
-    compute. Tables that torch computes or reads follow as separate tensors.
+    """Computes the tables of a plan. The first result is one array with all tables that Triton
+    kernels compute. The other results are the tables that torch computes or reads, as separate
+    tensors.
 
     Args:
-      steps: Derived steps. Buffer 0 is the boundaries, and the results follow in order.
-      by_torch: The numbers of the tables that torch's steps read.
-      kernels: Whether Triton kernels compute the tables that they can compute.
+      steps: Derived steps (`nsa_core.plan`). Buffer 0 has the boundaries, and the results
+        follow in order.
+      by_torch: The indices of the tables that steps of torch read.
+      kernels: Whether to compute tables with Triton kernels, if these support them.
     """
 
     def __init__(
@@ -169,9 +175,10 @@ class PlanTables:
         kernels: bool,
     ):
         self.steps, self.device, self.size = steps, device, 0
-        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # in the array
+        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # offsets in the array
         self.by_kernels = set[int]()  # steps
-        # The sections of `sequences`, then of `tables`, `partials` and `tables`.
+        # The sections of the launches: of `sequences`, then of `tables`, `partials` and
+        # `tables`.
         self.phases: list[list[Section]] = [[], [], [], []]
         if kernels and steps and steps[0].function is varlen._sequences:
             first: Any = dict(steps[0].static)
@@ -201,13 +208,15 @@ class PlanTables:
         return [out, *(known[n] for n in self.tensors)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the result that contains a table, and its offset in bytes."""
+        """Return the index of the result that contains a table, and the offset of the table in
+        bytes.
+        """
         if number in self.views:
             return 0, self.views[number][0] * 4
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """Return the index of the result that contains this table as a tensor."""
+        """Return the index of the result that is this table as a separate tensor."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:
@@ -222,9 +231,9 @@ class PlanTables:
     def _describe(self) -> None:
         """Find the sections of all steps that kernels can compute."""
         runs, first, *_ = self.phases
-        runs_at: dict[int, int] = {}  # by the tokens of a tile
+        runs_at: dict[int, int] = {}  # keyed by the number of tokens per tile
         columns = 0  # the first number of `Tokens`
-        tiles_of: dict[int, int] = {}  # by number of `QueryTiles`, their tokens
+        tiles_of: dict[int, int] = {}  # tokens per tile, keyed by the index of `QueryTiles`
 
         def runs_of(tokens):
             """Return the offset of the sequence data for tiles of `tokens` tokens."""
@@ -236,10 +245,10 @@ class PlanTables:
 
         for i, step in enumerate(self.steps):
             static: Any = dict(step.static)
-            # Fields of `Tokens`; results of other steps have numbers outside of them.
+            # The fields of `Tokens`. Results of other steps have indices outside of this range.
             read = [x.buffer - columns for x in step.reads]
             written = step.writes[0].buffer if step.writes else 0
-            parts: list[dict[str, Any]] = []  # one for each two tables
+            parts: list[dict[str, Any]] = []  # one for every two tables
             match step.function:
                 case varlen._sequences:
                     pass
@@ -284,7 +293,7 @@ class PlanTables:
         self._prepare()
 
     def _intervals(self, table, by_head, counts, first, last, *, spec, split) -> None:
-        """Return the sections that compute the work items of an interval."""
+        """Return the sections that compute the work items of interval attention."""
         columns = spec.consumers * len(work_items.PART_COLUMNS)
         parts = spec.key_tiles * columns
         section = Section(
@@ -345,7 +354,8 @@ class PlanTables:
             constants,
         )
         runs, _, intervals, items = self.phases
-        # Kernel, programs, options, arguments; of all but the first, a row of the sections too.
+        # The kernel, the number of programs, options, arguments and, except for the first
+        # launch, a row of the sections.
         arguments = count, *sizes, pitch, AT, of_all
         self.first_launch = tables.sequences, 1 + len(runs), _options(room), arguments
         tables_alone = _options(0), searched
@@ -358,11 +368,11 @@ class PlanTables:
             ]
 
     def _launched(self, borders: Tensor, out: Tensor) -> bool:
-        """Return whether kernels have written the array."""
+        """Launch the kernels if they can run, and return whether they have written the array."""
         if not self.by_kernels:
             return False
         if is_capturing(self.device) and self not in SHARED.keys():
-            return False  # the sections would have to come from the host
+            return False  # the sections would have to be copied from the host
         (numbers,) = SHARED.get(self, self.device, lambda: [self._on_device()])
         kernel, programs, options, arguments = self.first_launch
         given = borders.contiguous(), numbers, out, borders.numel(), *arguments
@@ -381,7 +391,7 @@ def _options(room: int) -> dict[str, Any]:
     """Return the options of a launch. `room` is the number of values whose sum a program
     computes.
     """
-    # Newer versions of Triton warn where it is not said.
+    # Newer versions of Triton warn if it is not specified.
     return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
 
 

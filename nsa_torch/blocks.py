@@ -34,40 +34,44 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute causal attention of each query to its listed key blocks, in one softmax.
+    """Compute causal attention of each query to the key blocks in its list, with one softmax
+    over all of them.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. The query sees those at or before its own position. The queries are the last `T`
-    tokens. Query, key and value receive gradients, also through the log-sum-exp. Their sums have a
-    fixed order on `mosaic` and `triton`.
+    sequence. The query attends to those at or before its own position. The queries are the last
+    `T` of the `S` tokens. Query, key and value receive gradients, also through the log-sum-exp.
+    On `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order.
 
     Args:
-      query: `[B, T, H, D]`, float.
+      query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
-        `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
-        for which keys and values are repeated. The order is free. Negative entries are empty.
-        Blocks after the query's own, or beyond the keys, are masked. A block must not be named
-        twice: it would count twice.
+        `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of `Hkv`, often 1, or a multiple of
+        it. If it is a multiple, keys and values are repeated. The entries of a list may have
+        any order, and negative entries are empty. Blocks after the query's own block, or beyond
+        the last key, are masked. A list must not contain a block twice, since its keys would
+        then count twice.
       block_size: tokens per block. Kernels support multiples of 16 up to 128, and larger multiples
         of 64 if a list has up to 64 parts of 64 tokens.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected`, or `tail`, which adds the query's own block unless the query is its last
-        token; lists must not name it then.
+      include: `selected` uses only the lists. `tail` also adds the query's own block, unless
+        the query is the last token of that block. With `tail` the lists must not contain the
+        query's own block.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`); block indices are
         local to the sequence.
-      return_residual: return the log-sum-exp too.
+      return_residual: whether to return the log-sum-exp too.
       implementation: as in `selected_attention`.
 
     Returns:
-      `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
-      also the natural log-sum-exp `[B, T, H]` in float32, -inf there. A sink of logit `s` is
-      `out * sigmoid(lse - s)`.
+      The output `[B, T, H, Dv]` in the dtype of `query`, which is 0 if a query attends to no
+      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32, which is
+      -inf for such queries. To add an attention sink with logit `s`, compute `out * sigmoid(lse
+      - s)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or a block is named twice, if the host
-        reads the lists (on a CPU, or under `nsa_core.debug`).
+      ValueError: Shapes or dtypes do not fit. On a CPU, or under `nsa_core.debug`, also if a
+        list contains a block twice.
       NotImplementedError: The named implementation cannot run this call.
     """
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
@@ -108,8 +112,9 @@ def block_attention(
 def _of_long_lists(
     query, key, value, block_indices, block_size, include, scale, kv_len, implementation
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `(out, lse)` with the kernels that gather single keys, which have no gradient.
-    Return None if they do not support the call or another implementation is named.
+    """Compute `(out, lse)` with the kernels for long lists, which gather single keys and have
+    no gradient. Return None if they do not support the call or if the caller named another
+    implementation.
     """
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):
@@ -142,29 +147,28 @@ def paged_block_attention(
     return_residual: bool = False,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `block_attention` of each row's last tokens to its tokens in pages. The result is
-    `[N, H, Dv]`.
-
-    It reads only the named blocks. Only shapes determine the launches, so that a CUDA graph serves
-    growing lengths.
+    """Compute `block_attention` of each row's last tokens to the row's keys and values in
+    pages. The result is `[N, H, Dv]`. Only the listed blocks are read. The launches depend only
+    on shapes, so that one CUDA graph serves growing lengths.
 
     Args:
-      query: `[N, H, D]`, the rows' tokens one after the other.
+      query: `[N, H, D]`, the queries of all rows, one row after the other.
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
+        is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
-        the same number.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
+        that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None for
         the first that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, a block is named twice, or a page does not
-        exist. The last two are found only if the host reads the numbers.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, also if a list
+        contains a block twice or a page does not exist.
       NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}

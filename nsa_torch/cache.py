@@ -1,11 +1,13 @@
-"""Decodes in torch. A call appends its tokens to the given cache, and returns that cache.
+"""Decoding in torch with a cache of fixed capacity. A call appends its tokens to the given
+cache, and returns that cache.
 
-This holds with and without gradients. The tensors of the cache are written in place, and copies
-replace tensors that a graph of autograd holds. The counterpart in JAX is `nsa_jax.cache`. The
-capacity is fixed. A write past it raises `ValueError`.
+The tensors of the cache are written in place. If an autograd graph holds a tensor, a copy of it
+is written instead, and replaces it in the cache. The counterpart in JAX is `nsa_jax.cache`. A
+write beyond the capacity raises `ValueError`.
 
-The cache consists of pages. The pages of a row are adjacent. A step without gradients attends
-from pages (`paged_attend.py`) if a kernel can run it. Every other call attends to whole rows.
+The cache consists of pages, and the pages of a row are adjacent. A decode step without
+gradients runs on kernels that read pages (`paged_attend.py`), if one supports it. Every other
+call treats the pages of a row as one tensor.
 """
 
 import dataclasses
@@ -34,8 +36,8 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
 CONVOLVED = (
-    "tokens cannot be taken back from a cache of a layer with key_taps, which keeps the projected "
-    "keys of its newest tokens only"
+    "tokens cannot be removed from a cache of a layer with key_taps, since it stores only the "
+    "projected keys of the newest tokens"
 )
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
@@ -51,16 +53,18 @@ class NSACache:
     """
 
     pages: PagedCache  # row `b` has the `n` pages from `b n` on
-    length: Tensor  # int32 [B], tokens seen by each sequence
+    length: Tensor  # int32 [B], tokens of each sequence so far
     capacity: int  # in tokens
-    longest: int = 0  # no sequence is longer; known on the host
-    page_table: Any = None  # int32 [B, n], of the pages above
-    # Projected keys of the newest tokens, [B, key_taps - 1, columns], of a layer with `key_taps`.
+    longest: int = 0  # upper bound of the lengths, known on the host
+    page_table: Any = None  # int32 [B, n], indices into `pages`
+    # Only for layers with `key_taps`: projected keys of the newest tokens, [B, key_taps - 1,
+    # columns].
     newest_keys: Tensor | None = None
 
     def __post_init__(self) -> None:
         compiling = torch.compiler.is_compiling()
-        # The backward pass that makes the cache (-1: none), and whether a CUDA graph makes it.
+        # The id of the backward pass in which the cache was made (-1 means none), and whether
+        # it was made while a CUDA graph was captured.
         self.made_in_backward = -1 if compiling else torch._C._current_graph_task_id()
         self.captured = not compiling and is_capturing(self.length.device)
         if self.page_table is None:
@@ -81,7 +85,7 @@ class NSACache:
 
     @property
     def contents(self) -> Contents:
-        """Facts about how the tokens were computed."""
+        """Records how the stored tokens were computed (`Contents`)."""
         return self.pages.contents
 
     def __repr__(self) -> str:
@@ -89,8 +93,8 @@ class NSACache:
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return a cache with `function` applied to each tensor. Axis 0 of each tensor is the
-        row.
+        """Return a cache with `function` applied to each tensor. Axis 0 of each tensor counts
+        rows.
         """
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
@@ -104,8 +108,8 @@ class NSACache:
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
-        """Clears the tokens and the facts about them. The tensors keep their memory, except
-        tensors in a graph of autograd.
+        """Remove all tokens, and the record of how they were computed. The tensors keep their
+        memory, except those that an autograd graph holds.
         """
         self.pages = self.pages.map(zeroed)
         self.pages.reset()
@@ -127,20 +131,20 @@ def init_cache(
     """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
 
     Args:
-      batch, capacity: rows, and the maximum of tokens per row.
+      batch, capacity: number of rows, and maximum number of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: the sizes for all calls on the cache.
+      config: the block sizes, which are the same for all calls on the cache.
       dtype: dtype of keys and values.
       device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
-        raw tokens.
+        memory for raw tokens.
 
     Returns:
-      An `NSACache` of tensors that are 0.
+      An `NSACache` whose tensors are filled with zeros.
 
     Raises:
-      ValueError: a size that is no positive integer, no configuration, or a dtype that
-        `attention` does not support.
+      ValueError: A size is not a positive integer, `config` is not an `NSAConfig`, or
+        `attention` does not support the dtype.
     """
     validate.configuration(config)
     validate.sizes(batch=batch, capacity=capacity)
@@ -168,37 +172,41 @@ def cached_attention(
 ) -> tuple[Tensor, NSACache]:
     """Append `T >= 1` tokens to the given cache and attend from them. Return `(out, cache)`.
 
-    The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
-    token by token. The call returns the given cache, with or without gradients. Call
-    `cache.clone()` first to keep the earlier state. If gradients are recorded, each call copies
-    the tensors, and the graph retains them. Run steps without gradients under `torch.no_grad()`.
-    A function that `torch.utils.checkpoint` runs again must append to its own clone.
+    The result equals `attention` over all tokens so far. The tokens may be appended at once, in
+    chunks of any size, or one at a time. The call returns the given cache, with or without
+    gradients. Call `cache.clone()` first to keep the earlier state. If gradients are recorded,
+    each call copies the tensors, and the graph retains them. Run steps without gradients under
+    `torch.no_grad()`. A function that `torch.utils.checkpoint` runs again must append to its
+    own clone.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
-      cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None means that of the cache. Another config must have the same `compress_block`
-        and `compress_stride`.
-      compress_params: compressors of keys and values (`nsa_core.compress_params`).
-      made_with: names and values of other properties of the tokens, such as
-        `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
-        parameters.
+      cache: a cache from `init_cache`. If `key` is a `Branches`, the cache must have been made
+        with `separate=True`.
+      config: None means the config of the cache. If you pass another config, it must have the
+        same `compress_block` and `compress_stride`.
+      compress_params: parameters of the compressors of keys and values
+        (`nsa_core.compress_params`).
+      made_with: names and values of other properties of the tokens, such as `("rope_base",
+        1e4)`. Tokens with different values, or with another kind of `compress_params`, raise an
+        error.
       scale, implementation: as in `attention`.
-      new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads only on a CPU. The first
-        `new_lengths` of the `T` tokens belong to the sequence. The rest is padding with undefined
-        output. It needs capacity, and later tokens overwrite it. None means `T`.
+      new_lengths: int32 or int64 `[B]`, `0..T`, the number of the `T` tokens that belong to
+        each sequence. The other tokens are padding at the end, and their output is undefined.
+        Padding needs capacity, and later tokens overwrite it. The host reads the numbers only
+        on a CPU. None means `T`.
 
     Returns:
       `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the given cache.
 
     Raises:
-      ValueError: Shapes do not fit, or the cache has another config, was filled with parameters
-        of another kind, or has too little capacity. Also if a backward pass runs the call
-        again.
-      NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
+      ValueError: Shapes do not fit, the cache has another config, was filled with parameters of
+        another kind, or has too little capacity, or a backward pass runs the call again.
+      NotImplementedError: The named implementation cannot run this call, or a CUDA graph is
+        being captured.
     """
     step = None
-    may_be_known = (  # as a step that was checked before
+    may_be_known = (  # the same step was checked before
         isinstance(cache, NSACache)
         and new_lengths is None
         and compress_params == (None, None)
@@ -230,7 +238,7 @@ def cached_attention(
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
         raise ValueError(
-            f"cache capacity is {cache.capacity} tokens, got {cache.longest + num_new}"
+            f"cache must have capacity for {cache.longest + num_new} tokens, got {cache.capacity}"
         )
     if new_lengths is not None:
         validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
@@ -248,7 +256,8 @@ def cached_attention(
     pages, lengths = whole.pages, cache.length + num_new
     by_token = lambda each: Branches(*(x.resolve_neg().flatten(0, 1) for x in each))
     new = NewTokens(by_token(key), by_token(value), compress_params, contents)
-    # Everything is decided before a token is written: a refused call leaves the cache unchanged.
+    # Everything is decided before a token is written, so that a refused call leaves the cache
+    # unchanged.
     by_torch = recorded or torch.compiler.is_compiling()
     decided = None
     if not by_torch and config == cache.config:
@@ -269,7 +278,7 @@ def cached_attention(
             paged_append.append(OPS, apply_phi, pages, *new[:2], *at, compress_params)
         else:
             write_tokens(pages, new, *at, None)
-        # Kernels are made for one number of keys: all that there is room for.
+        # Kernels are built for one number of keys, which is the capacity.
         tokens = None if "mosaic" in chosen else cache.longest + num_new
         first = first_slot(config)
         slots = None if tokens is None else first + config.num_compressed(tokens)
@@ -278,7 +287,7 @@ def cached_attention(
             x = getattr(whole, f"{name}_{kind}")
             if name == "compressed":
                 x = x[:, first:slots]
-                return x if tokens else readable(x)  # a copy of several rows
+                return x if tokens else readable(x)  # a copy, if there are several rows
             return x[:, :tokens]
 
         sliding = "sliding" if pages.separate else "selected"
@@ -289,7 +298,7 @@ def cached_attention(
         rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": scale}
         tensors = query, keys, values, split, compressed, None
         out = functional.attend(*tensors, chosen, rest, True)
-    # Not `lengths`, which a graph of autograd's may have kept.
+    # Not `lengths`, since an autograd graph may hold it.
     counted = num_new if new_lengths is None else new_lengths.to(torch.int32)
     pages.contents = contents
     cache.pages, cache.length = pages, cache.length + counted
@@ -303,14 +312,14 @@ def _check_runs_once(cache: NSACache) -> None:
         return
     if torch.is_grad_enabled() and cache.made_in_backward != torch._C._current_graph_task_id():
         raise ValueError(
-            "the cache already has these tokens from the forward pass; append to cache.clone() "
+            "cache already has these tokens from the forward pass; append to cache.clone() "
             "inside the checkpointed function"
         )
     if is_capturing(cache.length.device) and not cache.captured:
         raise NotImplementedError(
-            "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
-            "so that all replays would write to one slot; capture steps of paged_attention, or "
-            "append to a clone() made within the graph"
+            "cache must not be from init_cache in a CUDA graph: the host counts its lengths, "
+            "so all replays would write to one slot; capture paged_attention, or append to a "
+            "clone() made within the graph"
         )
 
 
@@ -332,15 +341,17 @@ def extend(x: Tensor, used: int, length: int) -> Tensor:
 
 
 def crop(cache: NSACache, count: int) -> None:
-    """Removes the last `count` tokens of every sequence.
+    """Remove the last `count` tokens of every sequence.
 
     Raises:
-      ValueError: a sequence has fewer tokens, or keys are convolved.
+      ValueError: A sequence has fewer tokens, or the layer convolves keys (`key_taps`).
     """
     if count and cache.newest_keys is not None:
         raise ValueError(CONVOLVED)
     if not 0 <= count <= cache.longest:
-        raise ValueError(f"count must be in 0..{cache.longest}, tokens, got {count}")
+        raise ValueError(
+            f"count must be between 0 and {cache.longest}, the longest length, got {count}"
+        )
     cache.length, cache.longest = cache.length - count, cache.longest - count
     for name, x in cache.pages.tensors().items():
         # A compressed token is stored at the index of its last raw token, divided by the stride.
@@ -351,7 +362,7 @@ def crop(cache: NSACache, count: int) -> None:
 
 def zeroed(x: Tensor) -> Tensor:
     """Fill `x` with zeros, in place unless an autograd graph holds `x`. Attention multiplies
-    whole tiles, so that NaN after the last token would spread.
+    whole tiles, so that a NaN after the last token would reach the output.
     """
     if x.requires_grad:
         return torch.zeros_like(x)
@@ -360,8 +371,8 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """Run `zeroed` on the `count` entries after the first `used` [B] entries of `x` [B, M, ...].
-    Entries beyond the last one are clamped to it.
+    """Set the `count` entries after the first `used` [B] entries of `x` [B, M, ...] to zero, as
+    `zeroed` does. Indices beyond the last entry are clamped to it.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

@@ -1,9 +1,10 @@
-"""Runs the checks, the choice and the planning of an attention call once for all equal calls.
+"""Runs the checks, the choice and the planning of an attention call once for all calls with the
+same signature.
 
-`signature_of` returns the key of a call. This `Signature` records all properties on which
-checks, choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature. It runs
-the bound plan of the forward pass and that of the gradient. A call under a mode, a tracer or a
-transform has no signature. torch's dispatcher passes it to an operator (`operators.py`).
+`signature_of` returns the `Signature` of a call, which records all properties on which checks,
+choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature, which runs the
+bound plans of the forward and the backward pass. A call under a mode, a tracer or a transform
+has no signature. The dispatcher of torch passes it to an operator (`operators.py`).
 """
 
 import itertools
@@ -23,9 +24,9 @@ from nsa_torch import batch_tables, operators, plans
 from nsa_torch.operators import arranged, kept_of
 from nsa_torch.plain import TENSORS, has_hooks, undisturbed
 
-KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
-DEVICE_TYPES = ("cuda",)  # whose calls have signatures
-ONE = 9  # in a form: `Branches` of one tensor
+KERNELS = ("mosaic", "triton")  # implementations whose calls can have programs
+DEVICE_TYPES = ("cuda",)  # tensor classes whose calls have signatures
+ONE = 9  # in a form: all fields of `Branches` are one tensor
 NAMES = frozenset({type(None), str})
 NUMBERS = frozenset({type(None), int, float})
 
@@ -36,14 +37,15 @@ class Signature(NamedTuple):
 
     Attributes:
       numbers: The fields of the `NSAConfig`, as numbers.
-      policy, interpreted: global state that choices depend on.
-      sizes: `max_seqlen`, `padded`, `gap` of a packed row.
+      policy, interpreted: global state on which choices depend.
+      sizes: `max_seqlen`, `padded` and `gap` of a packed row.
       checked: whether the caller has checked the arguments.
       gradient: whether any tensor requires a gradient.
-      hooked: Whether hooks see saved tensors. In that case each tensor is saved separately, and
-        none is freed early.
+      hooked: Whether hooks for saved tensors are set. In that case each tensor is saved
+        separately, and none is freed early.
       form: The number of tensors per argument. It is 0 for None, 1 for a tensor, 3 for
-        `Branches`, `ONE` for `Branches` of one tensor, and -n for a tuple of n tensors.
+        `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of
+        n tensors.
       tensors: For each tensor, its shape, dtype and device, whether it is contiguous, and the
         number of bytes by which its address misses the alignment of the kernels.
     """
@@ -70,8 +72,8 @@ def signature_of(
     recompute: Any,
     checked: bool = False,
 ) -> tuple[Signature | None, list[Tensor]]:
-    """Return the signature of a call and the list of its tensors. The signature is None if the
-    call has none.
+    """Return the signature of a call and the list of its tensors. The signature is None if
+    calls of this kind have none.
 
     Args:
       given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
@@ -98,7 +100,7 @@ def signature_of(
             form.append(1)
         elif x is None:
             form.append(0)
-        elif kind is Branches and x[0] is x[1] is x[2]:  # an operator takes it once
+        elif kind is Branches and x[0] is x[1] is x[2]:  # an operator receives it once
             flat.append(x[0])
             form.append(ONE)
         elif kind is Branches or kind is tuple:
@@ -121,7 +123,7 @@ def signature_of(
     borders = given[-1]
     tables = None if borders is None else getattr(borders, batch_tables.ATTRIBUTE, None)
     sizes = batch_tables.UNKNOWN if tables is None else tables.sizes
-    # A named tuple's own constructor is a function of Python.
+    # The constructor of a named tuple is a slower Python function.
     signature: Any = tuple.__new__(  # type: ignore[bad-specialization]
         Signature,
         (
@@ -142,8 +144,9 @@ class PlannedProgram(operators.Program):
       tensors: the tensors of the first such call. They are not stored.
 
     Attributes:
-      order: the positions of the operator's tensors among the tensors of the call.
-      run: The forward plan. It returns the output, followed by the residuals for the gradient.
+      order: the index among the tensors of the call of each tensor that the operator receives.
+      run: The bound plan of the forward pass, which returns the output, followed by the
+        residuals for the gradient.
     """
 
     def __init__(self, path, signature: Signature, config: NSAConfig, tensors: list[Tensor]):

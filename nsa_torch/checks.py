@@ -1,5 +1,5 @@
-"""Checks public arguments with `nsa_core.validate`, and in addition devices and packed rows of
-torch.
+"""Checks the arguments of public functions: shapes and dtypes with `nsa_core.validate`, then
+devices and packed rows.
 """
 
 import numbers
@@ -14,12 +14,13 @@ from nsa_core.types import Branches
 from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
 
-FEWEST = 8  # sequences that tables have room for
+FEWEST = 8  # minimum number of sequences for which tables have space
 
 
 def tensors(at=None, name_of_at="query", /, **given):
-    """Check that each argument, or each field of `Branches` or parameters, is a plain tensor on
-    the device of `at`, by default that of the first one.
+    """Check that each argument is a plain tensor on the device of `at`, or of the first
+    argument if `at` is None. Each field of `Branches` and of parameters is checked in the same
+    way.
     """
     for name, each in _each(given):
         if not isinstance(each, Tensor):
@@ -41,7 +42,7 @@ def present(**given):
 
 
 def _each(given):
-    """Return names and values, with one entry per field of containers."""
+    """Return names and values. A container has one entry per field."""
     found = []
     for name, x in given.items():
         if isinstance(x, tuple) and hasattr(x, "_asdict"):
@@ -61,8 +62,8 @@ def _whole(name: str, x: Tensor) -> None:
         return
     if hasattr(x, "to_local"):
         raise ValueError(
-            f"{name} must be a tensor of one rank, got a {type(x).__name__}; pass its to_local() "
-            "if the local part has whole rows or heads, or if context_mesh splits the tokens"
+            f"{name} must be a local tensor, got a {type(x).__name__}; pass its to_local() if the "
+            "local part has whole rows or heads, or if context_mesh splits the tokens"
         )
 
 
@@ -77,8 +78,8 @@ def tokens(
     value_name="value",
     length=None,
 ):
-    """Check the number of tokens. If these are the tokens of one rank, `length` is the number
-    of tokens of the whole sequence.
+    """Check the numbers of tokens of query and key. If these are the tokens of one rank,
+    `length` is the number of tokens of the whole sequence.
     """
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
@@ -106,8 +107,8 @@ def attention(
     scale,
     length=None,
 ):
-    """Check the tensors of `functional.attention` except its gates. Keys and values are given
-    by branch, and `length` is as in `tokens`.
+    """Check the tensors of `functional.attention` except the gates. Keys and values are listed
+    by branch. `length` is as in `tokens`.
     """
     for *names, k, v in validate.named(key, value):
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
@@ -126,9 +127,10 @@ def attention(
 
 
 def gates(gates, query) -> Branches:
-    """Check and split gates as `validate.gates` does. An eager call splits them with `unbind`,
-    whose gradient is one stack. A compiled call does not, since it would save the views as well
-    as the gates, and Inductor's backward pass would then overwrite gates that it still reads.
+    """Check gates and split them by branch, as `validate.gates` does. An eager call splits them
+    with `unbind`, whose gradient is a single stack. A compiled call does not use `unbind`,
+    since it would save the views in addition to the gates. The backward pass of Inductor would
+    then overwrite gates that it still reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -147,7 +149,9 @@ def packed(cu_seqlens, x, name, length=None):
 
 
 def borders_array(cu_seqlens, name="cu_seqlens", *at):
-    """Check the shape and dtype of boundaries, not their values. `at` is as in `tensors`."""
+    """Check the shape and dtype of boundaries, not their values. `at` has the same meaning as
+    in `tensors`.
+    """
     tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
@@ -157,8 +161,8 @@ def borders_array(cu_seqlens, name="cu_seqlens", *at):
 
 
 def borders(cu_seqlens, length, name="cu_seqlens"):
-    """Check the values of boundaries if the host reads them. Boundaries of metadata were
-    checked before.
+    """Check the values of boundaries if the host reads them. Boundaries of `VarlenMetadata`
+    have already been checked.
     """
     if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
@@ -177,7 +181,7 @@ def within(name: str, x: Tensor, least: int, most: int) -> None:
 
 
 def distinct(block_indices: Tensor) -> None:
-    """Raise an error if a list names a block twice and the host reads it."""
+    """Raise an error if a list contains a block twice, provided that the host reads the lists."""
     if (found := read(block_indices)) is not None:
         block_lists.refuse_repeated(found)
 
@@ -192,8 +196,8 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
-    """Return whether the host reads the numbers of an argument. It reads them if it need not
-    wait for them, if `debug` is on, or if the caller allows it to `wait`.
+    """Return whether the host reads the values of an argument. It does so if it need not wait
+    for the device, if `debug` is on, or if the caller permits waiting (`wait`).
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
@@ -206,17 +210,18 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """Return valid boundaries. The first is 0, and each is at least the previous one and at
-    most `length`, so that no kernel reads outside the row. The last boundary is repeated to
-    fill `room`, so that calls with different numbers of sequences have the same signature.
+    most `length`, so that no kernel reads outside the row. The last boundary is repeated up to
+    `room` sequences, so that calls with different numbers of sequences have the same signature.
 
     Raises:
-      ValueError: as `borders`.
+      ValueError: The same as in `borders`.
     """
     if tables_of(cu_seqlens) is not None or not isinstance(cu_seqlens, Tensor):
         return cu_seqlens
     if torch.compiler.is_compiling():
         return held(cu_seqlens, length)
-    # Dozens of calls of a model reuse the result of the first. The caller's tensors are not marked.
+    # Dozens of calls of a model reuse the result of the first call. It is cached on a copy,
+    # since the caller's tensors must not get attributes.
     if getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
     borders_array(cu_seqlens)
@@ -227,14 +232,12 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 
 def room(sequences: int) -> int:
-    """Return the capacity of tables for `sequences` sequences."""
+    """Return the number of sequences for which tables are allocated if there are `sequences`."""
     return max(FEWEST, 1 << (sequences - 1).bit_length())
 
 
 def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tensor:
-    """Return valid boundaries of a row of `length` tokens, with space for `sequences`
-    sequences.
-    """
+    """Return valid boundaries of a row of `length` tokens, padded to `sequences` sequences."""
     ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
     found = F.pad(ends, (1, 0))
     if sequences is None or sequences == ends.shape[0]:
@@ -243,7 +246,7 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
 
 
 def length(kv_len, query, cu_seqlens, capacity, most=None):
-    """Check a length. `most` is the maximum number of tokens if it differs from `capacity`."""
+    """Check `kv_len`. `most` is its maximum if that differs from `capacity`."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None if cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
@@ -276,7 +279,9 @@ def indices(block_indices, query, key, config):
 
 
 def parameters(params, x, name_of_x):
-    """Return the tensors of the parameters of `compress`. All must be on the device of `x`."""
+    """Check the parameters of `compress`, which must be on the device of `x`, and return their
+    tensors.
+    """
     found = []
     for one in params:
         if one is not None:
@@ -291,5 +296,5 @@ def device(given) -> torch.device:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device must be a device that torch finds, or None, got {given!r}"
+            f"device must be None or a device that torch finds, got {given!r}"
         ) from error

@@ -1,9 +1,9 @@
 """Computes attention in chunks of queries, which bounds the memory of the forward and the
 backward pass.
 
-The backward pass computes each chunk again. The gradients of keys and values, to which every
-chunk adds, accumulate in float32 for every dtype. torch.utils.checkpoint is not used, since it
-would accumulate them in the dtype of the keys.
+The backward pass computes each chunk again. Every chunk adds to the gradients of keys and
+values, which accumulate in float32 for every dtype. torch.utils.checkpoint would accumulate
+them in the dtype of the keys, so that it is not used.
 """
 
 import functools
@@ -17,13 +17,14 @@ from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.plain import plain
 
-# Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
+# Maximum size in bytes of an intermediate of one chunk, such as logits or gathered keys and
+# values.
 BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """The rows of an array whose first `axes` axes are merged. An index beyond the last row
-    means that there is no row.
+    """Rows of an array whose first `axes` axes are merged, selected by indices. An index beyond
+    the last row selects no row.
     """
 
     index: Tensor
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
         return x[torch.unravel_index(index, shape)]  # a cache must not be copied
 
     def zeros(self, x: Tensor) -> Tensor:
-        # The spare row takes what has no row, be it NaN.
+        # Gradients that belong to no row, including NaN, go to the spare row.
         count = x.shape[: self.axes].numel()
         return x.new_zeros(count + 1, *x.shape[self.axes :], dtype=wide(x.dtype))
 
@@ -50,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens `begin .. end - 1` of every batch row. They are read without a copy."""
+    """The tokens `begin .. end - 1` of every batch row, which are read without a copy."""
 
     begin: int
     end: int
@@ -76,7 +77,7 @@ class Chunk(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and accumulation."""
+    """Return the dtype in which softmax and sums are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -98,13 +99,13 @@ def over_queries(
     seen: Callable[[int], int] | None = None,
 ) -> Any:
     """Apply `body(*chunk, *shared)` to chunks of the queries of `arrays` `[B, T, ...]`. `body`
-    returns one tensor or several. It has no gradient.
+    returns one tensor or several. The function has no gradient.
 
     Args:
       shared: Arrays `[B, S, ...]` that every query may read.
       row_bytes: bytes per query of the largest intermediate.
       seen: Function that maps a number of queries to the number of rows of `shared` that these
-        see. None means that all rows may be seen.
+        can read. None means that they can read all rows.
     """
     found = []
     for part in chunks(arrays[0].shape[1], row_bytes):
@@ -116,11 +117,11 @@ def over_queries(
 
 
 class Work(NamedTuple):
-    """Attention in chunks of queries.
+    """Attention in chunks of queries, as a plan that both passes use.
 
     Attributes:
-      plan: Function of the queries of a chunk that returns a `Chunk`.
-      row_bytes: Bytes per query index in the largest intermediate.
+      plan: Function that maps the slice of a chunk's queries to a `Chunk`.
+      row_bytes: Bytes of the largest intermediate per query.
       most: the maximum number of queries per chunk.
     """
 
@@ -134,7 +135,9 @@ class Work(NamedTuple):
     def forward(
         self, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
-        """Write out `[B, T, H, Dv]`, and lse `[B, T, H]` unless it is empty."""
+        """Write the output `[B, T, H, Dv]` to `out`. Write the log-sum-exp `[B, T, H]` to
+        `lse`, unless `lse` is empty.
+        """
         for part in self.parts(query):
             source, attend = self.plan(part)
             keys, values = source.read(key), source.read(value)
@@ -145,7 +148,7 @@ class Work(NamedTuple):
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor
     ) -> list[Tensor]:
-        """Return the gradients of query, key and value, given the gradients of out and lse."""
+        """Return the gradients of query, key and value, given the gradients of `out` and `lse`."""
         pair = key, value
         grad_query = torch.empty_like(query)
         source, _ = self.plan(slice(0, 1))
@@ -153,7 +156,8 @@ class Work(NamedTuple):
         for part in self.parts(query):
             source, attend = self.plan(part)
             inputs = [x.detach() for x in (query[:, part], *map(source.read, pair))]
-            # As in the forward pass, whatever surrounds the backward pass.
+            # The state is that of the forward pass, regardless of the state around the backward
+            # pass.
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
                 out, lse = attend(*(x.requires_grad_() for x in inputs))
                 results, grads = [out], [grad[:, part]]
@@ -169,13 +173,14 @@ class Work(NamedTuple):
 
 
 def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Callable]:
-    """Make a branch, an operator `nsa::branch_attention`, from a function that describes its
-    work.
+    """Register a branch as an operator `nsa::branch_attention`, from a function that returns
+    its `Work`.
 
     Args:
       name: Name in the kind of the call.
-      count: Number of tensors, which are the positional arguments of the function. Its keywords are
-        `with_lse` and those of `operators.unpack_layout`. It returns None if no query sees a key.
+      count: Number of tensors, which are the positional arguments of the function. Its keyword
+        arguments are `with_lse` and those of `operators.unpack_layout`. It returns None if no
+        query has a key.
     """
 
     def define(work_of):
@@ -214,8 +219,8 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results for queries without keys. Their out is 0, lse is -inf, and gradients
-    are 0.
+    """Return the results for queries without keys: outputs of 0, a log-sum-exp of -inf, and
+    gradients of 0.
     """
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
@@ -243,7 +248,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):
-        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        # read once, since a checkpoint does not provide them a second time
+        saved = ctx.saved_tensors
         found = [torch.empty_like(x) for x in saved]
         for part in _combine_parts(grad):
             for i, out in enumerate(saved[:3]):

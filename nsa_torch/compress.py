@@ -28,11 +28,10 @@ def compress(
     cu_seqlens: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Apply `phi` to the windows of `x` [B, S, Hkv, D]. The result is `[B, C, Hkv, D]`. `x` begins
-    at position `first`, or at 0 in a packed row.
-
-    In a packed row the windows of all sequences are in the order of their first token, without
-    gaps. The remaining slots at the end are zero.
+    """Apply `phi` to the windows of `x` [B, S, Hkv, D]. The result is `[B, C, Hkv, D]`. The
+    first token of `x` has position `first`. In a packed row, `first` is 0, and the compressed
+    tokens of all sequences are in the order of their first tokens, without gaps. The remaining
+    slots at the end are zeros.
     """
     if torch.compiler.is_compiling():
         rest = operators.MAY_BE_NAN, *operators.pack_layout(config, first, cu_seqlens, None)
@@ -43,12 +42,13 @@ def compress(
     if count == 0 or x.numel() == 0:
         return x.new_zeros(batch, count, kv_heads, width)
     if cu_seqlens is None:
-        # A window is l/d stride blocks: slices, so that the gradient needs no scatter.
+        # A window consists of l/d stride blocks. Slices select them, so that the gradient needs
+        # no scatter.
         shifts = block // stride
         number = count + shifts - 1
-        # No einops here: it is on the way of every call, and costs the host 10 us a time.
+        # No einops here, since each use costs the host 10 us in every call.
         blocks = x[:, : number * stride].reshape(batch, number, stride, kv_heads, width)
-        if params is None:  # a block's sum serves all its windows
+        if params is None:  # all windows of a stride block share its sum
             sums = blocks.sum(dim=2, dtype=wide(x.dtype)).reshape(batch, number, -1)
             means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
             return means.to(x.dtype).reshape(batch, count, kv_heads, width)
@@ -69,7 +69,7 @@ def gradient_of_means(
     if grad.numel() == 0:
         return grad.new_zeros(shape)
     if cu_seqlens is None:
-        # A stride block is in as many windows.
+        # The number of windows that contain a stride block.
         shifts = block // stride
         windows = F.pad(
             grad.reshape(batch, count, -1).to(wide(dtype)), (0, 0, *[shifts - 1] * 2)
@@ -79,15 +79,15 @@ def gradient_of_means(
         return F.pad(tokens, (0, 0, 0, 0, 0, length - tokens.shape[1]))
     taps, unused, _ = packed_windows(cu_seqlens, length, config)
     each = (grad.masked_fill(unused, 0).to(wide(dtype)) / block).to(dtype)[0, :, None]
-    # As the gradient of a look-up, in a fixed order.
+    # The same as the gradient of indexing, in a fixed order of sums.
     found = grad.new_zeros(shape[1:])
     return found.index_put_((taps,), each.expand(*taps.shape, -1, -1), accumulate=True)[None]
 
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
     """Apply `phi` to the windows of `x` that consist of the tokens `taps` `[C, l]`. The result
-    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding do not reach the gradients
-    of parameters either.
+    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding have no effect on the
+    gradients of parameters either.
     """
     windows = x[:, taps]
     if params is not None:
@@ -121,8 +121,9 @@ def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
     return out.to(dtype)
 
 
-# What torch.compile and torch.export see: slices of a length that they do not know would hold for
-# some lengths only. The tensors of the operator are the tokens and the parameters.
+# The operator that torch.compile and torch.export trace. Traced slices of an unknown length
+# would be valid for some lengths only. The tensors of the operator are the tokens and the
+# parameters.
 KINDS = PoolParams, MLPParams, RopeMLPParams
 PARAMS: dict[int, Any] = {len(each._fields): each for each in KINDS}
 
@@ -140,7 +141,7 @@ def _gradients(grad, *arguments):
     leaves = [t.detach().requires_grad_() for t in arguments[:count]]
     with torch.enable_grad():
         (out,) = _compress(*leaves, *arguments[count:])
-    if not out.requires_grad:  # of no window
+    if not out.requires_grad:  # slots without a window
         return [torch.zeros_like(t) for t in leaves]
     return torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
 

@@ -1,24 +1,26 @@
-"""Context parallelism, which divides one sequence among the ranks of a mesh dimension.
+"""Context parallelism, in which the ranks of a mesh dimension share one sequence.
 
-Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
-values are gathered one batch row and some key/value heads at a time (`head_groups`); the next
-gather runs while the current heads are computed. A chunk of queries is then a call like any
-other, whose queries are the last of the keys up to its end. The backward pass gathers again,
-and sums the gradients of keys and values over the ranks in float32 by a reduce-scatter, some
-heads at a time.
+Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
+and values are gathered for one batch row and a few key/value heads at a time (`head_groups`).
+The next gather runs while the current heads are computed. Each chunk of queries is then an
+ordinary call, whose keys end with the chunk's last token. The backward pass gathers keys and
+values again. It sums their gradients over the ranks in float32 by a reduce-scatter, also for a
+few heads at a time.
 
-On Mosaic kernels one call computes both chunks of a rank. Its queries have a gap in the middle.
-Each rank computes the means of all windows from the gathered tokens. On other kernels, and with
-a learned compression, each rank computes the compressed tokens that begin in its own tokens,
-from these and the tokens after them (the halo). All ranks then gather compressed tokens, which
-are `d` times fewer than the raw ones; `phi` runs once for each. A window of `l` tokens belongs
-to the chunk with its first token. The halo has `l - d` tokens if chunks are whole strides,
-otherwise `l - 1`. For the halo, the first tokens of every chunk are gathered. In the backward
-pass the two gathers become reduce-scatters in float32, and learned windows are computed again.
+On Mosaic kernels one call computes both chunks of a rank, and its queries have a gap between
+the chunks. Each rank then computes the means of all windows from the gathered tokens. On other
+kernels, and with a learned compression, each rank computes the compressed tokens whose windows
+begin in its own tokens. For these it also needs the tokens that follow its chunks, the halo.
+All ranks then gather the compressed tokens, of which there are `d` times fewer than raw tokens.
+`phi` therefore runs once per window, not once per rank. A window of `l` tokens belongs to the
+chunk with its first token. The halo has `l - d` tokens if the length of a chunk is a multiple
+of the stride, otherwise `l - 1`. To provide it, the first tokens of every chunk are gathered.
+In the backward pass the two gathers become reduce-scatters in float32, and a learned `phi` is
+computed again.
 
-The graph of each local call is stored for the backward pass without its input tensors. These
-are sliced from the rank's own tensors again, or gathered again (`local_graph`). The other saved
-tensors belong to the outer node, so that `torch.utils.checkpoint` around it works.
+The autograd graph of each local call is stored without its input tensors (`local_graph`). The
+backward pass slices these from the rank's own tensors, or gathers them again. The outer
+autograd node saves all other tensors, so that `torch.utils.checkpoint` around the call works.
 
 Shapes: `T` is the number of tokens of one rank, and `S` that of the whole sequence.
 """
@@ -79,8 +81,8 @@ def unshard_sequence(
     length: int | None = None,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """Return the whole sequence on every rank, without gradient. `length` is the length without
-    padding.
+    """Gather the whole sequence on every rank, without gradient. `length` is the length of the
+    sequence without the padding of `shard_sequence`.
     """
     ranks = Ranks(context_mesh, x.device)
     shards = Shards.of(ranks, "x", x.shape[dim], context_layout)
@@ -130,8 +132,8 @@ def compress(
 
     Args:
       x: `[B, T, Hkv, D]`, the rank's own tokens.
-      params: The parameters, the same on every rank. The gradient on each rank comes only from
-        the rank's own windows. The sum over the ranks is the full gradient.
+      params: The parameters, the same on every rank. Their gradient on each rank covers only
+        the windows of that rank. Sum it over the ranks to get the full gradient.
       cu_seqlens: Boundaries of the whole sequence, the same on every rank.
 
     Returns:
@@ -155,8 +157,9 @@ def compress(
 def tokens_before(
     x: Tensor, count: int, *, context_mesh: DeviceMesh, context_layout: Layout = "zigzag"
 ) -> Tensor:
-    """Return the `count` tokens before each chunk of this rank's tokens `x` [B, T, columns],
-    `[B C, count, columns]` for `C` chunks. Zeros precede the sequence.
+    """Return the `count` tokens before each of the `C` chunks of this rank, `[B C, count,
+    columns]`. `x` `[B, T, columns]` are this rank's tokens. Positions before the sequence are
+    zeros.
 
     Raises:
       ValueError: a chunk has fewer tokens than `count`.
@@ -185,8 +188,8 @@ def select_blocks(
     context_mesh: DeviceMesh,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """Return the blocks that this rank's queries read, int32 `[B, T, Hkv, n]`. No tokens are moved
-    between ranks.
+    """Select the blocks that the queries of this rank read, int32 `[B, T, Hkv, n]`. Ranks
+    exchange no tokens.
 
     Args:
       query: `[B, T, H, D]`, the rank's own.
@@ -213,8 +216,8 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """Return the ranks of a mesh for tensors like `x`. If `x` is not a tensor, all ranks are
-    informed of the error.
+    """Return the ranks of a mesh for tensors on the device of `x`. If `x` is not a tensor, all
+    ranks raise an error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -223,8 +226,8 @@ def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
 def attention(
     arguments, varlen, config, scale, recompute, implementation, context_mesh, context_layout
 ) -> Tensor:
-    """Compute `functional.attention` of this rank's queries. `arguments` are those of
-    `functional.decided`.
+    """Compute `functional.attention` for the queries of this rank. `arguments` are the same as
+    in `functional.decided`.
     """
     query, key, value, gates, compressed, block_indices, cu_seqlens = arguments
     ranks, device = _ranks_of(context_mesh, query)
@@ -237,7 +240,7 @@ def attention(
             raise
         arguments = *arguments[:-1], cu_seqlens
     called, tensors = call.signature_of(arguments, implementation, config, scale, recompute)
-    wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
+    wanted = tuple(x.requires_grad for x in tensors)  # the same on all ranks
     key, value = map(Branches.each, (key, value))
     separate = key.sliding is not key.selected or value.sliding is not value.selected
     known = called and (called, wanted, ranks.group, str(context_layout), separate)
@@ -267,17 +270,17 @@ def attention(
         shards = Shards.of(ranks, "query", query.shape[1], context_layout)
         on_mosaic = words["on_mosaic"]
         group = query.shape[2] // key.selected.shape[2]
-        # No tile may have queries of both chunks. One sequence is gathered for few heads, packed
-        # rows are not.
+        # A tile must not have queries from both chunks. One sequence with few heads per group
+        # runs on gathered tiles, which have no gap. Packed rows have no gathered tiles.
         whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
         several = cu_seqlens is not None or group > max_heads(config.select_block)
-        gaps = on_mosaic and whole_tiles and several  # one call may have both chunks
+        gaps = on_mosaic and whole_tiles and several  # one call may compute both chunks
         if known is not None:
             plans.keep(known, (shards, row, on_mosaic, gaps))
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     one_pair = key.compressed is key.selected and value.compressed is value.selected
     if compressed is None and not (on_mosaic and one_pair):
-        # The mean of a column knows no others.
+        # The mean of a column does not depend on other columns.
         both = torch.cat([key.compressed, value.compressed], dim=-1)
         widths = key.compressed.shape[-1], value.compressed.shape[-1]
         means = compressed_tokens(shards, both, None, config, cu_seqlens)
@@ -314,9 +317,10 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _words(**given: Any) -> dict[str, Any]:
-    """Return the arguments as text, which `agree` compares. A tensor, or a tuple of tensors, is
-    represented by shapes, dtypes, and whether a gradient is required. The steps of the backward
-    pass depend on this, and all ranks must run the same steps.
+    """Describe the arguments as text, which `agree` compares between ranks. A tensor, or a
+    tuple of tensors, is represented by shapes, dtypes and whether it requires a gradient. The
+    steps of the backward pass depend on these properties, and all ranks must run the same
+    steps.
     """
 
     def word(x):
@@ -331,18 +335,20 @@ def _words(**given: Any) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """The tensors of a call. They are this rank's tensors, and the compressed tokens of the
-    whole sequence.
+    """The tensors of a call. All belong to this rank, except the compressed tokens, which are
+    those of the whole sequence.
     """
 
     own: tuple[Tensor, ...]  # query [B, T, H, D]; three gates [B, T, H], or one [B, T, H, 3]
-    compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
-    keys_values: tuple[Tensor, ...]  # [B, T, Hkv, .]: selected key, value (, sliding)
-    block_indices: tuple[Tensor, ...]  # [B, T, Hkv, n], or none
+    compressed: tuple[Tensor, ...]  # keys and values [B, C, Hkv, .], or empty if they are means
+    # [B, T, Hkv, .]: key and value of the selected branch, then of the sliding branch if they
+    # differ
+    keys_values: tuple[Tensor, ...]
+    block_indices: tuple[Tensor, ...]  # [B, T, Hkv, n], or empty
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], sizes: Sequence[int]) -> Self:
-        """Build a `Given` from a flat list of tensors. `sizes` has the number of tensors per
+        """Build a `Given` from a flat list of tensors, given the number of tensors in each
         field.
         """
         supply = iter(tensors)
@@ -354,39 +360,39 @@ class Given(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The number of tensors per field."""
+        """The number of tensors in each field."""
         return [*map(len, self)]
 
 
 class Unit(NamedTuple):
-    """The unit of gathers and of attention. It is a batch row with a group of heads
-    (`context_layout.head_groups`).
+    """One batch row with one group of heads (`context_layout.head_groups`). Gathers and local
+    calls process one unit at a time.
     """
 
     row: int
     kv_heads: slice
     heads: slice
-    wait: Callable[[], list[Tensor]]  # for its keys and values `[1, S, h, .]`
+    wait: Callable[[], list[Tensor]]  # buffer for the gathered keys and values `[1, S, h, .]`
 
 
-# A local call has queries that are the last of some keys, but for a gap between two chunks: their
-# tokens in the shard, the end of the keys, and options, whose boundaries record the length of the
-# gap (`batch_tables`).
+# A local call: the slice of the shard with its queries, the number of its keys, and keywords of
+# `functional.decided`. The queries are the last of these keys. If they have a gap between two
+# chunks, the boundaries in the keywords record its length (`batch_tables`).
 type LocalCall = tuple[slice, int, dict]
 
 
 class Call(NamedTuple):
-    """One call. `options` are keywords of `functional.decided`."""
+    """One call of context-parallel attention. `options` are keywords of `functional.decided`."""
 
     shards: Shards
-    sizes: list[int]  # of its `Given`
+    sizes: list[int]  # the number of tensors in each field of its `Given`
     recompute: bool
-    takes_gaps: bool  # whether one call may have two chunks with tokens between them
+    takes_gaps: bool  # whether one local call may have queries with a gap
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """Return the calls of a unit. If the kernels support it, one call serves all queries.
-        Otherwise there is one call per chunk.
+        """Return the local calls of a unit. If the kernels support a gap between queries, there
+        is one call for all queries. Otherwise there is one call per chunk.
         """
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
@@ -403,8 +409,8 @@ class Call(NamedTuple):
         return [(slice(0, tokens.stop), end, options)]
 
     def units(self, given: Given) -> Iterator[Unit]:
-        """Yield the units. The gather of the next unit starts before the current unit is
-        returned.
+        """Yield the units with their gathered tensors. The gather of the next unit starts
+        before the current unit is yielded.
         """
         batch, _, kv_heads = given.keys_values[0].shape[:3]
         group = given.own[0].shape[2] // kv_heads
@@ -430,9 +436,9 @@ class Call(NamedTuple):
         yield before
 
     def local(self, given: Given, unit: Unit, whole, tokens, end, options):
-        """Return the function that runs a chunk's call, and the tensors of this call. These are
-        contiguous, with `B = 1` and the heads of a unit. The function returns the output `[1,
-        T, h G, Dv]`.
+        """Return the function that runs a local call, and the tensors of the call. The tensors
+        are contiguous, with `B = 1` and the heads of the unit. The function returns the output
+        `[1, T, h G, Dv]`.
         """
         row, count = slice(unit.row, unit.row + 1), options["config"].num_compressed(end)
         cut = lambda each, *at: (x[row, *at].contiguous() for x in each)
@@ -446,7 +452,7 @@ class Call(NamedTuple):
 
 
 def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
-    """Run `functional.decided` on the tensors of a `Given`."""
+    """Run `functional.decided` on the flat list of tensors of a `Given`."""
     (query, *gates), compressed, keys_values, indices = Given.of(tensors, sizes)
     key, value, *sliding = keys_values
     own_key, own_value = sliding or (key, value)
@@ -461,17 +467,19 @@ def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
 def local_graph(
     function: Callable[..., Tensor], leaves: list[Tensor], kept: list[Tensor]
 ) -> tuple[Tensor, Callable[..., list[Tensor | None]]]:
-    """Return a call's output, and its graph without the memory of the tensors that were passed to
-    it.
+    """Run a local call. Return its output, and a function that computes gradients. The autograd
+    graph does not keep the input tensors alive.
 
     Args:
-      kept: List to which the tensors that the graph saves are appended. The graph does not own
-        them.
+      leaves: The input tensors of the call.
+
+        kept: A list, to which the tensors that the graph saves are appended. The graph does not
+        own them.
 
     Returns:
-      The output, and `gradients(leaves, kept, do, retain)`, which returns the gradient of each leaf
-      from that of the output, the leaves of the graph, and the tensors that it saved. `retain`
-      means that this is not the last use.
+      The output, and `gradients(leaves, kept, do, retain)`, which returns the gradient of each
+      leaf. Its arguments are the leaves and the saved tensors again, the gradient of the
+      output, and whether the graph is used once more afterwards.
     """
     found, present = list[Tensor | None](), [leaves, kept]
     places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
@@ -481,7 +489,7 @@ def local_graph(
         i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
         if i is not None and x.dtype == dtypes[i]:
             return i, (x.size(), x.stride(), x.storage_offset())
-        # Boundaries come with their tables, which another tensor would not have.
+        # Boundaries are kept as the same tensor, since their tables are attached to it.
         present[1].append(x.detach() if tables_of(x) is None else x)
         return len(present[1]) - 1, None
 
@@ -493,7 +501,7 @@ def local_graph(
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         out = function(*_Enter.apply(token, found, *leaves))
     edge = get_gradient_edge(out)
-    present.clear()  # the graph keeps its hooks
+    present.clear()  # the graph refers to its hooks, which refer to this list
 
     def gradients(leaves, kept, do, retain):
         present[:] = leaves, kept
@@ -506,8 +514,8 @@ def local_graph(
 
 
 class _Enter(torch.autograd.Function):
-    """Starts a graph from leaves without holding them. The gradients of the leaves are written
-    to `found`.
+    """Starts an autograd graph from leaves without keeping them alive. Their gradients are
+    written to `found`.
     """
 
     @staticmethod
@@ -542,7 +550,8 @@ class _Attention(torch.autograd.Function):
                     part = function(*leaves)
                 out.put(part, unit, each[0])
         if keep:
-            # The boundaries too, so that torch knows if they were written to since.
+            # The boundaries are saved too, so that torch detects whether they are modified
+            # before the backward pass.
             ctx.save_for_backward(call.options["cu_seqlens"], *tensors, *kept)
             ctx.call, ctx.graphs, ctx.calls = call, graphs, calls
         return out.found
@@ -566,7 +575,8 @@ class _Attention(torch.autograd.Function):
                 shares = query.new_empty(shape, dtype=dtype)
                 chunks = shards.chunks_of(shares)
                 done = [next(graphs, None) for _ in ctx.calls]
-                # The longest first: its gradients are written, those of others added.
+                # The longest call comes first, since its gradients are written and those of the
+                # other calls are added.
                 for i, each in reversed([*enumerate(ctx.calls)]):
                     (tokens, end, _), adds = each, i + 1 < len(done)
                     function, leaves = call.local(given, unit, whole, *each)
@@ -610,8 +620,8 @@ class _Attention(torch.autograd.Function):
 
 
 class Whole:
-    """A tensor that is built from parts. It has the properties of `like`, except the shape. A
-    single part is not copied.
+    """Builds a tensor from parts, with the dtype and device of `like`. A single part is not
+    copied.
     """
 
     def __init__(self, like: Tensor, shape: Sequence[int]):
@@ -619,7 +629,7 @@ class Whole:
         self._found: Tensor | None = None
 
     def put(self, part: Tensor | None, unit: Unit, tokens: slice) -> None:
-        """Put `part` `[1, t, h, ..]` of a unit into the tensor. None means zeros."""
+        """Put the part `[1, t, h, ..]` of a unit at its tokens. None means zeros."""
         if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
             self._found = part
         else:
@@ -633,22 +643,22 @@ class Whole:
 
 
 def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
-    """Apply `phi` to the windows of the whole sequence. `x` `[B, T, Hkv, D]` are this rank's
-    tokens. The result is `[B, C, Hkv, D]`.
+    """Apply `phi` to the windows of the whole sequence and return `[B, C, Hkv, D]`. `x` `[B, T,
+    Hkv, D]` has the tokens of this rank.
     """
     windows: Any = WholeWindows(shards, config)
     if cu_seqlens is not None or shards.chunk % config.compress_stride:
         if cu_seqlens is None:
             cu_seqlens = batch_tables.of_one(shards.length, 0, x.device)
         windows = PackedWindows(shards, config, cu_seqlens)
-    # The halo of a chunk is cut from the heads of the chunks behind it: one, or more where chunks
-    # are shorter than the halo.
+    # The halo of a chunk consists of the first tokens of the next chunk, or of several next
+    # chunks if chunks are shorter than the halo.
     width = min(windows.halo, shards.chunk)
     heads = [tokens[:, :width] for tokens in x.split(shards.chunk, dim=1)]
     heads = _Gather.apply(shards, "the halo", torch.cat(heads, dim=1).transpose(0, 1))
 
     def made(x, heads, *learned):
-        """Return the windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
+        """Return the compressed tokens of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
         parts = []
         heads = F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, windows.halo))
         for place, tokens in enumerate(x.split(shards.chunk, dim=1)):
@@ -664,7 +674,7 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the tensors `[chunks * n, ..]` of all ranks, in the order of the sequence."""
+    """Gathers the tensors `[chunks * n, ..]` of all ranks and orders them as in the sequence."""
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, what: str, x):
@@ -684,8 +694,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """Applies `function` to tensors. The backward pass runs it again to compute their
-    gradient.
+    """Applies `function` to tensors. The backward pass runs `function` again and differentiates
+    it.
     """
 
     @staticmethod
@@ -704,8 +714,8 @@ class _Learned(torch.autograd.Function):
 
 
 class WholeWindows(NamedTuple):
-    """The windows of one sequence, whose chunks consist of whole strides. A window begins every
-    `d` tokens.
+    """The windows of one sequence, if the length of a chunk is a multiple of the stride `d`. A
+    window begins every `d` tokens.
     """
 
     shards: Shards
@@ -728,11 +738,11 @@ class WholeWindows(NamedTuple):
 
 
 class PackedWindows:
-    """The windows of packed sequences, whose starts are known only to the device, or of one
-    sequence whose chunks are no whole strides.
+    """The windows of packed sequences, or of one sequence if the length of a chunk is no
+    multiple of the stride. The starts of packed windows are known only on the device.
 
-    Two windows start at least `d` tokens from each other, so that a chunk has no more of them than
-    a chunk of a single sequence.
+    The starts of two windows differ by at least `d` tokens. A chunk therefore has no more
+    windows than a chunk of a single sequence.
     """
 
     def __init__(self, shards: Shards, config: NSAConfig, cu_seqlens: Tensor):
@@ -753,7 +763,8 @@ class PackedWindows:
 
 class _Means(torch.autograd.Function):
     """Computes `used_windows` for means. The gradient of a token is gathered from the windows
-    that contain it. Autograd's gradient of indexing would use a scattered sum instead.
+    that contain the token. The gradient that autograd derives for indexing would be a scattered
+    sum instead.
     """
 
     @staticmethod
@@ -771,12 +782,19 @@ class _Means(torch.autograd.Function):
 
 
 def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
-    """Return tables of windows. For the `most` slots of each chunk of this rank, these are the
-    tokens `[chunks, most, l]` in the chunk and its halo, whether the slot is empty `[chunks,
-    most, 1, 1]`, and the position of the first token `[chunks, most]`. For each window of the
-    sequence, it is the slot among the slots of all chunks `[C]`, or the number of slots if it
-    has none. For each token of a chunk and its halo, it is the slots of the windows that
-    contain the token `[chunks, l/d, tokens]`, filled with `most`.
+    """Return five tables of windows. Each chunk of this rank has `most` slots for windows.
+
+    1. The tokens of each slot, `[chunks, most, l]`, as indices into the chunk and its halo.
+
+    2. Whether the slot is empty, `[chunks, most, 1, 1]`.
+
+    3. The position of the slot's first token, `[chunks, most]`.
+
+    4. The slot of each window of the sequence, `[C]`, counted over all chunks. A window without
+    a slot has the total number of slots.
+
+    5. For each token of a chunk and its halo, the slots of the windows that contain it,
+    `[chunks, l/d, tokens]`. Unused entries are `most`.
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)

@@ -1,9 +1,9 @@
-"""Provides the collectives of `torch.distributed` along a mesh dimension for ranks that share
-one sequence, and computes the positions of each rank's tokens.
+"""The collectives of context parallelism, along a mesh dimension of `torch.distributed`, and
+the positions of each rank's tokens.
 
-The process group of the mesh moves all data. Its errors are raised again with the name of the step,
-on every rank that waits. A lost rank therefore ends the others within the timeout of the process
-group.
+All data moves through the process group of the mesh. Its errors are raised again with the name
+of the step, on every rank that waits. If a rank is lost, the others therefore end within the
+timeout of the process group.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class Ranks:
     """The ranks of a mesh with one dimension.
 
     Raises:
-      ValueError: the mesh has more dimensions, or its process group does not support tensors of
-        `device`.
+      ValueError: The mesh has more than one dimension, or its process group does not support
+        tensors on `device`.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device):
@@ -56,14 +56,16 @@ class Ranks:
             ) from error
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Start an all-gather of `x`. The returned function waits and returns `[R, *x.shape]`."""
+        """Start an all-gather of `x`. Call the returned function to wait for the result, `[R,
+        *x.shape]`. Errors name the data as `what`.
+        """
         found = x.new_empty(self.size, *x.shape)
         run = dist.all_gather_into_tensor, found.flatten(0, 1), x.contiguous()
         return self._started(*run, found, f"the all-gather of {what}")
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Start a reduce-scatter of `x` `[R, ...]`. The returned function waits and returns
-        this rank's sum.
+        """Start a reduce-scatter of `x` `[R, ...]`. Call the returned function to wait for the
+        sum of this rank. Errors name the data as `what`.
         """
         found = x.new_empty(x.shape[1:])
         run = dist.reduce_scatter_tensor, found, x.contiguous().flatten(0, 1)
@@ -75,8 +77,9 @@ class Ranks:
                 return step(*tensors, **options)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"context parallel: {what} failed on rank {self.rank} of {self.size}; a rank "
-                    "is gone, or did not answer within the process group's timeout"
+                    f"context parallelism: {what} failed on rank {self.rank} of {self.size}; "
+                    "another rank has ended, or did not answer within the timeout of the process "
+                    "group"
                 ) from error
 
         work = guarded(collective, output, given, group=self.group, async_op=True)
@@ -90,14 +93,14 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class Shards(layouts.Shards):
-    """The positions of the tokens of this rank and of the others."""
+    """The chunks of tokens of this rank and of the other ranks."""
 
     ranks: Ranks = dataclasses.field(compare=False)
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """Return the shards for `local_length` tokens per rank. `name` is the argument that errors
-        name.
+        """Return the shards for `local_length` tokens per rank. Errors name the argument
+        `name`.
         """
         chunk = layouts.chunk_length(name, local_length, layout)
         return cls(layout, ranks.size, ranks.rank, chunk, ranks)
@@ -108,11 +111,11 @@ class Shards(layouts.Shards):
         return (self.own[-1] - self.own[0] + 1 - len(self.own)) * self.chunk
 
     def chunks_of(self, shards: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """Return views of the chunks in the shards `[R, T, ...]` of all ranks, in the order of the
-        sequence.
+        """Return the chunks of all ranks in the order of the sequence, as views of `shards`
+        `[R, T, ...]`.
 
         Args:
-          chunk: Number of entries per chunk, by default its tokens.
+          chunk: Number of entries per chunk. Defaults to the number of tokens per chunk.
         """
         pieces = [x for shard in shards for x in shard.split(chunk or self.chunk)]
         return [pieces[at] for at in self.places]
@@ -125,16 +128,16 @@ class Shards(layouts.Shards):
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
-    """Return the result of `describe()`, which must be equal on all ranks, and the row that
-    encodes it.
+    """Check that `describe()` has the same result on all ranks. Return the result, and the row
+    of numbers that encodes it.
 
-    Every call gathers one row of numbers. On a GPU the host writes and reads rows only for a
-    new description, since both wait for the device.
+    Every call gathers one row. On a GPU the host writes and reads rows only for a new
+    description, since both operations wait for the device.
 
     Raises:
-      ValueError: The descriptions differ, or one of them failed. Every rank raises it. A rank
-        whose `describe` failed raises that error instead. On a GPU, a rank that has described
-        the same call before compares in `say`.
+      ValueError: The descriptions differ, or one of them failed. Every rank raises it. If
+        `describe` fails on a rank, that rank raises the error of `describe` instead. On a GPU,
+        a rank that has already described the same call compares the rows in `say`.
     """
     try:
         words = describe()
@@ -152,8 +155,8 @@ def agree(
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
     if "" in texts:
         raise ValueError(
-            f"arguments must be valid on all ranks of context_mesh, got an error on rank "
-            f"{texts.index('')}, which raises the reason"
+            "arguments must be valid on all ranks of context_mesh, got an error on rank "
+            f"{texts.index('')}; see the message of that rank"
         )
     for rank, other in enumerate(texts):
         for ours, theirs in zip(texts[0].split("; "), other.split("; "), strict=False):
@@ -166,7 +169,7 @@ def agree(
 
 
 def refuse(ranks: Ranks, device: torch.device) -> None:
-    """Inform the ranks in `agree` or `say` that this rank has an error instead of a call."""
+    """Inform the other ranks, which wait in `agree` or `say`, that this rank has an error."""
     ranks.gather(_row("", device), SIZES)()
 
 
@@ -176,17 +179,16 @@ def _row(text: str, device: torch.device) -> Tensor:
 
 
 def say(ranks: Ranks, row: Tensor) -> None:
-    """Gather the row of `agree` again, for other ranks that describe this call for the first
-    time.
-
-    The host does not wait for a GPU. If ranks describe different calls, a device-side assertion
-    stops the device, which the process cannot use afterwards.
+    """Gather the row of `agree` again, since other ranks may describe this call for the first
+    time. The host does not wait for a GPU. If ranks describe different calls, a device-side
+    assertion fails, and the process cannot use the device afterwards.
     """
     torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
 
 
 OTHERS = (
-    "arguments must have the same sizes on all ranks of context_mesh, got other ones on one"
+    "arguments must have the same sizes on all ranks of context_mesh, got different sizes on "
+    "another rank"
 )
 SIZES = "the arguments' sizes"
-LONGEST = 2048  # bytes of a description
+LONGEST = 2048  # number of bytes of a description

@@ -1,4 +1,6 @@
-"""The torch backend of `nsa_core.debug`, which reports events of both frameworks."""
+"""The part of `nsa_core.debug` that reads torch tensors. `nsa_core.debug` reports events of
+both frameworks.
+"""
 
 import torch
 from torch.utils import _pytree

@@ -1,9 +1,10 @@
 """Chooses an implementation for torch tensors. `nsa_core.dispatch` defines the registry.
 
-A target has the arguments of its public function, except that `kv_len` is never None. The
-target of a branch also has the argument `with_lse`. If it is False, the target may return None
-for the log-sum-exp. Targets of the step `attention`, which runs all steps at once, have the
-arguments of `operators.all_steps` after `kind`.
+The function of an implementation for a step is a target. A target has the arguments of the
+public function of the step, except that `kv_len` is never None. The target of a branch has the
+additional argument `with_lse`. If `with_lse` is False, the target may return None for the
+log-sum-exp. A target of the step `attention` runs all steps at once, and has the arguments that
+follow `kind` in `operators.all_steps`.
 """
 
 import functools
@@ -29,17 +30,17 @@ from nsa_torch.plain import constant
 from nsa_torch.torch_ops import device_name
 
 COMPILER = (
-    "needs a C compiler and the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or "
-    "kernels that are built already: python -m nsa_interop.build"
+    "needs a C compiler and the compiler in JAX's CUDA plugin (pip install 'jax[cuda13]'), or "
+    "kernels that are already built (python -m nsa_interop.build)"
 )
 
 
 def jax_why_not(problem: Problem) -> str | None:
-    """Return the reason why JAX does not support the tensors, or None. It does not start JAX's
-    backends.
+    """Return the reason why JAX does not support the tensors, or None. The function does not
+    start the backends of JAX.
     """
     if problem.step == WHOLE and problem.cached:
-        return "JAX runs all steps of whole sequences only, got a cache"
+        return "JAX runs only all steps of whole sequences, got a cache"
     if importlib.util.find_spec("jax") is None:
         return "JAX is not installed: pip install 'native-sparse-attention[jax]'"
     import jax
@@ -49,12 +50,12 @@ def jax_why_not(problem: Problem) -> str | None:
     if problem.platform in ("cpu", "meta"):
         return None
     if problem.platform != "cuda":
-        return f"JAX shares cpu and cuda tensors, got {problem.platform}"
+        return f"JAX supports only cpu and cuda tensors, got {problem.platform}"
     if not jax_has_cuda():
-        return "JAX is installed without CUDA"
+        return "JAX is installed without support for CUDA"
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return f"JAX is kept off CUDA by jax_platforms={platforms!r}"
+        return f"JAX must not use CUDA because of jax_platforms={platforms!r}"
     return None
 
 
@@ -65,7 +66,7 @@ def jax_has_cuda() -> bool:
 
 @functools.lru_cache(4096)
 def on_disk(*layer) -> bool:
-    """Return whether the kernels of a layer are on disk. The arguments are those of
+    """Return whether the kernels of a layer are stored on disk. The arguments are those of
     `layer_note`.
     """
     return loaded.store().serves(layer_note(*layer))
@@ -95,15 +96,17 @@ def triton_why_not(problem: Problem) -> str | None:
 
 def _table(step: str) -> tuple[Implementation, ...]:
     function = FUNCTIONS[step]
-    # FA-2 and SDPA return no probabilities: under both names scores are torch products.
+    # FA-2 and SDPA return no probabilities, so that both names compute scores with torch
+    # products.
     products = "select" if step == "scores" else None
     rows = [
         ("mosaic", "mosaic", mosaic_why_not),  # Hopper
         ("triton", "triton", triton_why_not),  # NVIDIA GPUs from Ampere on
-        # tensor cores, but no kernel of its own for blocks
+        # uses tensor cores, but has no kernel for blocks
         ("fa2", products or "fa2", fa2.why_not),
-        ("sdpa", products or "sdpa"),  # any device, memory bounded
-        # a second framework in the process: only by name, since `sdpa` never refuses
+        ("sdpa", products or "sdpa"),  # any device, with bounded memory
+        # a second framework in the process, which only its name selects, since `sdpa` never
+        # refuses
         ("jax", "autograd", jax_why_not),
         ("reference", "reference"),  # dense
     ]
@@ -118,9 +121,7 @@ REGISTRY = Registry("torch", {step: _table(step) for step in FUNCTIONS})
 
 
 class Chosen(NamedTuple):
-    """The implementation of every step of one call, as plain values that torch.compile
-    supports.
-    """
+    """The implementation of each step of a call, as plain values that torch.compile supports."""
 
     compressed: str
     scores: str
@@ -128,7 +129,7 @@ class Chosen(NamedTuple):
     sliding: str
     attention: (
         str | None
-    )  # runs all steps at once, also compression by means; None if nothing does
+    )  # the implementation that runs all steps at once, also compression by means, or None
 
     def load(self, step: str) -> Callable:
         """Return the function that runs `step`."""
@@ -140,12 +141,12 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """Choose the implementation of a `problem_key`. `step` is the argument of
+    """Choose the implementation for the problem of a `problem_key`. `step` is the argument of
     `Registry.choices`.
 
     Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
-    # A plain tuple, like the other arguments that torch.compile treats as constants.
+    # A plain tuple, as all arguments that torch.compile treats as constants.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
     fields: Any = _chosen(names, step, *problem)
     return Chosen(*fields)
@@ -154,10 +155,13 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
 @constant
 def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     names = implementation if isinstance(implementation, tuple) else (implementation,)
-    known = all(name is None or isinstance(name, str) for name in names)  # others are refused
+    known = all(
+        name is None or isinstance(name, str) for name in names
+    )  # other values are refused
     key = None
     if not debug.on and problem[0][0] == "cuda" and known:
-        # The other inputs of a choice. A choice costs as much time as the launches of a short row.
+        # The other inputs of a choice. The key is cached, since a choice costs as much time as
+        # the launches of a short row.
         state = policy.in_force(), capability.interpret.get() is not False
         key = implementation, step, problem, state
         if (found := plans.KNOWN.get(key)) is not None:
@@ -169,7 +173,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     if debug.on:
         debug.choices(TORCH, asked, chosen)
     for choice in chosen:
-        choice.load()  # imports, here where torch.compile does not look
+        choice.load()  # imports the module here, outside the code that torch.compile traces
     whole = chosen.attention
     found = *(x.implementation for x in chosen), None if whole is None else whole.implementation
     return found if key is None else plans.keep(key, found)
@@ -185,12 +189,12 @@ def problem_key(
     gates: Iterable[torch.Tensor] = (),
     cached: bool = False,
 ) -> tuple:
-    """Describe a problem with numbers and strings for `choose`.
+    """Describe a problem by numbers and strings, as the hashable key for `choose`.
 
     Args:
       query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
         the compressed keys.
-      memory: The tensors that kernels read in place, by name.
+      memory: The tensors that kernels read in place, keyed by name.
       gates: other tensors that may require a gradient.
       cached: whether the keys are in a cache.
     """
@@ -199,7 +203,7 @@ def problem_key(
     batch, length, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     if torch.compiler.is_compiling():
-        # They may have no numbers. No threshold of a length applies.
+        # Sizes may be symbolic here. Zeros mean that no threshold on a length applies.
         batch, length, num_keys = 1, 0, 0
     sizes = batch, length, num_keys, heads, kv_heads, width, value_width
     numbers = operators.numbers_of(config)
@@ -208,7 +212,7 @@ def problem_key(
 
 
 def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
-    """Return the problem of a `problem_key`; `step` is filled in later."""
+    """Return the problem of a `problem_key`. Its `step` is set later."""
     platform, index = device
     names = "B", "T", "S", "H", "Hkv", "D", "Dv"
     packed, gradient, cached = flags
@@ -232,13 +236,13 @@ def _strided(memory) -> str | None:
     """Return the reason why kernels with TMA copies cannot read these tensors, or None."""
     for name, x in memory.items():
         if not x.is_contiguous():
-            return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"
+            return f"{name} contiguous, got strides {tuple(x.stride())}; pass a copy"
         if torch.compiler.is_compiling():
-            continue  # the code before this call decides, see `mosaic`
+            continue  # Triton kernels copy bounds that are not aligned
         start = x.storage_offset() * x.itemsize
         if start % ALIGNMENT:
             return (
-                f"{name} to start at a multiple of {ALIGNMENT} bytes, "
-                f"got byte {start} of its storage: pass a clone"
+                f"{name} to start at a multiple of {ALIGNMENT} bytes, got byte {start} of its "
+                "storage; pass a clone"
             )
     return None

@@ -1,20 +1,20 @@
-"""Computes the three branches on FlashAttention-2's variable-length kernels (CUDA).
-
-`flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align causal
+"""Computes the three branches with the variable-length kernels of FlashAttention-2 (CUDA). They
+come from the package `flash_attn` if it is installed, otherwise from torch. Both align causal
 masks to the bottom right, so that the last query of a sequence sees its last key.
 
-Compressed branch. Let `t = p - (l - 1)`. The queries of one residue class `t mod d` see `t // d
-+ 1` compressed tokens, each query one more than the previous one. This is plain causal
-attention, with `d` classes per sequence. Each class is a separate sequence, so queries, keys
-and results are reordered and restored by a dozen operators around FA-2's. The host needs 0.7 to
-0.8 ms to launch them. Below some thousand tokens the GPU finishes earlier (an H100: 0.76 ms at
-256 tokens, 0.82 ms at 1024, 1.1 to 1.2 ms at 4096; one SDPA under the whole mask takes 0.22
-ms). A CUDA graph replays them without the host. In eager mode FA-2 is worthwhile only if that
-mask is too large. The indices are computed once for all calls of the same sizes (`_once`).
-The sliding branch is attention with a causal window. For the selected branch, the visible keys
-of every query and key/value head of a chunk are packed one after the other. The `G` query heads
-of such a pair are the queries of one sequence. The keys are read block by block, or as key
-ranges under `nsa_torch.ranges.using`.
+Compressed branch: let `t = p - (l - 1)` for a query at position `p`. The query attends to `t //
+d + 1` compressed tokens. Within a residue class `t mod d`, each query therefore attends to one
+more token than the previous query. This is plain causal attention, with `d` classes per
+sequence. Each class is a separate sequence for FA-2. A dozen operators reorder queries, keys
+and results before and after it. The host needs 0.7 to 0.8 ms to launch these operators, which
+is more than the GPU needs below a few thousand tokens. On an H100 the branch takes 0.76 ms at
+256 tokens, 0.82 ms at 1024 and 1.1 to 1.2 ms at 4096. One call of SDPA with a dense mask takes
+0.22 ms. In eager mode FA-2 is therefore worthwhile only if the dense mask is too large. A CUDA
+graph replays the operators without the host. The indices are computed once for all calls of the
+same sizes (`_once`). The sliding branch is attention with a causal window. For the selected
+branch, the visible keys of every query and key/value head of a chunk are packed one after the
+other. The `G` query heads of such a pair are the queries of one sequence of FA-2. The keys are
+read block by block, or as key ranges under `nsa_torch.ranges.using`.
 
 If values and queries differ in width, the narrower ones are padded with zeros.
 """
@@ -42,7 +42,7 @@ from nsa_torch.packing import (
 from nsa_torch.plain import constant, once
 from nsa_torch.shared import SHARED
 
-# CUDA counts the sequences of one call in 16 bits.
+# FA-2 uses a grid axis of CUDA for the sequences of a call, which is limited to 16 bits.
 MAX_SEQUENCES = 65535
 
 
@@ -54,7 +54,7 @@ def library() -> str:
 
 @functools.cache
 def _library() -> str:
-    # A module flash_attn may also be flash-attn-4's, without these functions.
+    # The module flash_attn may also belong to flash-attn-4, which lacks these functions.
     found = version("flash_attn")
     return f"flash_attn {found}" if found else f"torch {torch.__version__} (bundled)"
 
@@ -73,23 +73,25 @@ def why_not(problem) -> str | None:
     if problem.B * problem.Hkv > MAX_SEQUENCES:
         return f"FA-2 needs B * Hkv <= {MAX_SEQUENCES}, got {problem.B * problem.Hkv}"
     if torch.version.cuda and importlib.util.find_spec("triton") is None:
-        return "FA-2 needs triton, whose kernels pack its rows, and it is not installed"
+        return (
+            "FA-2 needs the package triton, which is not installed; its kernels pack the rows"
+        )
     major, minor = problem.capability
     if major < 8:
-        return f"FA-2 needs compute capability 8.0, got {major}.{minor}"
+        return f"FA-2 needs compute capability 8.0 or more, got {major}.{minor}"
     return None
 
 
 def varlen(query, key, value, bounds, longest, *, causal, window, scale):
-    """Run FlashAttention-2 on packed rows `[rows, heads, width]`. Return out and lse
-    `[heads, rows]`.
+    """Run FlashAttention-2 on packed rows `[rows, heads, width]`. Return the output, and the
+    log-sum-exp `[heads, rows]`.
 
     Args:
       bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
-      longest: upper bounds of the lengths of their sequences.
+      longest: upper bounds of the lengths of sequences of queries and of keys.
       causal: Whether attention is causal, with the mask aligned to the bottom right.
-      window: Number of keys before its own that a query sees, or -1 for all. A window implies a
-        causal mask.
+      window: Number of keys before its own to which a query attends, or -1 for all. A window
+        implies a causal mask.
     """
     if library().startswith("flash_attn"):
         from flash_attn import flash_attn_varlen_func
@@ -132,8 +134,8 @@ def compressed_attention(
     scale=None,
     with_lse=True,
 ):
-    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
-    `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. A query at position `p` attends to compressed
+    token `i` if and only if `p >= i*d + l - 1`.
     """
     refuse_transforms(query, compressed_key, compressed_value)
     batch, length, heads, _ = query.shape
@@ -156,7 +158,8 @@ def compressed_attention(
         key,
         value,
         bounds,
-        # A class of one query must not look like decoding, which has its own layout.
+        # The bound is at least 2, since FA-2 treats a single query as decoding, which has
+        # another layout.
         (max(2, -(-length // stride)), count),
         causal=True,
         scale=scale,
@@ -175,9 +178,9 @@ def sliding_attention(
     if config.window == 0:
         return nothing_seen(query, key, value)
     before = None
-    if isinstance(kv_len, Tensor):  # rows may be shorter than their queries
-        # FA-2's gradient of a query before the first key is NaN, and those of keys are if the
-        # query's or the gradient of its output is.
+    if isinstance(kv_len, Tensor):  # a row may have fewer keys than queries
+        # For a query before the first key, FA-2 returns a gradient of NaN. The gradients of
+        # keys are NaN too if the query or the gradient of its output is NaN.
         before = (geometry_of(query, config, kv_len, None).position < 0)[..., None, None]
         query = query.masked_fill(before, 0)
     key, value, last = _band(key, value, length + config.window - 1, kv_len)
@@ -210,8 +213,8 @@ def sliding_attention(
 
 
 def _band(key, value, size, kv_len):
-    """Return the last `size` keys up to the last valid one, and the number of valid ones among
-    them.
+    """Return the last `size` keys and values up to the last valid one, and the number of valid
+    ones among them.
     """
     batch, num_keys = key.shape[:2]
     if size >= num_keys:
@@ -241,7 +244,9 @@ def selected_attention(
     scale=None,
     with_lse=True,
 ):
-    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute attention over the keys of the selected blocks at or before the query, with one
+    softmax.
+    """
 
     def positions():
         return geometry_of(query, config, kv_len, cu_seqlens).position
@@ -289,12 +294,12 @@ def _selected_attention(
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):
-    """Return the result of `make()`. Calls on whole sequences of the same `sizes` share it. The
-    second of `sizes` is the number of queries.
+    """Return the result of `make()`, which calls on whole sequences with the same `sizes`
+    share. The second entry of `sizes` is the number of queries.
 
-    `make` runs dozens of small operators. The host needs more time for them than a GPU for FA-2 at
-    a few thousand tokens. Decode steps have a new length each time, so their results are not
-    shared.
+    `make` runs dozens of small operators. At a few thousand tokens the host needs more time to
+    launch them than a GPU needs for FA-2. Each decode step has a new length, so that its
+    results are not shared.
     """
     if torch.compiler.is_compiling() or cu_seqlens is not None:
         return make()
@@ -304,7 +309,7 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
 
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
-    """Run `varlen` with values of any width. A row without keys has lse -inf."""
+    """Run `varlen` with values of any width. For a row without keys the log-sum-exp is -inf."""
     width, value_width = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
     common = max(width, value_width)
@@ -315,8 +320,8 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
     )
     lse = lse.detach().masked_fill(lse == float("inf"), float("-inf"))
     if query.requires_grad and torch.is_grad_enabled():
-        # torch.compile traces the backward pass of a `Function` whether or not it is needed, that
-        # of an operator where it is; torch.func knows no gradient of an operator.
+        # torch.compile always traces the backward pass of a `Function`, but that of an operator
+        # only if it is needed. torch.func does not support the gradient of an operator.
         tied = _traced_lse if torch.compiler.is_compiling() else _WithoutGradient.apply
         lse = tied(query, lse)
     return once(out)[..., :value_width], lse
@@ -325,13 +330,13 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
 def _check_sequences(number: int) -> None:
     if number > MAX_SEQUENCES:
         raise NotImplementedError(
-            f"fa2 supports at most {MAX_SEQUENCES} sequences per call (sequences times "
-            f"compress_stride in the compressed branch), got {number}"
+            f"fa2 supports at most {MAX_SEQUENCES} sequences per call, counted compress_stride "
+            f"times in the compressed branch, got {number}"
         )
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Returns `lse`, and refuses its gradient, which FA-2 would ignore."""
+    """Returns `lse` unchanged and raises an error for its gradient, which FA-2 would ignore."""
 
     @staticmethod
     def forward(query, lse):
@@ -362,7 +367,7 @@ _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `x.flatten(0, 1)[rows]`, with 0 for entries that are no row. If the rows are a
+    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows. If the rows are a
     permutation, its inverse `back` gathers the gradient. Otherwise the gradients of repeated
     rows are summed in float32.
     """

@@ -1,32 +1,38 @@
 """The public functions on torch tensors, which check their arguments once and then run the chosen
 implementations.
 
-Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_core.types`.
-Functions that accept `key`/`value` also accept a `Branches` of tensors. `implementation` is
-None (automatic), a name for all branches, or a `Branches` of names. An implementation that is
-named never falls back: `mosaic` kernels (Hopper, 16-bit, contiguous tensors; see
-`nsa_torch.mosaic`) `triton` kernels (NVIDIA from 8.0, contiguous tensors; see
-`nsa_torch.triton`) `fa2` FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
-`sdpa` torch's scaled_dot_product_attention, any device `jax` `nsa_jax` through DLPack, one call
-forward and one backward `reference` dense, for tests
+The names and arguments of the functions, and their results, are the same as in `nsa_jax`.
+`nsa_core.types` documents the shapes. Functions that accept `key` and `value` also accept a
+`Branches` of tensors for each. `implementation` is None (automatic), a name for all branches,
+or a `Branches` of names. A named implementation never falls back to another one:
+
+  mosaic       kernels for Hopper GPUs, 16-bit contiguous tensors (`nsa_torch.mosaic`)
+  triton       kernels for NVIDIA GPUs from 8.0, contiguous tensors (`nsa_torch.triton`)
+  fa2          FlashAttention-2, for float16 or bfloat16 on CUDA (`nsa_torch.fa2`)
+  sdpa         torch's scaled_dot_product_attention, on any device
+  jax          `nsa_jax` through DLPack, one call forward and one backward
+  reference    dense computation, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
 after the last sequence are padding. Positions restart in every sequence, no query reads another
-sequence, and block indices are local to the sequence. If the host reads the numbers (on a CPU,
-and everywhere while `nsa_core.debug` reports events), wrong numbers raise `ValueError`. On a
-GPU and under torch.compile they are corrected.
+sequence, and block indices are local to the sequence. On a CPU, and on every device while
+`nsa_core.debug` reports events, the host reads the boundaries, and invalid ones raise
+`ValueError`. On a GPU and under torch.compile they are corrected:
+
   the first is not 0                  it counts as 0
   one is less than its predecessor    it counts as the predecessor
   one is beyond `T`                   it counts as `T`
-Their tables are computed in each call, or once per batch with `varlen_metadata`.
 
-All functions have gradients for floating-point tensors, also through the log-sum-exp. Only
-`fa2` raises an error for a gradient through the log-sum-exp. No gradient flows through the
-block indices. Only `reference` has second derivatives. With other implementations, a backward
-pass that is recorded (`create_graph=True`) raises an error. Bad input raises `ValueError` with
-the argument, the rule and the value. A case that an implementation does not support raises
-`NotImplementedError`.
+Kernels need tables that are derived from the boundaries. Each call computes them again, unless
+`varlen_metadata` has computed them once for the batch.
+
+All functions are differentiable with respect to floating-point tensors, also through the
+log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No gradient
+flows through the block indices. Only `reference` has second derivatives. With other
+implementations, a backward pass that is recorded (`create_graph=True`) raises an error. Invalid
+input raises `ValueError`. The message names the argument, the rule and the value. A case that
+an implementation does not support raises `NotImplementedError`.
 """
 
 from typing import Any, Literal
@@ -79,18 +85,22 @@ def attention(
     Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
 
     Args:
-      query: `[B, T, H, D]`, float.
+      query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one tensor `[B, T, H, 3]` in the branches' order.
-      config: the sizes; defaults are the paper's. Its `compute_dtype` is for inference.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means the mean.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means selected
-        from the compressed scores.
+      config: block sizes, strides and number of selected blocks; the defaults are those of the
+        paper. Its `compute_dtype` is for inference only.
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means that each
+        compressed token is the mean of its window.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
+        the blocks are selected by the scores of the compressed branch.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
-      varlen: the result of `varlen_metadata`, once per batch, in place of `cu_seqlens`.
+      varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once per
+        batch.
       scale: factor of the logits; None means `D**-0.5`.
-      recompute: save only inputs and selection for the backward pass, which then computes the
-        branches again. Otherwise three more tensors like the output are saved.
+      recompute: whether to save only the inputs and the selection for the backward pass, which
+        then computes the branches again. If False, three more tensors of the output's size are
+        saved.
       context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`).
         The tensors then contain the tokens of this rank, `T = S`; `compressed` and `cu_seqlens`
         describe the whole sequence.
@@ -122,9 +132,9 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
     """Run `attention`. A known call runs its stored program.
 
     Args:
-      arguments: The tensors of the call. Its boundaries have been clamped.
-      checked: whether the arguments are known to fit, with `key` and `value` as `Branches`. The
-        queries of a packed row may then be the last `T` of the first `S` tokens.
+      arguments: The tensors of the call, with boundaries that have been clamped.
+      checked: whether the arguments have been checked. `key` and `value` are then `Branches`.
+        The queries of a packed row may then be the last `T` of the first `S` tokens.
     """
     signature, tensors = None, []
     if not torch.compiler.is_compiling():
@@ -173,13 +183,14 @@ def attend(
     assume_finite=False,
     recompute=False,
 ):
-    """Run the `chosen` steps on given compressed tokens (see `cache.py`).
+    """Run the chosen implementation of each step on compressed tokens that already exist.
 
     Args:
       query .. block_indices: as in `attention`, `key`, `value` and `gates` as `Branches`.
-      compressed: None means the means, and requires that `chosen` runs all steps at once.
-      lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
-      assume_finite: whether keys and values that no query sees are finite.
+      compressed: None means that compressed tokens are means. It requires one implementation
+        that runs all steps.
+      lengths: a dictionary with `config`, `kv_len`, `cu_seqlens` and `scale`.
+      assume_finite: whether keys and values that no query attends to are known to be finite.
 
     Returns:
       `[B, T, H, Dv]`.
@@ -206,8 +217,9 @@ def attend(
             return whole(*tensors, **lengths, assume_finite=assume_finite, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
-        # A checkpoint detects later writes to tensors that are its arguments, and calls hooks for
-        # them, but not for tensors in tuples.
+        # `torch.utils.checkpoint` detects later writes to tensors that are its direct
+        # arguments, and calls saved-tensor hooks for them. It does neither for tensors in
+        # tuples.
         tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
         if not (recompute and torch.is_grad_enabled()):
             return by_branch(query, *tensors)
@@ -227,9 +239,10 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None means the mean; `PoolParams` and `MLPParams` of tensors are learnable.
-      cu_seqlens: `[num_seqs + 1]`. The tokens of all sequences then follow each other in the
-        order of their first token, without gaps, with zeros in the remaining slots.
+      params: the parameters of `phi`, `PoolParams` or `MLPParams`. None means that `phi` is the
+        mean.
+      cu_seqlens: `[num_seqs + 1]`. a packed batch. The compressed tokens of all sequences are
+        then in the order of their first tokens, without gaps. The remaining slots are zeros.
       varlen: as in `attention`.
 
     Returns:
@@ -262,23 +275,23 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower index is chosen. Scores too small for float32 (logits 87 below
-    the log-sum-exp) are still ordered by `reference`, and by `sdpa` on a CPU. Other
-    implementations treat them as 0 (docs/kernels/numerics.md).
+    If scores are equal, the lower index is chosen. A score underflows in float32 if its logit
+    is 87 or more below the log-sum-exp. Most implementations treat such scores as 0. Only
+    `reference`, and `sdpa` on a CPU, still order them (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
-      config: the sizes.
+      config: the block sizes and the number of selected blocks.
       kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. `compressed_key` may have
         more entries than these keys need. Query `t` has position `t + kv_len - T`. None means
         `T`.
-      cu_seqlens, varlen: a packed batch, as in `attention`.
+      cu_seqlens, varlen: boundaries of a packed batch, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
 
     Returns:
-      int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+      int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -302,14 +315,15 @@ def compressed_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
-    `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. A query at position `p` attends to compressed
+    token `i` if and only if `p >= i*d + l - 1`.
 
     Args: the same as in `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
 
     Returns:
-      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. With
-      `sdpa` the latter costs a second product `q . k`, since SDPA does not return it.
+      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
+      does not return the log-sum-exp, so that `sdpa` computes the product `q . k` a second time
+      for it.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
@@ -338,9 +352,10 @@ def selected_attention(
     Args:
       query: `[B, T, H, D]`.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch. Keys after the query are masked in any case.
-      config: the sizes.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates. In a packed batch
+        the indices count from the start of each sequence. Keys after the query are always
+        masked.
+      config: the block sizes and the number of selected blocks.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
       cu_seqlens, varlen, scale, implementation: as in `select_blocks`.
 
@@ -382,10 +397,10 @@ def sliding_attention(
 
 
 def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *lists):
-    """Chooses and runs one step.
+    """Choose an implementation of one step and run it.
 
     Args:
-      memory: the query, the keys and the values, by name.
+      memory: the query, the keys and the values, keyed by argument name.
       lists: block indices, if the step reads them.
     """
     query, key, *_ = tensors = [*memory.values()]
@@ -410,13 +425,15 @@ def explain(
     varlen: VarlenMetadata | None = None,
     implementation: Names = None,
 ) -> Choices:
-    """Explains the choice of `attention` for these arguments (without `context_mesh`).
+    """Report which implementations `attention` would choose for these arguments.
 
-    Args: The same as in `attention`. `gates` affect the choice if no other argument requires a
-      gradient. `compressed` affects it if it requires a gradient or has another memory layout.
+    Args: The same as in `attention`, without `context_mesh`. `gates` affect the choice only if
+      no other argument requires a gradient. `compressed` affects it only if it requires a
+      gradient or is not contiguous.
 
     Returns:
-      One choice per step, with the reason for each refusal. It prints as one line per step.
+      One choice per step, with the reason why each earlier candidate was refused. When printed,
+      it has one line per step.
 
     Raises: the same errors as `attention`.
     """

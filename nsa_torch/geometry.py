@@ -1,7 +1,6 @@
-"""The position of each query in its sequence, in the key array and in the compressed array.
-
-Every mask of the fast paths is derived from these numbers. They are computed on the device of
-the query, and the host does not wait for it.
+"""Computes the position of each query in its sequence, in the key array and in the compressed
+array. All masks of `sdpa`, `fa2` and the steps on kernels are derived from these numbers. They
+are computed on the device of the query, so that the host does not wait for it.
 """
 
 import dataclasses
@@ -18,17 +17,19 @@ from nsa_torch import batch_tables
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """The positions of the queries. Key `k` of the array is token `k - key_start` of the
-    query's sequence. Padding counts as the start of a sequence after the last one, so that the
-    bounds of the visible keys never decrease along the queries.
+    query's sequence. Padding counts as the start of a further sequence, so that the bounds of
+    the visible keys never decrease along the queries.
     """
 
     position: (
-        Tensor  # int64 [B, T]: in its own sequence; negative for padding, which sees no key
+        # int64 [B, T]: position in its own sequence; negative for padding, which attends to no
+        # key
+        Tensor
     )
     key_start: Tensor  # int64 [B, T]: key index of the sequence's token 0
     compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
-    offset: int | None  # key index of query 0; None where only the device knows it
-    cu_seqlens: Tensor | None  # int64 [num_seqs + 1], a packed batch only
+    offset: int | None  # key index of query 0; None if only the device knows it
+    cu_seqlens: Tensor | None  # int64 [num_seqs + 1], only for a packed batch
 
     @property
     def key_index(self) -> Tensor:
@@ -41,8 +42,8 @@ class Geometry:
         return self.cu_seqlens is not None or self.offset is None or self.offset < 0
 
     def sees_compressed(self, queries: slice, count: int, config: NSAConfig) -> Tensor:
-        """Return whether each query sees each compressed token, `[B, Q, count]`. Position `p`
-        sees token `i` if and only if `p >= i*d + l - 1`.
+        """Return whether each query attends to each compressed token, bool `[B, Q, count]`. A
+        query at position `p` attends to token `i` if and only if `p >= i*d + l - 1`.
         """
         slot = torch.arange(count, device=self.position.device)
         local = slot - self.compressed_start[:, queries, None]
@@ -51,8 +52,9 @@ class Geometry:
 
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:
-    """Replace tokens of `x` [B, T, ..] that are not `real` [B, T] by 0. Otherwise their NaN
-    would spread in products of attention and in gradients of weights.
+    """Replace the tokens of `x` [B, T, ..] that are padding by 0. `real` [B, T] is False for
+    padding. A NaN in padding would otherwise spread in products of attention and in gradients
+    of weights.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
 
@@ -76,8 +78,8 @@ def geometry(
     cu_seqlens: Tensor | None,
     device: torch.device | None,
 ) -> Geometry:
-    """Return the geometry of the last `num_queries` of `kv_len` tokens. In a packed row, these
-    tokens are the first `kv_len` tokens of the row.
+    """Return the `Geometry` of queries that are the last `num_queries` of `kv_len` tokens. In a
+    packed row, these are the first `kv_len` tokens of the row.
     """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
@@ -96,12 +98,13 @@ def geometry(
 
 
 def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
-    """Return `position`, `key_start` and `compressed_start` of a `Geometry`, and its
-    `cu_seqlens`.
+    """Return the fields `position`, `key_start`, `compressed_start` and `cu_seqlens` of a
+    `Geometry`.
     """
     bounds = cu_seqlens.to(torch.int64)
     token = torch.arange(num_queries, device=bounds.device) + (kv_len - num_queries)
-    # Counting the ends at or before a token skips the sequences without tokens.
+    # The number of ends at or before a token is the index of its sequence, also if sequences
+    # are empty.
     sequence = torch.searchsorted(bounds[1:], token, right=True)
     start = bounds[sequence]
     slot = compressed_bounds(bounds, config)[sequence]
@@ -112,7 +115,7 @@ def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
 def geometry_of(
     query: Tensor, config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
 ) -> Geometry:
-    """Return the geometry of `query` `[B, T, H, D]`."""
+    """Return the `Geometry` of `query` `[B, T, H, D]`."""
     where = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
     return geometry(*query.shape[:2], **where, device=query.device)
 
@@ -120,11 +123,11 @@ def geometry_of(
 def packed_windows(
     cu_seqlens: Tensor, length: int, config: NSAConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the windows of the compressed slots of a packed row of `length` tokens.
+    """Return the window of each compressed slot of a packed row of `length` tokens.
 
     Returns:
-      For each slot, the tokens of its window `[C, l]`, whether the slot is unused `[C, 1, 1]`,
-      and the position of the window's first token `[1, C]`.
+      Three arrays over slots: the tokens of the window, `[C, l]`, whether the slot is unused,
+      `[C, 1, 1]`, and the position of the window's first token, `[1, C]`.
     """
     tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
     return tokens, unused, at
@@ -147,7 +150,8 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
     length, reach = position.numel(), config.compress_block - 1
     count = config.num_compressed(length)
     index = torch.arange(length, device=position.device)
-    # The last token of the window is in the same sequence iff its position fits.
+    # The last token of the window is in the same sequence if and only if its position is that
+    # of the first plus l - 1.
     last = F.pad(position, (0, reach), value=-1)[reach:]
     starts_one = (position >= 0) & (position % config.compress_stride == 0)
     complete = starts_one & (last == position + reach)
@@ -158,8 +162,9 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Return the number of compressed tokens before each sequence, and the total number. No
-    compressed token belongs to two sequences, and there are no gaps between the slots.
+    """Return the boundaries of the compressed tokens of the sequences: the number of compressed
+    tokens before each sequence, then the total. No compressed token belongs to two sequences,
+    and there are no unused slots between sequences.
     """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

@@ -1,5 +1,5 @@
-"""Computes the fused QKV projection of a layer, the norms of its heads, and the rotary
-positions.
+"""Computes the fused projection of a layer to queries, keys, values and gates, the norms of its
+heads, and the rotary embedding.
 
     x -> projection [B, T, query | keys of each branch | values of each branch | gates]
       -> split, rotated
@@ -34,14 +34,14 @@ class GateOutput(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Draws the weights again."""
+        """Draw the weights again."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
         nn.init.zeros_(self.bias)
 
 
 class Gate(nn.Module):
-    """Computes three gates per key/value group from the mean query of the group. It maps `[B,
-    T, Hkv, D]` to `[..., 3]`.
+    """Computes three gates per key/value group from the mean query of the group. The module
+    maps `[B, T, Hkv, D]` to `[B, T, Hkv, 3]`.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -51,7 +51,7 @@ class Gate(nn.Module):
         self.spec = spec
 
     def reset_parameters(self) -> None:
-        """Draws the weights again."""
+        """Draw the weights again."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
@@ -67,9 +67,9 @@ class Gate(nn.Module):
 
 
 class HeadGate(nn.Linear):
-    """Computes the logits of three gates per query head from the layer's input. It maps `[B, T,
-    dim]` to `[B, T, 3 H]`. Each head has the logits of the compressed, the selected and the
-    sliding branch, in this order.
+    """Computes the logits of three gates per query head from the layer's input. The module maps
+    `[B, T, dim]` to `[B, T, 3 H]`. Each head has the logits of the compressed, the selected and
+    the sliding branch, in this order.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -77,13 +77,15 @@ class HeadGate(nn.Linear):
         super().__init__(spec.dim, 3 * spec.n_heads, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new initial weights, so that the gates start near the values of their biases."""
+        """Initialize the weights again, so that the gates start near the values of their
+        biases.
+        """
         self.draw_weight()
         with torch.no_grad():
             self.bias.copy_(self.start_bias())
 
     def draw_weight(self) -> None:
-        """Draw only the weight and leave the bias unchanged."""
+        """Initialize only the weight, and leave the bias unchanged."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
 
     def start_bias(self) -> Tensor:
@@ -110,13 +112,13 @@ class SelectedGate(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the gates `[B, T, H, 3]` for a query `[B, T, H, D]`."""
-        # Numbers of the host would be a copy, which a CUDA graph cannot capture.
+        # Values from the host would need a copy, which a CUDA graph cannot capture.
         gates = torch.arange(3, device=query.device) == 1
         return gates.to(query.dtype).expand(*query.shape[:3], 3)
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x`, which is equal on all ranks, sharded in the same way as `like`."""
+    """Shard `x`, which is equal on all ranks, in the same way as `like`."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x
@@ -126,12 +128,13 @@ def _placed(x: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(x, mesh, like.placements, src_data_rank=None)
 
 
-# Tokens from which the products are fused: the weights are concatenated for it at each call, which
-# costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
+# The number of tokens from which the products are fused. Each call concatenates the weights for
+# it, which costs 4 bytes of traffic per weight. The product has 2 FLOP per weight and token.
 FUSED_FROM = 8192
 
 
-type Norms = tuple[nn.Module, nn.Module]  # of query heads, of the key heads of all branches
+# columns of query heads, and of the key heads of all branches
+type Norms = tuple[nn.Module, nn.Module]
 
 
 class QKV(NamedTuple):
@@ -140,8 +143,9 @@ class QKV(NamedTuple):
     query: Tensor  # [B, T, H, D]
     keys: tuple[Tensor, ...]  # [B, T, Hkv, D]
     values: tuple[Tensor, ...]  # [B, T, Hkv, Dv]
-    mean: Tensor | None  # of each key/value head's query heads, [B, T, Hkv, D], if asked for
-    gates: Tensor | None  # logits of each query head's, [B, T, H, 3], if there are any
+    # mean over the query heads of each key/value head, [B, T, Hkv, D], if requested
+    mean: Tensor | None
+    gates: Tensor | None  # logits of the gates of each query head, [B, T, H, 3], or None
 
 
 def project(
@@ -162,25 +166,25 @@ def project(
     rotated.
 
     Args:
-      query, keys, values: The projections. Those of keys and values are listed by branch.
+      query, keys, values: The projection layers. Those of keys and values are listed by branch.
       position: as in `split`.
       spec: sizes of the heads, and the rotation.
       norms: as in `split`.
-      means: Whether to return the mean of the query heads of each key/value head too.
-      gate: A further projection, which computes the logits of gates. None means that there is
-        none.
-      raw_keys: The number of branches, from the first, whose keys are not rotated.
-      convolve: is applied to the projected keys of all branches, `[B, T, columns]`.
+      means: Whether to return also the mean of the query heads of each key/value head.
+      gate: A further projection layer, which computes the logits of gates, or None.
+      raw_keys: The number of branches whose keys are not rotated. They are the first branches.
+      convolve: A function that is applied to the projected keys of all branches, `[B, T,
+        columns]`, or None.
 
     Raises:
       ValueError: The projections have too few columns for all heads.
     """
     layers = query, *keys, *values
-    # What is exported takes any number of tokens.
+    # An exported program must support any number of tokens.
     few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
     plain = not few and all(_is_plain(each, x) for each in layers)
     fused = plain and len({each.bias is None for each in layers}) == 1
-    beside = None  # the gate, where its product is one with the others
+    beside = None  # the gate, if its product is fused with the others
     if fused and isinstance(gate, HeadGate) and _is_plain(gate, x, HeadGate):
         beside = gate
     sizes = Heads(
@@ -202,9 +206,9 @@ def project(
         raise
     if columns != sizes.row - sizes.gate_columns:
         raise ValueError(
-            f"projections must return {sizes.row - sizes.gate_columns} columns, which have all "
+            f"projections must return {sizes.row - sizes.gate_columns} columns, those of all "
             f"{spec.n_heads} query heads and {spec.n_kv_groups} key/value heads, got {columns}; "
-            f"heads cannot be sharded over devices (tensor parallelism)"
+            "heads cannot be sharded over devices (tensor parallelism)"
         )
     if convolve is not None:
         first, count = sizes.H * sizes.D, sizes.branches * sizes.Hkv * sizes.D
@@ -222,7 +226,9 @@ def project(
 
 
 def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
-    """Raise ValueError if `error` results from a product with weights of another dtype."""
+    """Raise ValueError if the reason for `error` is that `x` and the weights have different
+    dtypes.
+    """
     weight = getattr(layer, "weight", x)
     if type(error) is RuntimeError and weight.itemsize > 1 and weight.dtype != x.dtype:
         raise ValueError(
@@ -234,8 +240,8 @@ def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
 def _product(
     x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
 ) -> Tensor:
-    """Return the outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim]. One
-    product computes all of them. The result is `[B, T, row]`, with zeros in the unused columns.
+    """Apply `layers`, and `gate` without its bias, to `x` [B, T, dim] in one product. The
+    result is `[B, T, row]`, with zeros in the unused columns.
     """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
@@ -251,9 +257,9 @@ def _product(
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Computes `x @ cat(weights).T + bias` with `row` columns. For the gradient it saves the
-    weights and not their concatenation, since sharded training could not free the latter
-    between the forward and the backward pass.
+    """Computes `x @ cat(weights).T + bias` with `row` columns. The function saves the weights
+    for the backward pass, and not their concatenation. Sharded training could not free the
+    concatenation between the two passes.
     """
 
     generate_vmap_rule = True
@@ -285,9 +291,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _stacked(weights: Sequence[Tensor], row: int) -> Tensor:
-    """Return the rows of all weights one after the other, followed by zeros up to `row`
-    rows.
-    """
+    """Concatenate the rows of all weights, followed by zeros up to `row` rows."""
     missing = row - sum(each.shape[0] for each in weights)
     zeros = [weights[0].new_zeros(missing, weights[0].shape[1])] if missing else []
     return torch.cat([*weights, *zeros])
@@ -303,8 +307,8 @@ def split(
     scaling: rotation.Scaling | None = None,
     norms: Norms | None = None,
 ) -> QKV:
-    """Return the query and, for each branch, the key and the value, all contiguous. Query and
-    keys are normalized and rotated.
+    """Split a projection into the query and, for each branch, the key and the value. All are
+    contiguous. Query and keys are normalized and rotated.
 
     Args:
       projection: `[B, T, sizes.row]`.
@@ -345,13 +349,13 @@ def split(
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
-    """Return `q_norm` and `k_norm` of an attention layer, or None."""
+    """Return the modules `q_norm` and `k_norm` of an attention layer, or None if it has none."""
     query, key = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
     return None if query is None or key is None else (query, key)
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a plain norm in float32 or wider. It is rounded only after the
+    """Apply a plain norm to `x` in float32 or wider. The result is rounded only after the
     rotation.
     """
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
@@ -377,7 +381,7 @@ def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
     """Return the angle by which each pair of columns turns per position, float32 `[width / 2]`.
-    Angles of a scaling are cached, since their computation needs several launches.
+    With a `scaling` the rates are cached, since their computation needs several launches.
     """
     if scaling is not None and undisturbed():
         given = width, base, scaling, device
@@ -387,8 +391,9 @@ def rates(
 
 def _rates(width, base, scaling, device) -> Tensor:
     columns = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    # The power is rounded once: a GPU's own in float32 is off by more, and a rate that is off by
-    # an ulp is an angle off by 1e-4 at position 1000. Dense models have these rates.
+    # The power is computed in float64 and rounded once, as in dense models. A float32 power on
+    # a GPU has a larger error. A rate that is off by one ulp is an angle that is off by 1e-4 at
+    # position 1000.
     found = 1 / (base ** (columns / width).double()).float()
     return found if scaling is None else scaling.scaled(found, columns / 2, base)
 
@@ -402,8 +407,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether a layer computes only its product or norm, without adapter, hook, shard or
-    another `forward`.
+    """Return whether a layer computes only its product or norm. It must have no adapter, no
+    hook, no shards and no other `forward`.
     """
     if type(layer) is not kind:
         return False
@@ -421,7 +426,7 @@ def _by_kernel(projection: Tensor, sizes: Heads) -> bool:
         return False
     if (
         under_transforms()
-    ):  # the operator's gradient is torch.library's, which torch.func refuses
+    ):  # torch.func does not support gradients that are registered with torch.library
         return False
     return _kernel_runs(projection.device.index, projection.dtype)
 
@@ -441,7 +446,7 @@ def _split(
     sizes: list[int],
 ) -> list[Tensor]:
     """Split a projection `[B, T, row]` into tensors of the shapes `Heads(*sizes).split_shapes`.
-    `norms` has the weights for query and keys, or is empty.
+    `norms` has the norm weights of query and keys, or is empty.
     """
     made = _apart(projection, cos, sin, norms, eps, sizes)
     launch(Heads(*sizes), False, projection, made, cos, sin, norms, eps)
@@ -465,9 +470,12 @@ def launch(
     given: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
-    """Split a projection into the heads `apart`. If `back`, compute the gradient of the
-    projection `given` from the gradients of the heads, and `partials` of the gradients of the
-    norms' weights.
+    """Launch the Triton kernel that splits `projection` into `apart`, one tensor per group of
+    heads.
+
+    If `back`, the kernel computes the gradient of a projection and writes it to `projection`.
+    `apart` then has the gradients of the heads, and `given` the projection. With norms it also
+    writes `partials`, sums of the gradients of the norm weights.
     """
     kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
     if back:
@@ -489,9 +497,9 @@ def _join(
     eps: float,
     sizes: list[int],
 ) -> list[Tensor]:
-    """Return the gradient `[B, T, row]` of the projection, given the gradients of the results
-    of `_split`. If the heads were `normed` (the projection, weights for query and keys), also
-    return the gradients of the weights.
+    """Compute the gradient `[B, T, row]` of the projection from the gradients of the results of
+    `_split`. If the heads were normalized, `normed` has the projection and the norm weights of
+    query and keys, and the gradients of these weights are returned too.
     """
     heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
     if not normed:
@@ -532,6 +540,6 @@ def _second_gradients(ctx, grads):
     return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), None, None, [], None, None
 
 
-# Without norms each is linear, and the other's gradient.
+# Without norms, `_split` and `_join` are linear, and each is the gradient of the other.
 _split.register_autograd(_gradients, setup_context=_keep)
 _join.register_autograd(_second_gradients, setup_context=_keep_join)

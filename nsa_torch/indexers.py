@@ -1,4 +1,6 @@
-"""Indexers select the blocks of each query. `indexer_kl` is the loss that trains them."""
+"""Functions for indexers, which are small scorers that select the blocks of each query.
+`indexer_kl` is the loss that trains them.
+"""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -44,32 +46,35 @@ def index_blocks(
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
-    in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
-    query's own, and those of the highest z. If scores are equal, the lower index is chosen. No
-    array of queries times keys is allocated, since the plain implementation processes chunks of
-    queries.
+    in float32. A list contains the first `num_initial` blocks, the last `num_local` blocks up
+    to the query's own, and the blocks with the highest z. If scores are equal, the lower index
+    is chosen. No array of size queries times keys is allocated. The implementation in torch
+    processes chunks of queries.
 
     Args:
-      index_query: `[B, T, Hi, Di]`, float; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head; key `r` represents the tokens `entry * r ..
-        entry * r + entry - 1`, and is visible from the last of them on.
-      pool: keys per block, which has `pool * entry` tokens.
-      num_selected: `n`, the maximum of blocks per query, including the forced ones.
-      num_initial, num_local: forced blocks, as in `NSAConfig`.
+      index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
+      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
+        * r + entry - 1`. Only queries at or after the last of these tokens use it.
+      pool: index keys per block. A block therefore has `pool * entry` tokens.
+      num_selected: `n`, the maximum number of blocks per query, including those that
+        `num_initial` and `num_local` force.
+      num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum` makes one list for all heads; None makes one list per head.
+      reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
+        per index head.
       kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. None means `S'`, or `T` if
         `entry` is above 1.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), `entry` 1; blocks
-        are local to the sequence.
-      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs a GPU
-        since Ampere, a `pool` of a power of two up to 256, and no packed rows. It writes no scores
-        if up to 64 blocks of 16 keys or more are chosen per head. Otherwise it writes up to 256 MB
-        of scores at a time, for up to 32768 blocks per row.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), which requires
+        `entry=1`. Block indices then count from the start of each sequence.
+      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
+        Ampere GPU or newer, a `pool` that is a power of two up to 256, and no packed rows. If
+        there is one list per head, with at most 64 blocks of at least 16 keys each, it writes
+        no scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to
+        256 MB of scores at a time.
 
     Returns:
-      int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
-      `block_attention` with `block_size = pool * entry`.
+      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
+      `block_indices` to `block_attention`, with `block_size = pool * entry`.
 
     Raises:
       ValueError: Shapes, dtypes or sizes do not fit.
@@ -95,8 +100,8 @@ def index_blocks(
 
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
-    """Select blocks as `index_blocks` does, for queries at any `position` `[B or 1, T]`. A negative
-    position is padding.
+    """Select blocks as `index_blocks` does, for queries at arbitrary positions. `position` is
+    `[B or 1, T]`, and a negative number marks padding.
     """
     index = indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
@@ -123,24 +128,25 @@ def paged_index_blocks(
     cu_seqlens_q: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """Select blocks for the last tokens of each row, with index keys in pages. The result is
-    the `block_indices` of `paged_block_attention`.
-
-    Only shapes determine the launches, so that a CUDA graph serves growing lengths.
+    """Select blocks for the last tokens of each row, with index keys in pages. Pass the result
+    as `block_indices` to `paged_block_attention`. The launches depend only on shapes, so that
+    one CUDA graph serves growing lengths.
 
     Args:
-      index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
+      index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
+        is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
-        the same number.
-      implementation: `triton` (GPUs since Ampere, `pool` a power of two up to 256, tables of up to
-        32768 blocks), `torch` (copies the keys of all rows), or None for the first that can run.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
+        that all rows have the same number of queries.
+      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
+        Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
+        most 32768 blocks. `torch` copies the keys of all rows.
 
     Returns:
-      int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
+      int32 `[N, Hi or 1, n]`, ascending, with -1 in empty slots at the end.
 
     Raises:
       ValueError: Shapes, dtypes or sizes do not fit.
@@ -162,7 +168,9 @@ def paged_index_blocks(
 
 
 def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
-    """Choose `triton` or `torch` with `nsa_core.index.implementation`."""
+    """Choose `triton` or `torch`. `asked` and `reasons` are arguments of
+    `nsa_core.index.implementation`.
+    """
     return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
 
 
@@ -177,7 +185,7 @@ def _blocks(
 ) -> Tensor:
     apart = not (query.is_contiguous() and key.is_contiguous())
     name = runs_on(
-        *(asked, query, where.cu_seqlens is not None and "takes no packed rows"),
+        *(asked, query, where.cu_seqlens is not None and "does not support packed rows"),
         triton_index.why_not(query, key, index),
         apart and "needs contiguous tensors: pass copies",
     )
@@ -212,25 +220,28 @@ def indexer_kl(
     cu_seqlens: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """Compute KL(attention || indexer) for each query and index head, over the keys `j` that
-    the query attends to:
+    """Compute the loss KL(attention || indexer) for each query and index head. It sums over the
+    keys `j` that the query attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
-    With `block_indices` these are the keys of the named blocks (the sparse stage), otherwise all
-    keys up to the query (dense warm-up). Only `index_query` and `index_key` receive gradients.
-    Values and the output's gradient are not needed, so it also works if the attention is frozen.
-    No array of queries times keys is allocated, forward or backward. Sums have a fixed order.
+    With `block_indices` these are the keys of the listed blocks, as in the sparse stage of
+    training. Otherwise they are all keys up to the query, as in dense warm-up. Only
+    `index_query` and `index_key` receive gradients. The loss needs neither values nor the
+    gradient of the attention's output, so that it also works if the attention is frozen.
+    Neither pass allocates an array of size queries times keys. Sums have a fixed order.
 
-    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+    Sources: the indexer loss of DeepSeek-V3.2, and the mean over the heads of a group of
+      MiniMax-M3.
 
     Args:
       query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
         last `T` tokens.
-      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
-        `sliding_attention` return it. A row with -inf has no keys, and its loss is 0.
+      lse: `[B, T, H]`, the natural log-sum-exp of the attention over the same keys, as
+        `block_attention` and `sliding_attention` return it. -inf means that the query has no
+        keys, and its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
@@ -240,13 +251,13 @@ def indexer_kl(
       kv_len: number of keys; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
       implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
-        can run. `triton` needs a GPU since Ampere, named blocks, no packed rows, and at least one
-        index head per key/value head. It stores a 16-bit number per query, index head and listed
-        key.
+        can run. `triton` needs an Ampere GPU or newer, `block_indices`, no packed rows, and at
+        least one index head per key/value head. It stores a 16-bit number per query, index head
+        and listed key.
 
     Returns:
-      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. To
-      get one loss, compute the mean over the tokens that should count.
+      float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same
+      keys. For a scalar loss, compute the mean over the tokens that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -271,7 +282,7 @@ def indexer_kl(
     tensors = query.detach(), key.detach(), lse.detach()
     work = _Work(*tensors, block_indices, where, teacher)
     name = runs_on(
-        *(implementation, query, cu_seqlens is not None and "takes no packed rows"),
+        *(implementation, query, cu_seqlens is not None and "does not support packed rows"),
         triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
     run = _Loss if name == PLAIN else _KernelLoss
@@ -280,8 +291,8 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """Return both results of an indexer, with zeros for padding, since their gradients are
-    products with the other result.
+    """Return the index queries and index keys with zeros in place of padding. The gradient of
+    each is a product with the other, so that a NaN in padding would spread.
     """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:
@@ -296,8 +307,8 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
 
 
 class _Work(NamedTuple):
-    """All inputs of the loss except the results of the indexer. The caller's tensors come
-    first.
+    """All inputs of the loss except index queries and index keys. The first fields are the
+    caller's tensors.
     """
 
     query: Tensor
@@ -336,7 +347,7 @@ class _KernelLoss(torch.autograd.Function):
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index_query, index_key, work: _Work):
-        # Saved, so that torch knows if one was written to since.
+        # Saved so that torch detects whether one of them is modified before the backward pass.
         ctx.save_for_backward(index_query, index_key, *work[:4])
         ctx.rest = work[4:]
         return over_queries(*work.loss(index_query, index_key)[1:])
@@ -344,7 +355,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        """Compute dS = grad (p sum(t) - t). A row of scores belongs to one entry of a query."""
+        """Compute dS = grad (p sum(t) - t). Each row of scores belongs to one list entry of a
+        query.
+        """
         index_query, index_key, *given = ctx.saved_tensors
         work = _Work(*given, *ctx.rest)
         parts, _, arrays, shared, row_bytes = work.loss(index_query, index_key)
@@ -355,7 +368,7 @@ class _Loss(torch.autograd.Function):
                 p = logp.exp().masked_fill(~seen, 0)
                 ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None]
                 ds = ds * work.teacher.index_scale
-                if rows is not None:  # masked entries add 0 to the first row
+                if rows is not None:  # masked entries add 0 to key 0
                     whole = ds.new_zeros(*ds.shape[:3], index_key.shape[1])
                     ds = whole.scatter_add_(-1, rows.long().expand_as(ds), ds)
                 dq[:, part] = OPS.product("bqhk,bkd->bqhd", ds, index_key)

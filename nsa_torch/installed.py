@@ -1,12 +1,14 @@
-"""Measures the first calls of a library from a wheel. They must not build or write anything.
+"""Measures the first calls of this library after it is installed from a wheel. These calls must
+not build or write anything.
 
-    python -m nsa_torch.installed                    # of each preset: a cold process, a warm one
+    python -m nsa_torch.installed                    # a cold and a warm process per preset
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
-a paged cache and decodes a token from it; Then a layer with these heads does the same with its
-own cache. The folders in which the process caches kernels are new and empty. The exit status is
-1 if a process built or wrote something, or imported JAX. It needs a Hopper GPU and torch.
+a paged cache and decodes a token from it. A layer with these heads then does the same with its
+own cache. The folders in which a process caches kernels are new and empty at first. The exit
+status is 1 if a process built or wrote something, or imported JAX. The command needs a Hopper
+GPU and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
@@ -116,7 +118,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 
 def faults(caches: Path) -> list[str]:
-    """List the actions of the process that an installed wheel must not need."""
+    """List the actions of this process that are not allowed after an installation from a wheel."""
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:
@@ -136,13 +138,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0, or 1 if a process built or wrote something or imported JAX."""
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")
-    parser.add_argument("--length", type=int, default=4096, help="tokens, 64 or more")
-    parser.add_argument("--out", type=Path, help="a JSON file to append the rows to")
-    parser.add_argument("--commit", help="that the wheel was made of, for the rows")
+    parser.add_argument(
+        "--preset",
+        default=",".join(PRESETS),
+        help="comma-separated names of presets in configs/",
+    )
+    parser.add_argument(
+        "--length", type=int, default=4096, help="number of tokens, at least 64"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON Lines file to which the rows are appended"
+    )
+    parser.add_argument(
+        "--commit", help="commit from which the wheel was built, for the records"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("a Hopper GPU is needed", file=sys.stderr)
+        print("this command needs a Hopper GPU", file=sys.stderr)
         return 1
     about = {
         "device": torch.cuda.get_device_name(),

@@ -1,11 +1,9 @@
-"""Runs the steps of any kernels on torch tensors as operators `nsa::*` (`operators.py`).
-
-Every function is one operator on the current stream, and the host never waits for the device.
-Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
-`nsa_core.steps.fused.Steps`.
-
-If a gradient may be requested later, the selection and each branch's output and log-sum-exp are
-saved. The backward pass itself has no derivative (`plain.py`).
+"""Runs the steps of an implementation on kernels, `mosaic` or `triton`, on torch tensors as
+operators `nsa::*` (`operators.py`). Every function is one operator on the current stream, and
+the host never waits for the device. The arguments are those of `functional.py`, except that
+`kv_len` is never None. `nsa_core.steps.fused.Steps` has the steps themselves. If a gradient may
+be requested later, the selection and the output and log-sum-exp of each branch are saved. The
+backward pass cannot be differentiated (`plain.py`).
 """
 
 import contextlib
@@ -47,9 +45,10 @@ class KernelLayout:
       query: `[B, T, H, D]`.
       kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, config, scale: As in
         `operators.LAYOUT_ARGS`.
-      assume_finite: whether rows of padding, and keys and values that no query sees, are finite.
-      placed: Whether sequences of a packed row have slots (`nsa_core.varlen`), in which their
-        compressed tokens are stored.
+      assume_finite: whether rows of padding, and keys and values to which no query attends, are
+        known to be finite.
+      placed: Whether the sequences of a packed row are laid out in slots (`nsa_core.varlen`).
+        Their compressed tokens are then stored in these slots.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class KernelLayout:
         self.may_be_padded, self.gap = padded, gap
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
-        self.device = getattr(query, "device", None)  # a plan's arrays have none
+        self.device = getattr(query, "device", None)  # arrays of a plan have no tables
         self.fixed = lengths is None and cu_seqlens is None  # depends only on sizes
         self.packed = cu_seqlens is not None
         self.placed = placed
@@ -122,11 +121,13 @@ class KernelLayout:
 
     num_keys = None
 
-    # A probability of zero times a value that is NaN is NaN, so values behind the last key
-    # that a query may see are zeroed; of keys only the logits are masked, forward.
+    # A probability of zero times NaN is NaN, so that values after the last visible key are set
+    # to zero. For keys, masking the logits is sufficient in the forward pass.
 
     def zero_unreachable(self, x: Branches) -> Branches:
-        """Return keys or values of the branches, with zeros for tokens that no query may see."""
+        """Return the keys or values of the branches, with zeros for tokens to which no query
+        may attend.
+        """
         if self.assume_finite:
             return x
         selected = self.zero_unreachable_tokens(x.selected)
@@ -160,8 +161,8 @@ class KernelLayout:
 
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
-    """Return the positions of the queries. `given` has `lengths` or `cu_seqlens`, or is empty
-    if there are `kv_len` keys.
+    """Return the positions of the queries. `given` has `lengths` or `cu_seqlens`. It is empty
+    if all rows have `kv_len` keys.
     """
     number = given[0] if given else None
     layout = geometry(
@@ -186,7 +187,7 @@ def _cut(ops, x, *ends, end: Any = 0):
     return [torch.where((there < end)[..., None, None], x, 0)]
 
 
-# How the layout zeroes what no query of a branch may look at.
+# How the layout sets tokens to zero to which no query of a branch may attend.
 BRANCHES = {
     "compressed": KernelLayout.zero_unreachable_compressed,
     "selected": KernelLayout.zero_unreachable_tokens,
@@ -201,8 +202,8 @@ class KernelPath:
     Args:
       name: name of the implementation.
       steps: the steps on its kernels.
-      masks: Whether the kernels never read keys and values that no query sees, or padding.
-        Otherwise these are set to zero in copies.
+      masks: Whether the kernels never read padding or keys and values to which no query
+        attends. If False, these are set to zero in copies.
       list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
         key, value, the number of selected blocks and `select_block`.
     """
@@ -231,7 +232,7 @@ class KernelPath:
             setattr(self, f"{branch}_attention", operators.step_of_kind(kind))
         kind = f"select_blocks/{name}"
         operators.define(kind, Planned(self._select), operators.index_shapes)
-        # `functional.select_blocks`; the normalisation is a pass of its own here.
+        # `functional.select_blocks`, where the normalization of scores is a separate pass.
         self.select_blocks = operators.step_of_kind(kind)
 
         modes = [*MODES, *(mode.with_joined_gates() for mode in MODES)]
@@ -250,9 +251,9 @@ class KernelPath:
             operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
     def kind(self, mode: InputMode, keep: str) -> str:
-        """Return the name of a kind of calls of all steps. A kind `FORWARD` saves no residuals,
-        and `SAVING` saves all. `RECOMPUTING` saves those of a backward pass that computes the
-        branches again.
+        """Return the name of a kind of calls that run all steps. `keep` is `FORWARD`, which
+        saves no residuals, `SAVING`, which saves all, or `RECOMPUTING`. The last one saves only
+        the residuals for a backward pass that computes the branches again.
         """
         return f"attention/{self.name}/{mode.name}/{keep}"
 
@@ -290,14 +291,14 @@ class KernelPath:
         given = query, key, layout.params, layout.num_blocks(key)
         return [fused.select_blocks(self.steps, ops, *given)]
 
-    # All steps. Residuals are the block indices (unless the caller gave them, because no output of
-    # an operator may be an input), the computed means, and outputs, log-sum-exps and lists of the
-    # branches.
+    # All steps. The residuals are the block indices, the computed means, and the outputs,
+    # log-sum-exps and lists of the branches. Block indices from the caller are no residual,
+    # since an operator must not return an input.
 
     def _forward(self, mode, keep, ops, *arguments):
         tensors, rest = _split(arguments, mode.count)
         pages = {}
-        if keep == PAGES:  # behind the gates; the selected keys and values are pages
+        if keep == PAGES:  # after the gates; the selected keys and values are pages
             given, rest = _split(rest, len(Pages._fields))
             pages = {"pages": Pages(*given)}
         given, *rest = rest
@@ -333,7 +334,8 @@ class KernelPath:
         inputs = inputs._replace(
             key=layout.zero_unreachable(inputs.key), value=layout.zero_unreachable(inputs.value)
         )
-        # `gradients_of_tokens` reads gradients in the slots in which such kernels leave them.
+        # `gradients_of_tokens` reads the gradients from the slots to which such kernels write
+        # them.
         by_places = mode.shared and self.steps.reads_places
         found = fused.backward(self.steps, ops, inputs, residuals, do, layout.params, by_places)
         if mode.compresses:
@@ -350,10 +352,11 @@ class KernelPath:
         return mode.gradients(found._replace(gates=gates))
 
     def _inputs(self, mode, ops, tensors, rest, means=None):
-        """Return `Inputs` with compressed tokens, the computed means, and the layout.
+        """Return the `Inputs` of the steps with compressed tokens, the computed means, and the
+        layout.
 
         Args:
-          rest: `operators.REST`.
+          rest: The arguments that `operators.REST` describes.
           means: The means of the forward pass. None means that this is the forward pass.
         """
         inputs = mode.inputs(tensors)
@@ -365,8 +368,8 @@ class KernelPath:
                 gates = ops.derive(_unbound, gates)
             inputs = inputs._replace(gates=Branches(*gates))
         layout = self._layout(ops, inputs.query, *rest)
-        # Kernels that mask keys and queries read no padding. But they multiply their outputs by
-        # the gates, and gates of padding may be NaN.
+        # Kernels that mask keys and queries do not read padding. However, they multiply outputs
+        # by the gates, and gates of padding may be NaN.
         if self.masks:
             assume_finite, *layout_args = rest
             rows = KernelLayout(ops, inputs.query, *layout_args, assume_finite=assume_finite)
@@ -380,7 +383,7 @@ class KernelPath:
         return inputs.with_compressed(*means), means, layout
 
     def _shapes(self, mode, keep, *arguments):
-        """Return the shapes and dtypes of the results."""
+        """Return uninitialized tensors with the shapes and dtypes of the results."""
         query, key, value, _ = mode.inputs(arguments)
         out, lse = operators.branch_shapes(query, key.selected, value.selected)
         if keep in (FORWARD, PAGES):

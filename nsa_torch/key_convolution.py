@@ -1,5 +1,5 @@
-"""The convolution of projected keys (`key_taps` of `LayerSpec`), of whole rows and of rows that
-continue from a cache.
+"""The convolution of projected keys (`key_taps` of `LayerSpec`), for whole rows and for rows
+that continue a cache.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 
 class KeyConvolution(nn.Conv1d):
-    """`k + silu(c)` of projected keys `k`, where `c` is their causal depthwise convolution."""
+    """Computes `k + silu(c)` for projected keys `k`, where `c` is their causal depthwise
+    convolution.
+    """
 
     def __init__(self, taps: int, columns: int, **factory: Any):
         super().__init__(columns, columns, taps, groups=columns, bias=False, **factory)
@@ -23,9 +25,9 @@ class KeyConvolution(nn.Conv1d):
         """Convolve `key` [B, T, columns].
 
         Args:
-          position: `[B, T]` of the tokens in their sequences, or `[1, T]`. A sequence begins at 0.
-          before: `[B C, taps - 1, columns]`, the keys before each of the `C` equal chunks of a row.
-            None means that rows begin with a sequence.
+          position: `[B, T]` or `[1, T]`, the position of each token in its sequence, from 0.
+          before: `[B C, taps - 1, columns]`, the projected keys before each of the `C` equal
+            chunks of a row. None means that each row begins a new sequence.
         """
         (taps,), (rows, length, columns) = self.kernel_size, key.shape
         if before is None:
@@ -40,7 +42,9 @@ class KeyConvolution(nn.Conv1d):
         return self.combined(chunks, earlier).view(key.shape)
 
     def combined(self, key: Tensor, earlier: Sequence[Tensor]) -> Tensor:
-        """Convolve `key` [.., columns]. `earlier` are the keys 1, 2, .. tokens before, or zeros."""
+        """Convolve `key` [.., columns]. `earlier` are the keys of 1, 2, .. tokens before, with
+        zeros before the start of a sequence.
+        """
         weight, wide = self.weight[:, 0].T, torch.promote_types(key.dtype, torch.float32)
         total = weight[-1].to(wide) * key
         for back, x in enumerate(earlier, 1):
@@ -56,11 +60,12 @@ class KeyConvolution(nn.Conv1d):
         lengths: Tensor,
         cu_seqlens_q: Tensor | None,
     ) -> Tensor:
-        """Convolve `key` [N, columns] of the new tokens of rows, and store the newest in `pages`.
+        """Convolve the projected keys `key` [N, columns] of new tokens, and store the newest
+        ones in `pages`.
 
         Args:
-          pages: `[P, taps - 1, columns]`. Each page of `page_size` tokens has the projected keys of
-            its newest tokens, that of position `p` at `p % (taps - 1)`.
+          pages: `[P, taps - 1, columns]`. Each page of `page_size` tokens stores the projected
+            keys of its newest tokens. The key of position `p` has index `p % (taps - 1)`.
           page_table, lengths, cu_seqlens_q: as in `paged.append`.
         """
         kept, counts = pages.shape[1], key.shape[0] // lengths.shape[0]
@@ -81,8 +86,8 @@ class KeyConvolution(nn.Conv1d):
         newest = position + kept > last
         newest |= (position + kept) // page_size != position // page_size
         OPS.put(pages, at._replace(there=at.there & newest), key)
-        # Tokens that continue a page replace its keys. Those at the start of a page continue the
-        # page before it, which another row may fill in this call.
+        # Tokens that continue a page replace the stored keys of that page. Tokens at the start
+        # of a page read the keys of the previous page, which another row may fill in this call.
         continues = (begin % page_size != 0)[:, None]
         earlier = []
         for back, (old, new) in enumerate(zip(before, read(), strict=True), 1):
@@ -94,8 +99,8 @@ class KeyConvolution(nn.Conv1d):
 
 
 def newest_keys(before: Tensor, key: Tensor, count: Tensor | None) -> Tensor:
-    """Return the newest keys of rows, like `before`, after `count` [B] of the tokens of `key`
-    [B, T, columns]. None means all tokens.
+    """Return the newest projected keys of each row after new tokens, in the shape of `before`.
+    The new tokens are the first `count` [B] of `key` [B, T, columns]. None means all of them.
     """
     kept, key = before.shape[1], key.to(before.dtype)
     if count is None:

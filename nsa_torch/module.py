@@ -1,8 +1,8 @@
 """`NSAAttention`, an attention layer with projections, rotary positions, compression and gates.
 
-Constructor arguments, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` must not
-change (docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`.
-`nsa_interop.weights` converts checkpoints.
+The constructor arguments, the `state_dict` keys and the signature `forward(x, kv, *, prefill)
+-> (y, kv)` are compatible with older programs and must not change (docs/seed.md). The
+counterpart in JAX is `nsa_jax.nn.NSAAttention`. `nsa_interop.weights` converts checkpoints.
 """
 
 import functools
@@ -36,7 +36,9 @@ from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 
 
 class MLP(nn.Module):
-    """The paper's `phi` (`nsa_jax.MLPParams`)."""
+    """The compressor `phi` of the paper, an MLP over a window of tokens. `nsa_jax.MLPParams` is
+    its counterpart in JAX.
+    """
 
     def __init__(self, length: int, width: int, hidden: int, **factory: Any):
         super().__init__()
@@ -50,7 +52,7 @@ class MLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights again."""
+        """Initialize the weights again at random."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.w1, std=1 / math.sqrt(self.w1.shape[0]))
         nn.init.zeros_(self.b1)
@@ -62,7 +64,7 @@ class MLP(nn.Module):
 
 
 class Pool(nn.Conv1d):
-    """A depthwise convolution whose initial weights compute the mean."""
+    """A compressor `phi` that is a depthwise convolution. Its initial weights compute the mean."""
 
     def __init__(self, length: int, stride: int, width: int, **factory: Any):
         options = {"stride": stride, "groups": width, "bias": False}
@@ -73,49 +75,56 @@ class Pool(nn.Conv1d):
         nn.init.constant_(self.weight, 1 / self.kernel_size[0])
 
     def params(self) -> PoolParams:
-        return PoolParams(self.weight[:, 0].T)  # [D, 1, l] of the convolution as [l, D]
+        return PoolParams(
+            self.weight[:, 0].T
+        )  # the convolution's weights, [D, 1, l], as [l, D]
 
 
 class Mark(nn.Module):
-    """An entry of the state_dict whose name carries the information, not its value."""
+    """An entry of the state_dict that records a property of the layer by its name. Its value is
+    not used.
+    """
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(())
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Ignore the value of the entry."""
+        """Ignore the entry's value, since only its name matters."""
 
 
 class NSAAttention(nn.Module):
-    """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
+    """Causal self-attention layer with Native Sparse Attention. The branches share their keys
+    and values, or each branch has its own.
 
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps, key_taps:
-        `nsa_core.layer.LayerSpec`, which also documents errors and the defaults of None.
-      config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
-        `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
-        `kv="shared"`, in place of "sigmoid" and "separate".
+        see `nsa_core.layer.LayerSpec`, which also documents the errors and the meaning of None.
+      config: sizes of the branches. It replaces `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
+        `num_local` and `compute_dtype`. With `config` the defaults are the recommended
+        `gate="head"` and `kv="shared"`, otherwise "sigmoid" and "separate".
       rope_impl: must be "llama".
-      use_flash: False uses SDPA in place of FA-2.
-      use_triton_sel: True names the Triton kernel for the selected branch.
-      implementation: as in `nsa_torch.attention`; not together with the two switches.
-      dense_below: whole sequences of fewer tokens use dense attention. It computes the same
-        function there, and `nsa_torch.explain` reports if it is faster. It requires
-        `gate="selected"`, and is at most `n_sel * l_sel + 1`. Tokens of a cache are not affected.
-      compute_dtype: as in `NSAConfig`, for inference on whole sequences; it may be set later.
-        Attention to a cache computes in the dtype of its input.
-      context_mesh, context_layout: as in `nsa_torch.attention`; `x` then has the tokens of this
-        rank.
+      use_flash: whether FA-2 may be used; if False, SDPA is used instead.
+      use_triton_sel: whether the selected branch must run on the Triton kernel.
+      implementation: as in `nsa_torch.attention`. It cannot be combined with `use_flash` or
+        `use_triton_sel`.
+      dense_below: whole sequences with fewer tokens than this use dense attention. It requires
+        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to there all blocks are
+        selected, so that dense attention computes the same function. `nsa_torch.explain`
+        reports whether it is faster. Attention to a cache does not use it.
+      compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
+        attribute later. Attention to a cache computes in the dtype of its input.
+      context_mesh, context_layout: as in `nsa_torch.attention`. The input `x` then has the
+        tokens of this rank only.
       device, dtype: of the parameters; None means torch's defaults.
 
-    The names of entries in the state_dict record gate and phi (`kind.gate_sigmoid`), and kv if it
-    is "shared". Averages of weights preserve these names. `load_state_dict` raises `ValueError`
-    if they differ. It also does so for weights without such entries, unless gate and phi are
-    named here.
+    Entries of the state_dict record gate and phi in their names (`kind.gate_sigmoid`), and kv
+    if it is "shared". Averaging weights does not change these names. `load_state_dict` raises
+    `ValueError` if the entries differ from this layer. It also raises it if a state_dict has no
+    such entries, unless you pass gate and phi to the constructor.
     """
 
-    # Whether the layer zeroes rows of padding if a gradient is recorded. False means that the model
-    # around it has done so.
+    # Whether the layer sets padding rows to zero if a gradient is recorded. False means that
+    # the surrounding model already does so.
     zeroes_padding = True
     phi_k_mlp: MLP
     phi_v_mlp: MLP
@@ -178,7 +187,7 @@ class NSAAttention(nn.Module):
             )
         self.dense_below = dense_below
         self.compute_dtype = layer.computed(config, compute_dtype)
-        _ = self.config  # checks its compute dtype
+        _ = self.config  # the assignment checks the compute dtype
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -210,22 +219,24 @@ class NSAAttention(nn.Module):
 
     @property
     def config(self) -> NSAConfig:
-        """The sizes of the branches, and the compute dtype of whole sequences."""
+        """The sizes of the branches, and the dtype in which whole sequences are computed."""
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(
         self, seq_len: int, *, batch: int = 1, dtype: torch.dtype | None = None
     ) -> Choices:
-        """Explains the choice of implementation for whole sequences of `seq_len` tokens.
+        """Report which implementations run whole sequences of `seq_len` tokens.
 
         Args:
-          batch: rows.
-          dtype: dtype of the projections; None means that of the weights, or of autocast.
+          batch: number of rows.
+          dtype: dtype of the projections' results. None means that of autocast if it is on,
+            otherwise that of the weights.
 
         Returns:
-          One choice per step of `nsa_torch.attention` (`nsa_torch.explain`), including the gradient
-          if one is recorded. No memory is allocated. With `gate="selected"` the layer runs only
-          scores and the selected branch. Below `dense_below` it runs dense attention.
+          One choice per step, as from `nsa_torch.explain`. The choice accounts for the backward
+          pass if gradients are recorded. No memory is allocated. With `gate="selected"` the
+          layer computes only the scores and the selected branch. Sequences shorter than
+          `dense_below` use dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec, weight = self.spec, self.W_Q.weight
@@ -237,11 +248,13 @@ class NSAAttention(nn.Module):
             return functional.explain(*heads, **how)
 
     def varlen(self, cu_seqlens: Tensor, **sizes: Any) -> VarlenMetadata:
-        """Call `nsa_torch.varlen_metadata` for this layer. `sizes` are its other arguments."""
+        """Call `nsa_torch.varlen_metadata` with the config of this layer. `sizes` are further
+        arguments of that function.
+        """
         return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
-        """Initializes all weights again, for example after `meta` and `to_empty`."""
+        """Initialize all weights again, for example after `meta` and `to_empty`."""
         for module in self.children():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -254,7 +267,7 @@ class NSAAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of `phi` for keys and for values."""
+        """Return the parameters of the compressor `phi`, first for keys, then for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         rates = lambda key: heads.rates(*turns, key.position.device)
         return self.spec.compress_params(self, rates)
@@ -269,9 +282,10 @@ class NSAAttention(nn.Module):
         """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
 
         Args:
-          dtype: dtype of the projections' results. None means that of autocast if it is on,
-            otherwise that of the first floating-point parameter with at least 16 bits. Name it if
-            weights are quantized, or if autocast is on only in the calls.
+          dtype: dtype of the stored keys and values, which is that of the projections' results.
+            None means that of autocast if it is on, otherwise that of the first floating-point
+            parameter with at least 16 bits. Pass it if weights are quantized, or if autocast is
+            on in later calls but not in this one.
           device: None means the device of the parameters.
         """
         spec = self.spec
@@ -294,7 +308,7 @@ class NSAAttention(nn.Module):
         return made
 
     def empty_newest_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the `newest_keys` of an empty cache with rows of `lengths` [B]."""
+        """Return `newest_keys` for an empty cache with `B` rows, or None without `key_taps`."""
         if self.spec.key_taps is None:
             return None
         return lengths.new_zeros((len(lengths), *self.spec.kept_keys), dtype=dtype)
@@ -325,12 +339,13 @@ class NSAAttention(nn.Module):
         """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
         `nsa_torch.attention`.
 
-        With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
+        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch;
+        `compress` does.
 
         Args:
-          position: `[B, T]` of the tokens in their sequences, or `[1, T]`.
-          convolve: With `key_taps`, the convolution of the projected keys `[B, T, columns]`. None
-            means that of rows that begin with a sequence.
+          position: `[B, T]` or `[1, T]`, the position of each token in its sequence.
+          convolve: With `key_taps`, the function that convolves the projected keys `[B, T,
+            columns]`. None means that each row begins a new sequence.
         """
         spec = self.spec
         if spec.key_taps is None:
@@ -359,11 +374,11 @@ class NSAAttention(nn.Module):
         return query, Branches(*key), Branches(*value), gates
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
-        """Compute only the selected branch, `[B, T, H, Dv]`, with scores from the compressed
-        tokens.
+        """Compute only the selected branch, `[B, T, H, Dv]`. The scores come from the
+        compressed tokens.
         """
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens)
-        with torch.no_grad():  # a selection has no gradient
+        with torch.no_grad():  # block selection has no gradient
             compressed = functional.compress(
                 key.compressed, self.compress_params()[0], **packed
             )
@@ -398,27 +413,31 @@ class NSAAttention(nn.Module):
         new_lengths: Tensor | None = None,
         attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
-        """Return `(y, kv)`, where `y` is [B, T, dim] and `kv` is the given cache with the
-        tokens appended, or None.
+        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim] and the
+        given cache or None.
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`. None means that the tokens are whole sequences (training), and the
-            call returns None. Otherwise the call appends to the given cache and returns it, with
-            or without gradients. Decode under `torch.no_grad()`: if gradients are recorded, each
-            call copies the tensors of the cache, and the graph retains them.
+          kv: a cache from `init_cache`. None means that the rows are whole sequences, as in
+            training, and the returned `kv` is None. Otherwise the call appends to the given
+            cache and returns it, with or without gradients. Decode under `torch.no_grad()`: if
+            gradients are recorded, each call copies the tensors of the cache, and the graph
+            retains them.
           prefill: False declares that `x` continues a cache, which must then contain tokens.
             Chunks of any length may be appended in either case.
-          cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
-          varlen: the result of `varlen_metadata`, once for all layers, in place of `cu_seqlens`.
-          new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
-          attention_mask: must be None. Padding follows the tokens of a row (`new_lengths`).
+          cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). It must be
+            None if a cache is given.
+          varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once for
+            all layers.
+          new_lengths: int `[B]`, as in `cached_attention`. It requires a cache.
+          attention_mask: must be None. Put padding after the tokens of a row, and pass their
+            number as `new_lengths`.
         """
         spec = self.spec
         checks.tensors(x=x)
         padding = (
-            "put a row's padding behind its tokens, and with a cache give their number as "
-            "new_lengths"
+            "put a row's padding after its tokens, and with a cache pass the number of tokens "
+            "as new_lengths"
         )
         given = {"cu_seqlens": cu_seqlens, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **given)
@@ -490,7 +509,7 @@ class NSAAttention(nn.Module):
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens) | ranks
-        compressed = None  # the means, which `attention` makes
+        compressed = None  # means, which `attention` computes itself
         if key_params is not None:
             compressed = (
                 compress(key.compressed, key_params, **packed),
@@ -509,9 +528,12 @@ class NSAAttention(nn.Module):
 
 
 def _check_kind(module, state_dict, prefix, *_) -> None:
-    """Check before any weight is copied that the checkpoint has the gate and phi of this
-    module. They are added to a state_dict without them if the caller named both. `strict`
-    determines whether a state_dict may lack all weights of this layer.
+    """Check before any weight is copied that the checkpoint was saved from a layer with the
+    same gate and phi.
+
+    If the state_dict does not record them, they are added to it, provided that the caller
+    passed both to the constructor. If not `strict`, the state_dict may lack all weights of this
+    layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):
@@ -520,7 +542,7 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel) -> Names:
-    """Convert the two switches to implementations."""
+    """Convert the switches `use_flash` and `use_triton_sel` to implementations."""
     if implementation is not None:
         if use_triton_sel or not use_flash:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The steps on Mosaic kernels on torch tensors (implementation `mosaic`): Hopper GPUs.
-
-After one call of the same shape, which compiles the kernels, a CUDA graph can capture it.
+"""The implementation `mosaic` in torch, which runs all steps on Mosaic kernels on Hopper GPUs.
+A CUDA graph can capture a call if a call of the same shape ran before, since that call compiles
+the kernels.
 """
 
 from kernels_pallas.specs.selected import of_blocks
@@ -12,7 +12,7 @@ from nsa_torch.kernel_path import KernelPath
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
-    """Return the shapes of the list arrays starts, members and counts."""
+    """Return the shapes of the arrays starts, members and counts, which are lists of tiles."""
     spec = of_blocks(sizes_of(Qkv(query, key, value), None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 

@@ -1,16 +1,18 @@
-"""Registers attention as torch operators `nsa::*`, which include bounds and launches.
-`torch.compile` leaves each operator unchanged, and each gradient is a separate operator.
+"""Registers attention as torch operators `nsa::*`. An operator computes all tables and launches
+all kernels of its call. `torch.compile` treats it as a unit. Each gradient is a separate
+operator.
 
     attention, attention_backward                  all steps
     branch_attention, branch_attention_backward    one branch
     compress, compress_backward                    compressed tokens, in compiled code
     select_blocks
 
-The first argument of an operator is the name of its `Kind`, for example
-`attention/mosaic/shared_kv/saving`: the implementation and the form. Tensors follow, then `REST`.
+The first argument of an operator is the name of its `Kind`, which states the implementation and
+the form of the call, for example `attention/mosaic/shared_kv/saving`. The tensors follow, and
+then the arguments of `REST`.
 
-For such a call torch's dispatcher needs more time than a launch. If the dispatcher would only
-look up the function (`plain`), `call` bypasses it.
+The dispatcher of torch needs more time for such a call than a launch. If the dispatcher would
+only look up the function (`plain`), `call` bypasses it.
 """
 
 import functools
@@ -48,7 +50,7 @@ LAYOUT_ARGS = (
     "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt? max_seqlen, bool padded, "
     "SymInt gap, SymInt[] config, float? scale"
 )
-# `assume_finite`: whether keys and values that no query may look at are finite.
+# `assume_finite` means that keys and values to which no query may attend are finite.
 REST = f"bool assume_finite, {LAYOUT_ARGS}"
 REST_COUNT = REST.count(",") + 1
 MAY_BE_NAN = False  # an `assume_finite`
@@ -57,30 +59,31 @@ BACKWARD_SCHEMA = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {})
 DEVICES = ("cpu", "cuda")
 
 NO_JVP = (
-    "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers): use reverse mode "
+    "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers); use reverse mode "
     "(torch.autograd.grad, torch.func.grad, torch.func.vjp)"
 )
 NO_VMAP = (
-    "nsa_torch has no vmap, on which jacrev rests: give what is mapped over as part of the "
-    "batch, the first axis"
+    "nsa_torch does not support vmap, which jacrev uses; make the mapped axis part of the batch, "
+    "the first axis"
 )
 REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 class Kind(NamedTuple):
-    """A kind of call and its functions. The arguments of these functions are a flat list. It
-    has tensors or None, followed by `REST`.
+    """A kind of call and its functions. The arguments of each function are a flat list of
+    tensors or None, followed by the arguments of `REST`.
 
     Attributes:
-      name: The name of the kind. It begins with the name of the operator.
+      name: The name of the kind, which begins with the name of the operator.
       run: Function that returns the results.
       shapes: Function that returns uninitialized results.
       backward: Function that returns the gradients of the first `floats` tensors. Its arguments
-        are the gradient of the first result, the results that were `kept`, the gradient of the
-        second result if there is one, then the arguments of the call. None means that there are
-        no gradients.
-      returned: Number of results that the caller gets. The other results are for the gradient.
-      composed: Whether the kind runs only operators of torch.
+        are the gradient of the first result, the saved results, the gradient of the second
+        result if there is one, and then the arguments of the call. None means that the kind has
+        no gradient.
+      returned: Number of results that the caller gets. The other results are saved for the
+        gradient.
+      composed: Whether the function consists only of torch operators.
     """
 
     name: str
@@ -103,8 +106,8 @@ def define(name: str, run, shapes, backward=None, **attributes) -> None:
 
 
 def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
-    """Return the function of a step that `dispatch.py` names. `kind` is the step's kind of
-    call, and `without_lse` the kind for calls that do not need the log-sum-exp.
+    """Return the function of a step to which `dispatch.py` refers. It runs calls of `kind`, or
+    of `without_lse` if the log-sum-exp is not needed.
     """
     selects = kind.startswith("select_blocks")
 
@@ -120,8 +123,8 @@ def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any
 
 
 def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
-    """Return the results of the operator, possibly without those that are saved for the
-    gradient.
+    """Run the operator and return its results. Results that are saved for the gradient may be
+    missing.
     """
     if torch.compiler.is_compiling():
         return _dispatched(kind, arguments)
@@ -152,8 +155,8 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
 
 
 def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Tensor]:
-    """Call through torch's dispatcher. `gradient` has the gradient of the output, and the saved
-    results.
+    """Call the operator through the dispatcher of torch. For a backward pass, `gradient` has
+    the gradient of the output and the saved results.
     """
     name = kind.partition("/")[0] + ("_backward" if gradient else "")
     tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
@@ -161,8 +164,8 @@ def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Ten
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
-    """Raise NotImplementedError under unsupported transforms of torch.func, or if one of
-    `tensors` is a dual number.
+    """Raise NotImplementedError under unsupported transforms of torch.func, or if a tensor is a
+    dual number.
     """
     if torch.compiler.is_compiling():
         return
@@ -177,8 +180,8 @@ def refuse_transforms(*tensors: Tensor) -> None:
 
 
 def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments with plain tensors in place of wrappers from an ended transform. A
-    function returned by torch.func.vjp runs after the transform has ended, and kernels need
+    """Return the arguments with plain tensors instead of wrappers from a transform that has
+    ended. A function from torch.func.vjp runs after the transform has ended, and kernels need
     tensors with memory.
     """
     if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
@@ -187,7 +190,7 @@ def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def _direct(found: Kind, arguments: Sequence[Any]) -> bool:
-    """Return whether the function may be called without the dispatcher."""
+    """Return whether the function `found` may be called directly, without the dispatcher."""
     device = next(x for x in arguments if isinstance(x, Tensor)).device
     composed = found.composed and not traced(arguments)
     return device.type in DEVICES and (composed or plain(arguments))
@@ -198,14 +201,16 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """Return the sizes as constants for `torch.compile`, so that only lengths vary."""
+    """Convert a config to a list of numbers, which are constants for `torch.compile`, so that
+    only lengths vary.
+    """
     sizes = (operator.index(getattr(config, name)) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 
 @functools.cache
 def config_of(*numbers: int) -> NSAConfig:
-    """Return the inverse of `numbers_of`."""
+    """Convert the result of `numbers_of` back to a config."""
     *sizes, compute_dtype = numbers
     return NSAConfig(*sizes, compute_dtype=COMPUTE_DTYPES[compute_dtype])
 
@@ -227,7 +232,9 @@ def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | No
 def unpack_layout(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """Return the arguments of `pack_layout` by name, without the sizes of the boundaries."""
+    """Return the arguments of `pack_layout` keyed by name, without the sizes that belong to the
+    boundaries.
+    """
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -257,19 +264,19 @@ def index_shapes(query, key, *rest):
 
 
 def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
-    """Split the last arguments of a `Kind.backward` into the gradient of the second result,
-    which may be missing, and the arguments of the call. `count` is the number of tensors among
-    the latter.
+    """Split the last arguments of a `Kind.backward` into the gradient of the second result and
+    the arguments of the call. That gradient may be missing. `count` is the number of tensors of
+    the call.
     """
     given = len(flat) - count - REST_COUNT
     return (flat[0] if given else None), flat[given:]
 
 
 class Program:
-    """A kind of call that autograd records, and those of its arguments that are not tensors.
+    """A kind of call that autograd records, together with the arguments that are not tensors.
 
     Attributes:
-      alone: Whether the saved results are held only by the node of the call.
+      alone: Whether only the autograd node of the call refers to the saved results.
       run: Function that returns the results for the caller, followed by the saved results.
     """
 
@@ -288,8 +295,8 @@ class Program:
         return found
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the operator. A result that is both returned and saved occurs twice in the
-        list.
+        """Run the operator and return its results, then the saved results. A result that is
+        both returned and saved occurs twice.
         """
         found = [*self.kind.run(*self.arguments(tensors))]
         return found[: self.returned] + found[self.kind.kept]
@@ -297,19 +304,23 @@ class Program:
     def gradients(
         self, grads, kept, tensors, direct: bool, gives_back: bool
     ) -> Sequence[Tensor]:
-        """Return the gradients of the tensors. They are computed from the gradients of the
-        results, the saved results and the tensors of the call.
+        """Compute the gradients of the tensors from the gradients of the results, the saved
+        results and the tensors of the call.
 
         Args:
-          direct: Whether the backward pass runs without a mode or transform.
-          gives_back: Whether the memory of saved results may be freed after they were read.
+          direct: Whether no mode or transform of torch is active, so that the dispatcher can be
+            bypassed.
+          gives_back: Whether the memory of saved results may be freed as soon as they have been
+            read.
         """
         first, *second = grads
         second = [x.contiguous() for x in second if x is not None]
         return call_backward(self.kind.name, first, [*kept, *second], self.arguments(tensors))
 
     def complete(self, grads, tensors) -> Sequence[Tensor]:
-        """Return the gradients of the results, with zeros for the first one if it has none."""
+        """Return the gradients of the results. If the first result has none, its gradient is
+        zeros.
+        """
         if grads[0] is not None:
             return grads
         first = next(iter(self.kind.shapes(*self.arguments(tensors))))
@@ -317,9 +328,9 @@ class Program:
 
 
 class Eager(torch.autograd.Function):
-    """A call that bypasses the dispatcher. Only its tensors are arguments, and its node holds
-    the saved results. (torch.library.register_autograd would list all arguments of the schema
-    for each tensor.)
+    """A call with a gradient that bypasses the dispatcher. Only tensors are arguments of this
+    function, and its autograd node holds the saved results. torch.library.register_autograd
+    would list all arguments of the schema for each tensor.
     """
 
     @staticmethod
@@ -352,10 +363,10 @@ class Eager(torch.autograd.Function):
 
 
 def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> bool:
-    """Return whether the saved results are not needed any more.
+    """Return whether the saved results may be freed, since no other backward pass needs them.
 
     Raises:
-      RuntimeError: The memory was already freed.
+      RuntimeError: An interrupted backward pass has already freed the memory.
       NotImplementedError: Many gradients are requested at once (`is_grads_batched`).
     """
     if is_legacy_batchedtensor(grad):
@@ -363,17 +374,18 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
     addresses = [x.data_ptr() for x in saved]
     if 0 in addresses and any(x.numel() and not x.is_meta and not x.data_ptr() for x in saved):
         raise RuntimeError(
-            f"the last backward pass of {program.kind.name} was interrupted and has freed "
-            "saved tensors; run the forward pass again, or pass retain_graph=True"
+            f"saved tensors of {program.kind.name} were freed by a backward pass that was "
+            "interrupted; run the forward pass again, or pass retain_graph=True"
         )
     last = program.alone and is_last_pass()
-    # The incoming gradient may be in the memory of saved results, which then is not freed.
+    # The incoming gradient may be in the memory of saved results. That memory is then not
+    # freed.
     return last and grad.untyped_storage().data_ptr() not in addresses
 
 
 class Dispatched(torch.autograd.Function):
-    """An operator and its gradient, called through torch's dispatcher. Compiled code and
-    torch.func use it, and get the saved results as further results.
+    """A call with a gradient through the dispatcher of torch, for compiled code and torch.func.
+    Saved results are returned as further results.
     """
 
     @staticmethod
@@ -395,7 +407,7 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # torch.func records every backward pass, also one that runs when its transform has ended.
+        # torch.func records every backward pass, also after its transform has ended.
         if not ctx.transformed:
             check_first_order()
         program, saved = ctx.program, ctx.saved_tensors
@@ -406,7 +418,7 @@ class Dispatched(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """The operator that computes a gradient. It has no gradient itself."""
+    """The operator that computes a gradient, and that has no gradient itself."""
 
     @staticmethod
     def forward(kind, count, grad, *inputs):
@@ -427,14 +439,14 @@ class Gradient(torch.autograd.Function):
 
 
 class InputMode(NamedTuple):
-    """The form in which a call of all steps gets its tensors. These are query, keys, values,
+    """The form in which a call that runs all steps receives its tensors: query, keys, values,
     gates and `block_indices`.
 
     Attributes:
       name: The name of the mode in the kinds of operators.
-      compresses: Whether the compressed branch's keys and values are tokens whose windows are
-        averaged.
-      shared: Whether all branches have the same tokens, which are then passed once.
+      compresses: Whether the keys and values of the compressed branch are tokens, whose windows
+        are then averaged.
+      shared: Whether all branches share their keys and values, which are then passed once.
       joined: Whether the gates are one tensor `[B, T, H, 3]` instead of three tensors.
     """
 
@@ -449,12 +461,13 @@ class InputMode(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of tensors that have a gradient."""
+        """The number of tensors that can have a gradient."""
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
-        """Return the tensors by branch. Joined gates remain one tensor. If the mode `compresses`,
-        the compressed keys and values are still tokens `[B, S, Hkv, .]`, not means.
+        """Return the tensors of the call by branch. Gates in one tensor stay one tensor. If the
+        mode `compresses`, keys and values of the compressed branch are still tokens `[B, S,
+        Hkv, .]`, not means.
         """
         half = 1 if self.shared else 3
         pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]
@@ -474,7 +487,7 @@ PRECOMPRESSED = InputMode("precompressed")
 SEPARATE_KV = InputMode("separate_kv", compresses=True)
 SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
 MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
-# The residuals of a call: none, all that its gradient needs, or those of a gradient that computes
+# The residuals of a call: none, all residuals, or only those for a backward pass that computes
 # the branches again.
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
 PAGES = "pages"  # as FORWARD
@@ -484,10 +497,10 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
     """Return the mode of a call, and its tensors in order.
 
     Args:
-      key, value: by branch.
-      gates: By branch, or one tensor with all.
-      compressed: Compressed keys and values, which replace the compressed field. None means
-        that the tokens in this field are averaged.
+      key, value: Keys and values by branch.
+      gates: Gates by branch, or one tensor with all gates.
+      compressed: Compressed keys and values, which replace the compressed fields of `key` and
+        `value`. None means that the tokens in these fields are averaged.
     """
     if compressed is not None:
         mode = PRECOMPRESSED
@@ -502,7 +515,7 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
 
 
 def kept_of(gradient: bool, recompute: bool) -> str:
-    """Return the kind of residuals of a call."""
+    """Return which residuals a call saves: `FORWARD`, `SAVING` or `RECOMPUTING`."""
     if not gradient:
         return FORWARD
     return RECOMPUTING if recompute else SAVING
@@ -528,14 +541,16 @@ def all_steps(
     """Compute attention as one operator.
 
     Args:
-      kind: The mode, and the kind of residuals.
-      key, value: The compressed field is not read if `compressed` is given.
-      compressed: `(k_cmp, v_cmp)`; None means the means.
-      assume_finite: Whether keys and values that no query sees are finite, as in a cache. If
-        so, no copies with zeros are needed.
+      kind: Function that returns the name of the kind for an input mode and the residuals to
+        save.
+      key, value: Keys and values by branch. The compressed field is not read if `compressed` is
+        given.
+      compressed: `(k_cmp, v_cmp)`. None means that compressed tokens are means.
+      assume_finite: Whether keys and values to which no query attends are finite, as in a
+        cache. If so, they need not be replaced by zeros in copies.
       recompute: Whether the backward pass computes the branches again instead of storing their
         outputs.
-      pages: Pages with the selected keys and values. They have no gradient.
+      pages: Pages with the selected keys and values, which have no gradient.
     """
     mode, tensors = arranged(query, key, value, gates, compressed)
     keep = kept_of(requires_grad(*tensors), recompute)
@@ -549,8 +564,8 @@ def all_steps(
 
 
 def _in_memory(tensors):
-    """Return tensors that kernels can read. The dispatcher does not resolve lists that contain
-    None.
+    """Resolve the negative bit of tensors, so that kernels can read them. The dispatcher does not
+    do so for lists that contain None.
     """
     return [x if x is None else x.resolve_neg() for x in tensors]
 
@@ -572,8 +587,8 @@ def _differentiable(kind, tensors, *rest):
 
 
 def _run_backward(kind, grad, kept, tensors, *rest):
-    # Its callees need not be traceable. An autograd kernel, like that of torch.library.custom_op,
-    # would disable autograd inside.
+    # The functions that an operator calls need not be traceable. An autograd kernel, such as
+    # that of torch.library.custom_op, would disable autograd inside the operator.
     backward: Any = _kinds[kind].backward
     return [x.contiguous() for x in backward(grad, *kept, *_in_memory(tensors), *rest)]
 

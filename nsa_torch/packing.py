@@ -1,12 +1,10 @@
-"""Computes packed orders of rows. In these orders dense kernels for sequences of any length
-compute NSA.
+"""Reorders rows so that dense kernels for sequences of variable length, such as
+FlashAttention-2, compute the branches of NSA.
 
 The orders are computed on the device by cumulative sums and searches. Arrays have the maximum
-possible length, so that the host need not know the actual length.
-
-On CUDA the Triton kernels of `kernels_pallas.triton.pack` move the rows. A selected block is
-one range, which needs 24 bytes of indices. On the CPU, for which Triton has no kernels, torch
-indexes the tensors. Only the device decides between the two.
+possible length, so that the host need not know the actual length. On CUDA, the Triton kernels
+of `kernels_pallas.triton.pack` move the rows. They need 24 bytes of indices for a range of
+tokens, such as a selected block. On a CPU, torch indexes the tensors.
 """
 
 import dataclasses
@@ -24,25 +22,28 @@ from nsa_torch.torch_ops import run_triton
 def residue_classes(
     where: Geometry, count: int, config
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the packed order in which causal attention is compressed attention.
+    """Return a packed order in which causal attention computes the compressed branch. Let R be
+    the number of sequences.
 
     Returns:
-      row_of: `[B*T]`, the packed row of each query; -1 for a query that sees no key.
-      query_of: `[B*T]`, the inverse of `row_of`; -1 for unused packed rows.
-      key_of: `[B*d*C]`, the compressed row (of `[B*C]`) in each packed key row; `B*C`: none.
-      the `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
+      row_of: `[B*T]`, the packed row of each query. A query without keys has -1.
+      query_of: `[B*T]`, the inverse of `row_of`. Unused packed rows have -1.
+      key_of: `[B*d*C]`, the compressed token, counted over `[B*C]`, in each packed row of keys.
+        Unused rows have `B*C`.
+      bounds: The `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
     """
     device, stride, borders = where.position.device, config.compress_stride, where.cu_seqlens
     batch, length = where.position.shape
-    # Of each batch row, or of each sequence of the packed row, `[R]`: the row of the first query in
-    # the flattened `[B*T]`, and that of compressed token 0 in the flattened `[B*C]`.
+    # For each batch row, or for each sequence of the packed row, `[R]`: the index of its first
+    # query in the flattened `[B*T]`, and that of its compressed token 0 in the flattened
+    # `[B*C]`.
     if borders is not None and where.offset is not None:
         query_start = (borders[:-1] - where.offset).clamp(0, length)
         compressed_start = compressed_bounds(borders, config)[:-1]
     else:
         row = torch.arange(batch, device=device)
         query_start, compressed_start = row * length, row * count
-    # Steps: positions counted from the first that sees a compressed token.
+    # `steps` are positions, counted from the first one that attends to a compressed token.
     step = where.position.flatten() - (config.compress_block - 1)
     token = torch.arange(batch * length, device=device)
     run = torch.searchsorted(query_start, token, right=True) - 1
@@ -52,7 +53,7 @@ def residue_classes(
     query_bounds = torch.searchsorted(own_class, torch.arange(classes + 1, device=device))
     query_of = torch.where(own_class < classes, order, -1)
     row_of = torch.where(step >= 0, torch.empty_like(order).scatter(0, order, token), -1)
-    # The last query of a class sees all its keys.
+    # The last query of a class attends to all keys of the class.
     last = step[order[query_bounds[1:] - 1]]
     keys = torch.where(query_bounds.diff() > 0, last // stride + 1, 0)
     key_bounds = _bounds(keys)
@@ -68,10 +69,9 @@ def residue_classes(
 
 
 def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
-    """Return `cu_seqlens` of queries and keys in which every row belongs to a sequence.
-
-    Padding queries form a sequence without keys. Keys that no query may see form a sequence
-    without queries. Otherwise FA-2 would not write the output and the gradient of these rows.
+    """Return `cu_seqlens` of queries and keys that assign every row to a sequence. Padding
+    queries form a sequence without keys. Keys to which no query may attend form a sequence
+    without queries. FA-2 would otherwise not write the outputs and gradients of these rows.
     """
     if cu_seqlens is not None:
         ends = cu_seqlens.to(device, torch.int64).clamp(0, kv_len)
@@ -90,16 +90,15 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Runs of consecutive tokens, one after the other in a packed buffer. A `Chunk` can read
-    its keys from them. Two runs of one head either begin at the same token or have no token in
-    common. The selection blocks of sequences have this property. All methods but `rows` launch
-    kernels.
+    """Runs of consecutive tokens, stored one after the other in a packed buffer, from which a
+    `Chunk` reads its keys. Two runs of one head either begin at the same token or share no
+    token, as is the case for selection blocks. All methods except `rows` launch kernels.
     """
 
-    start: Tensor  # int64 [B, Q, Hkv, n]: the first token of a run, in the key array
-    length: Tensor  # int64 [B, Q, Hkv, n]: its tokens; 0: an empty slot
-    place: Tensor  # int64 [B, Q, Hkv, n]: its first packed row
-    longest: int  # tokens that a run has at most
+    start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array
+    length: Tensor  # int64 [B, Q, Hkv, n]: number of tokens of the run; 0 in an empty slot
+    place: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first packed row
+    longest: int  # maximum number of tokens per run
 
     @property
     def capacity(self) -> int:
@@ -126,8 +125,9 @@ class Ranges:
     def add(self, total: Tensor, grad: Tensor) -> None:
         """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`.
 
-        It uses atomics, whose order is not fixed. If torch.are_deterministic_algorithms_enabled(),
-        the order is fixed and the result is bitwise reproducible.
+        By default it uses atomics, whose order varies. If
+        torch.are_deterministic_algorithms_enabled(), the order is fixed and the result is
+        bitwise reproducible.
         """
         pack = _kernels()
         if torch.are_deterministic_algorithms_enabled():
@@ -140,7 +140,7 @@ class Ranges:
         return total.to(x.dtype)
 
     def rows(self, num_keys: int) -> Rows:
-        """Return every packed row by name, as torch indices."""
+        """Return the index of every packed row as `Rows`, for torch."""
         batch, _, heads, _ = self.start.shape
         device = self.start.device
         step = torch.arange(self.longest, device=device)
@@ -156,12 +156,13 @@ class Ranges:
 
     @functools.cached_property
     def _inverse(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort the runs by their first token and then by query. Empty runs come first. For each
-        run the result has its first token, its index in the original order, and the end of the
-        list of runs with the same first token.
+        """Sort the runs by their first token and then by query. Empty runs come first. Return
+        three arrays over sorted runs: the first token, the original index of the run, and the
+        end of the list of runs with the same first token.
         """
         batch, _, heads, _ = self.start.shape
-        # A token, be it outside the array, gets 32 bits of the key: no two heads share one.
+        # The sort key has 32 bits for the token, which may be outside the array, so that keys
+        # of different heads differ.
         owner = (torch.arange(batch * heads, device=self.start.device) << 32) + 2**31
         block = owner.reshape(batch, 1, heads, 1) + self.start
         block = torch.where(self.length > 0, block, -1)
@@ -191,26 +192,26 @@ def selected_ranges(
     and key/value head.
 
     Args:
-      block_indices: `[B, T, Hkv, n]`. A negative entry, or one after the query, is empty.
-      handed: The key ranges of the same selection, which are read instead of the blocks. They
-        are int32 `[B, T, Hkv, n, 2]`. Each range begins where a block begins, and empty slots
-        are `(0, 0)`. A range of several blocks is read block by block, so that two runs begin
-        at the same token or have none in common, as `Ranges` requires.
+      block_indices: `[B, T, Hkv, n]`. An entry that is negative, or after the query, counts as
+        empty.
+      handed: The key ranges of the same selection, int32 `[B, T, Hkv, n, 2]`, which are read
+        instead of the blocks. Each range begins at the start of a block, and empty slots are
+        `(0, 0)`. A range of several blocks is split into blocks, since two runs must begin at
+        the same token or share no token (`Ranges`).
 
-    Returns:
-      the ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
+    Returns: The ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
     """
     size = config.select_block
     if handed is None:
         blocks = block_indices[:, queries].to(torch.int64)
-        first = blocks * size  # in the sequence
+        first = blocks * size  # positions in the sequence
         length = (where.position[:, queries, None, None] + 1 - first).clamp(min=0, max=size)
         length = length.masked_fill(blocks < 0, 0)
     else:
         begin, end = handed[:, queries].to(torch.int64).unbind(-1)
         count = handed.shape[-2]
         pieces = -((begin - end) // size)  # rounded up
-        until = pieces.cumsum(-1)  # pieces of the ranges up to this one
+        until = pieces.cumsum(-1)  # number of blocks in the ranges up to this one
         slot = torch.arange(count, device=handed.device)
         owner = (slot[:, None] >= until[..., None, :]).sum(-1)
         of = owner.clamp(max=count - 1)
@@ -225,8 +226,8 @@ def selected_ranges(
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
-    """Return the bytes per query, for `slots` packed keys and values per head and 64-bit
-    indices.
+    """Return the number of bytes per query for `slots` packed keys and values per head with
+    64-bit indices.
     """
     batch, _, heads, width = key.shape
     return batch * heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
@@ -236,8 +237,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     """Gather rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The result
     is `[M, H, D]`.
 
-    An index outside `0 .. B*S - 1` means no row, and the result is 0 there. `x` may have any
-    strides.
+    For an index outside `0 .. B*S - 1` the result is 0. `x` may have any strides.
     """
     if torch.compiler.is_compiling():
         return torch.ops.nsa.gather_rows(x, rows)

@@ -1,8 +1,8 @@
-"""A paged cache for decode and serving in torch, and the function that appends to it.
+"""A paged cache for decoding and serving in torch, and `append`, which writes tokens to it.
 
-The caller manages the pool of pages and the table of each row (every serving engine has a page
-allocator). Shapes are static and the host reads nothing, so that one CUDA graph serves rows that
-grow, shrink, end and begin. A row of length 0 is padding.
+The caller manages the pool of pages and the page table of each row, as serving engines do with
+a page allocator. Shapes are static, and the host reads no tensor. One CUDA graph therefore
+serves rows that grow, shrink, end or begin. A row of length 0 is padding.
 
     append           raw tokens to their pages; finished compressed tokens to theirs
     paged_attention  from the pages (`paged_attend.py`)
@@ -40,29 +40,29 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 APPENDERS = "mosaic", "triton", "torch"
 MAX_ROWS = 64
-# Names in a cache of the arguments of `PagedCache.view`.
+# The fields of a cache for the arguments of `PagedCache.view`.
 ARRAY_OF = {f"{kind}_pages": f"selected_{kind}" for kind in ("key", "value")}
 ARRAY_OF |= {f"{kind}_scale": f"selected_{kind}_scale" for kind in ("key", "value")}
 
 
 class PagedCache(PagedArrays):
-    """The pages for the tokens of one layer. `PagedArrays` lists the tensors, which are zeros
-    at first.
+    """The pages of one layer. `PagedArrays` lists the tensors, which are zeros at first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
-      config: the sizes of the layer; they also determine the compressed tokens.
-      dtype: dtype of the tokens. With `torch.float8_e4m3fn`, `append` rounds the tokens
-        (`nsa_core.rounding`), but not compressed keys.
+      config: the block sizes of the layer.
+      dtype: dtype of the stored tokens. With `torch.float8_e4m3fn`, `append` rounds all tokens
+        except compressed keys (`nsa_core.rounding`).
       separate: whether each branch has its own keys and values (`Branches`), which triples the
-        raw tokens.
+        memory for raw tokens.
       compressed_dtype: for a cache in fp8, the dtype of compressed keys, new tokens and queries.
         None means bfloat16.
       max_rows: for a cache in fp8, the number of rows whose newest `2 l` tokens are stored
         unrounded.
 
     Attributes:
-      apart: The distance between two pages in the tensors, in pages (`view`).
+      apart: The stride between two pages of this cache in the tensors, in units of pages. It is
+        above 1 if other pages are in between (`view`).
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -103,20 +103,20 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype = torch.bfloat16,
         max_rows: int = MAX_ROWS,
     ) -> Self:
-        """Make a cache on pages that another manager owns, without copying them.
-
-        Other pages may be between the given ones, such as pages of values, `[P, 2, l', Hkv,
-        D]`, or of other layers. If all given arrays have the same distance between pages,
-        kernels read them without a copy. The tensors of the cache then include the pages in
-        between, and tensors that are allocated here have the same length.
+        """Make a cache on pages that a serving engine owns, without copying them. Other pages
+        may be between the given ones. For example, pages of keys and values alternate in `[P,
+        2, l', Hkv, D]`. If all given arrays have the same stride between pages, kernels read
+        them without a copy. The tensors of the cache then include the pages in between. Tensors
+        that are allocated here get the same number of pages.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
-          separate: whether each branch has its own keys and values, in newly allocated pages.
+          separate: whether each branch has its own keys and values. The pages for the other
+            branches are then allocated here.
           key_scale, value_scale: for pages in fp8, float32 `[P, Hkv, l']`, per token and head.
-          compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. The other arrays of
-            such a cache are allocated here.
+          compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. The other tensors of
+            an fp8 cache are allocated here.
 
         Raises:
           ValueError: Shapes or dtypes do not fit. For example, pages do not have
@@ -146,7 +146,8 @@ class PagedCache(PagedArrays):
         is_fp8 = key_pages.dtype is FP8
         if is_fp8 and (key_scale is None or value_scale is None or compressed_key is not None):
             raise ValueError(
-                "pages of float8_e4m3fn must have key_scale and value_scale, and no compressed ones"
+                "key_pages of float8_e4m3fn must have key_scale and value_scale, and "
+                "compressed_key must be None"
             )
         compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
         given = {ARRAY_OF.get(name, name): x for name, x in given.items()}
@@ -172,12 +173,12 @@ class PagedCache(PagedArrays):
         config: NSAConfig = NSAConfig(),
         separate: bool = False,
     ) -> Self:
-        """Make a cache in the memory of another manager, with as many pages as fit.
+        """Make a cache with the maximum number of pages that fit in a given block of memory.
 
         Args:
-          memory: `[elements]`, contiguous, in the cache's dtype. Its content is unchanged. The
-            tensors follow each other, each with all of its pages
-            (`paged_layout.page_elements` is the number of elements per page).
+          memory: `[elements]`, contiguous, in the dtype of the cache. Its content is not
+            changed. The tensors of the cache are placed in it one after the other. A page needs
+            `paged_layout.page_elements` elements over all tensors.
 
         Raises:
           ValueError: `memory` is not such a tensor, or is smaller than a page.
@@ -207,14 +208,13 @@ class PagedCache(PagedArrays):
         return cache
 
     def reset(self) -> None:
-        """Clears the facts about the tokens; the pages are unchanged."""
+        """Clear the record of how the tokens were computed. The pages are unchanged."""
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages, for example if a row forks within a page. Both arguments are page
-        numbers, int32 or int64 `[K]`, counted from 0.
-
-        Rows share earlier pages through their tables. A shorter length crops a row.
+        """Copy whole pages, for example when a row forks in the middle of a page. `source` and
+        `target` are page indices, int32 or int64 `[K]`, from 0. Forked rows share earlier pages
+        through their page tables. To crop a row, pass a shorter length to the next call.
         """
         _check_numbers(source, target, self.own_pages)
         for name, x in self.tensors().items():
@@ -223,19 +223,19 @@ class PagedCache(PagedArrays):
 
     @property
     def own_pages(self) -> int:
-        """The number of this cache's pages, without other pages between them."""
+        """The number of pages of this cache, without those of other tensors in between."""
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
-        """Return the positions of the pages of a table in the tensors."""
+        """Convert a page table to indices into the tensors, which may include other pages."""
         if self.apart == 1 or not isinstance(page_table, Tensor):
             return page_table
         return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
-        """Copy the newest tokens of whole rows in an fp8 cache, after rows fork. Both arguments
-        are slots `[K]`. Otherwise the next two means of the fork are computed from rounded
-        tokens.
+        """Copy the unrounded newest tokens of rows that forked in an fp8 cache. `source` and
+        `target` are indices `[K]` of buffers, as in `slots` of `append`. Without this copy the
+        next two compressed tokens of the fork are means of rounded tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -243,7 +243,9 @@ class PagedCache(PagedArrays):
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
-        """Return the default rings of the rows of a call, int32 `[rows]`, numbered from 0."""
+        """Return the default buffer of newest tokens for each row of a call, int32 `[rows]`:
+        row `b` uses buffer `b`.
+        """
         found, ring = getattr(self, "_slots", None), self.recent_key
         if found is None or found.shape[0] != ring.shape[0]:
             found = torch.arange(ring.shape[0], dtype=torch.int32, device=ring.device)
@@ -259,8 +261,8 @@ def block_elements(spec: LayerSpec) -> int:
 
 
 def carve_blocks(memory: Tensor, blocks: int, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
-    """Make the pages of a layer's blocks in `memory` [elements], and the projected keys of their
-    newest tokens (`KeyConvolution.in_pages`).
+    """Divide `memory` [elements] into the pages of `blocks` blocks of a layer, and the
+    projected keys that `KeyConvolution.in_pages` stores per block.
     """
     memory = memory[: blocks * block_elements(spec)]
     kept = blocks * math.prod(spec.kept_keys)
@@ -273,8 +275,8 @@ def carve_blocks(memory: Tensor, blocks: int, spec: LayerSpec) -> tuple[PagedCac
 def _allocated(
     given: dict[str, Any], device: torch.device, dtype, compressed_dtype, *rest: Any
 ) -> dict[str, Any]:
-    """Return the arrays of a cache. Arrays that are not `given` are zeros. `rest` are arguments
-    of `new_arrays`.
+    """Return the arrays of a cache. Those that are not in `given` are allocated and filled with
+    zeros. `rest` are the other arguments of `new_arrays`.
     """
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype or dtype)):
         if not isinstance(x, torch.dtype):
@@ -289,7 +291,7 @@ def _allocated(
 
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
-    """Check the indices of copied items, which must be below `count`."""
+    """Check that `source` and `target` are indices below `count`."""
     checks.tensors(source=source)
     checks.tensors(target=target)
     paged_layout.check_copied(source, target)
@@ -298,7 +300,9 @@ def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:
-    """Return the distance between pages, in pages, if it is the same in all arrays, otherwise 1."""
+    """Return the stride between pages, in units of pages, if it is the same in all arrays,
+    otherwise 1.
+    """
     size = lambda x: x[0].numel()
     if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
         return 1
@@ -327,35 +331,38 @@ def append(
     slots: Tensor | None = None,
     implementation: Literal["mosaic", "triton", "torch"] | None = None,
 ) -> None:
-    """Write new tokens to their pages, and the compressed tokens that they complete. The pages
-    are modified in place.
+    """Write new tokens, and the compressed tokens that they complete, to their pages in place.
 
-    A token without a page (after the end of the row's table, or with an entry below 0) is not
-    written, and rows of length 0 write nothing. An entry beyond the pool is an error if the host
-    reads it (on a CPU, or under `debug`); otherwise the token is not written. Two rows must not
-    write to the same page. A row may begin with pages that another row fills in this call, except
-    in a call of one token per row.
+    A token is not written if it is beyond the end of the row's page table or if its entry of
+    the table is negative. Rows of length 0 write nothing. If an entry is beyond the pool, the
+    call raises an error on a CPU or under `debug`. Otherwise the token is not written. Two rows
+    must not write to the same page. A row may begin with pages that another row fills in this
+    call, except in a call of one token per row.
 
     Args:
-      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
-        `Branches` of them where the cache is `separate`.
+      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
+        other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
-      lengths: int32 `[B]`, including the new tokens; 0 means a row of padding.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
-      params: compressors of keys and values (`nsa_core.compress_params`); None means averages.
+      lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
+        padding.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then `N`. None
+        means that each row has `N / B` new tokens.
+      params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
+        None means that compressed tokens are means.
       made_with: as in `cached_attention`.
-      slots: int32 `[B]`, for a cache in fp8: the buffer of newest tokens that each row uses, one of
-        `max_rows`, unique and the same in all calls. A row with a larger number has no buffer.
-        None means that row `b` uses buffer `b`. Means of tokens outside the buffer of a row are
-        computed from rounded tokens.
+      slots: int32 `[B]`, only for a cache in fp8: the index, below `max_rows`, of the buffer
+        that stores the newest tokens of each row unrounded. Two rows must not share a buffer,
+        and a row must have the same one in all calls. A row with an index of `max_rows` or more
+        has no buffer. None means that row `b` uses buffer `b`. Means of tokens that are not in
+        a buffer are computed from rounded tokens.
       implementation: `mosaic` or `triton` (one launch), or `torch`. None means the first that
-        can run; `mosaic` only if its kernel is on disk.
+        can run. It uses `mosaic` only if the kernel has already been built.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
         parameters of another kind.
-      NotImplementedError: A gradient is required (also of `params`), or the named
-        implementation cannot run. The error is raised before a token is written.
+      NotImplementedError: A gradient is required, also one of `params`, or the named
+        implementation cannot run. The error is raised before any token is written.
     """
     paged_layout.check_cache(cache)
     given = page_table, lengths, cu_seqlens_q
@@ -367,13 +374,13 @@ def append(
 def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
-    """Append tokens that have been checked."""
+    """Append tokens whose arguments have been checked."""
     at, means = (page_table, lengths, cu_seqlens_q), new.are_means
     by_kernel = _kernel(cache, new.key, page_table, cu_seqlens_q, means, implementation)
     if by_kernel is not None:
-        # A row may begin with pages that another row fills in the same call, since engines share
-        # prefixes. A second launch then computes its means from the tokens of the first. This is
-        # excluded with one token per row.
+        # Serving engines share prefixes, so that a row may begin with pages that another row
+        # fills in the same call. A second launch therefore computes the means from the tokens
+        # that the first has written. With one token per row this cannot occur.
         several = cu_seqlens_q is not None or new.key.selected.shape[0] > lengths.shape[0]
         by_kernel(cache, new.key, new.value, *at, means, slots, 1 + (means and several))
     if by_kernel is None or not means:
@@ -391,7 +398,7 @@ class NewTokens(NamedTuple):
 
     @property
     def are_means(self) -> bool:
-        """Whether compressed tokens are means of these tokens."""
+        """Whether the compressed tokens are means of these tokens, rather than learned."""
         return self.params == (None, None)
 
     def of(self, tokens: slice, rows: int) -> tuple[Branches, Branches]:
@@ -447,7 +454,9 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """Return the function that writes the tokens in one launch, or None for torch operations."""
+    """Return the function that writes the tokens in one launch. None means that torch
+    operations write them.
+    """
     if implementation not in (None, *APPENDERS):
         raise ValueError(
             f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"
@@ -471,7 +480,7 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
 
 def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
     """Return the reason why the Mosaic kernel does not support this call, or None. The
-    arguments are those of `append_spec`.
+    arguments are the same as in `append_spec`.
     """
     device = cache.selected_key.device
     if device.type != "cuda":
@@ -487,7 +496,7 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
     """Return the reason why the Triton kernel cannot run this call, or None."""
     if cache.is_fp8 and not means:
-        return "supports only compression by means for a cache in fp8"
+        return "supports a cache in fp8 only if compressed tokens are means"
     return append_why_not(cache)
 
 
@@ -502,7 +511,7 @@ def append_why_not(cache: PagedCache) -> str | None:
 
 
 def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
-    """Return the spec of a launch on Mosaic."""
+    """Return the static sizes of the Mosaic kernel for this call."""
     (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
     return mosaic_append.append_spec(
         *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),
@@ -519,7 +528,7 @@ def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -
 def append_by_mosaic(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches
 ) -> None:
-    """Write new tokens to their pages. If compressed tokens are means, write these too. The
+    """Write new tokens to their pages, and the compressed tokens if these are means. The
     tensors of the cache must be contiguous, with more than 8 bits per element.
     """
     spec = append_spec(cache, key, page_table, cu_seqlens_q, means)
@@ -541,9 +550,7 @@ def append_by_mosaic(
 def append_by_triton(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches, ops=OPS
 ) -> None:
-    """Write new tokens with Triton kernels, also to caches in fp8. It does the same as
-    `append_by_mosaic`.
-    """
+    """Do the same as `append_by_mosaic` with Triton kernels, which also support caches in fp8."""
     flags = {"ragged": cu_seqlens_q is not None, "means": means, "slots": slots is not None}
     first, *others = decode_descriptions.append(
         cache, key.selected, value.selected, page_table, **flags

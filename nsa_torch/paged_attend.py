@@ -1,9 +1,10 @@
-"""Attention from a paged cache in torch. Kernels read the pages if the rows have few queries
-(decode, draft tokens). Otherwise the steps of `attention` run on rows gathered from the pages.
+"""Attention from a paged cache in torch. If the rows have few queries, as in decoding with or
+without draft tokens, kernels read the pages. Otherwise the steps of `attention` run on rows
+that are gathered from the pages.
 
-On an NVIDIA GPU one launch gathers the keys and values of a branch. Each entry is read once and
-written once. On other devices torch copies whole pages. Entries that no query sees are zeros,
-regardless of the contents of their pages.
+On an NVIDIA GPU one launch gathers the keys and values of a branch. It reads and writes each
+entry once. On other devices torch copies whole pages. Gathered entries that no query attends to
+are set to zero, regardless of the contents of their pages.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
-# Implementations whose sliding branch reads tiles of keys that a query looks at, and no others; the
-# largest tile, which begins at a multiple of its size.
+# Implementations whose sliding branch reads only tiles that have a key in some query's window,
+# and their largest tile. A tile begins at a multiple of its size.
 READING_TILES = "mosaic", "triton"
 KEY_TILE = max(128, *interval.BLOCKS)
 
@@ -62,47 +63,50 @@ def paged_attention(
     runs: Sequence[Run] | None = None,
     implementation: functional.Name | None = None,
 ) -> Tensor:
-    """Compute attention of each row's last tokens to all its tokens in the cache. The result is
-    `[N, H, Dv]`.
+    """Compute attention of each row's last tokens to all tokens of the row in the cache. The
+    result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries is at position `lengths - q + j`. Append first and then
-    attend, or pass the new tokens to this function. On `mosaic` this is then one launch. The
-    output of a row depends only on its own tokens, bit for bit. Rows of length 0 and tokens of
-    no row are 0. A table entry of a page that does not exist is an error if the host reads it
-    (on a CPU, or under `debug`). Otherwise it is clamped to the pool. A length beyond the table
-    is clamped to it.
+    Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before
+    this function, or pass the new tokens to it. On `mosaic` the latter is a single launch. The
+    output of a row is bitwise independent of the other rows. It is 0 for rows of length 0 and
+    for tokens that belong to no row. If the page table names a page that does not exist, the
+    call raises an error on a CPU or under `debug`. Otherwise the entry is clamped to the pool.
+    A length beyond the page table is clamped to its capacity.
 
     Args:
-      query: `[N, H, D]`, the rows' tokens one after the other.
+      query: `[N, H, D]`, the queries of all rows, one row after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as in `append`.
-      key, value, params, made_with, slots: arguments of `append`, which runs first. None means
-        that the tokens are in the cache.
-      config: None, or that of the cache.
+      key, value, params, made_with, slots: arguments of `append`, which then runs first. None
+        means that the tokens are already in the cache.
+      config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound for the queries per row of `cu_seqlens_q`. A longer row is an
-        error if the host reads the boundaries, and has an undefined output otherwise. The
-        capacity of a table also bounds it. None means that the host reads the numbers from the
-        device. If it is at most 8, rows are padded to it and run on kernels that read pages.
-        The rounding of a row then depends on it.
-      runs: result of `plan_runs` from the host's copies of `cu_seqlens_q` and `lengths`. The rows
-        of each run are processed together, and nothing is read from the device. The lengths may
-        be upper bounds. None means one run of all rows.
-      implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
-        queries), or one of `attention`, which then runs on gathered pages. None means automatic.
+      max_seqlen_q: Upper bound of the queries per row. If a row has more, the call raises an
+        error if the host reads the boundaries. Otherwise the output of that row is undefined.
+        The bound is also limited to the capacity of the page table. None means that the host
+        reads the boundaries from the device. If the bound is at most 8, rows are padded to it
+        and run on kernels that read pages. The rounding of the output then depends on the
+        bound.
+      runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host.
+        The rows of one run are processed together. With `runs` the host reads nothing from the
+        device. The lengths that `plan_runs` receives may be upper bounds. None means that all
+        rows are one run.
+      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1
+        to 8 queries, or an implementation of `attention`, which runs on gathered pages. None
+        means automatic.
 
     Raises:
       ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or `runs`
-        has more rows or tokens than the call. If the host can check it, also if `runs` belongs
-        to another call.
-      NotImplementedError: A gradient is required, or the named implementation cannot run this.
-        Either is raised before a token is written.
+        has more rows or tokens than the call. It is also raised if the host can detect that
+        `runs` belongs to another call.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this
+        call. The error is raised before any token is written.
     """
     paged_layout.check_cache(cache, config)
     if (key is None) != (value is None):
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
-        raise ValueError("runs need cu_seqlens_q, which has the first token of each row")
+        raise ValueError("cu_seqlens_q must be given if runs are given, got None")
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
         rest = key, value, scale, made_with, slots, implementation
@@ -126,7 +130,7 @@ def paged_attention(
         raise NotImplementedError(
             "paged_attention has no gradient; call it under torch.no_grad()"
         )
-    # All is decided before a token is written: a call that is refused changes nothing.
+    # Everything is decided before a token is written, so that a refused call changes nothing.
     if runs is None:
         return finish(inputs, _decide(inputs, max_seqlen_q, implementation), new, slots, step)
     attend = _in_runs(inputs, runs, implementation, new)
@@ -143,8 +147,8 @@ def finish(
     slots: Tensor | None,
     step: "Step | None",
 ) -> Tensor:
-    """Return the output of the chosen implementation, after the new tokens are appended. A
-    `step` that is one launch is cached.
+    """Append the new tokens, run the chosen implementation and return its output. If the `step`
+    is a single launch, it is cached.
     """
     cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
     attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
@@ -168,8 +172,8 @@ def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
     """Return a function that computes attention for the last tokens `[B, T, H, D]` of all rows
-    on kernels that read pages, or None. The arguments are the checked arguments of
-    `cached_attention` and `paged_attention`.
+    on kernels that read pages. Return None if no such kernel can run. The arguments come from
+    `cached_attention` or `paged_attention`, and have been checked.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -208,11 +212,12 @@ def _in_runs(
         whole = None
         if new is not None and at_hand and run.whole and run.even:
             whole = new.of(run.tokens, table.shape[0])
-        # The host's lengths of a prompt's rows are exact: none of their tokens is missing.
+        # The lengths on the host are exact for rows of a prompt, since all their tokens are
+        # new.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
             part = _prepared(_decide(mine, run.queries, implementation), *rest)
-        else:  # no kernel on pages takes as many
+        else:  # no kernel that reads pages supports this number of queries
             part = gathering(mine, run.queries, None, *rest)
         parts.append((run.tokens, part))
     covered = sum(x.stop - x.start for x, _ in parts) == query.shape[0]
@@ -232,7 +237,9 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """Return a function that computes the output. `whole` and `full` are as in `gathering`."""
+    """Return a function that computes the output. `whole` and `full` are the same as in
+    `gathering`.
+    """
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
@@ -248,18 +255,19 @@ def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None
 
 
 class _Launch(NamedTuple):
-    """The launch of a decode step. All steps with the same key use it."""
+    """The launch of a decode step, which all steps with the same key share."""
 
     start: Callable[[int, Sequence[int]], None]
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
-    copied: Sequence[int]  # which of `Step.given` must be copied to be readable
-    contents: Contents  # of the cache, after it
+    copied: Sequence[
+        int
+    ]  # indices in `Step.given` of tensors that must be copied for the kernel
+    contents: Contents  # contents of the cache after the step
 
 
 class Step(NamedTuple):
-    """A decode step on the host. It is one kernel, whose launch depends only on shapes.
-
-    A step that was checked and chosen before is launched in the same way.
+    """The host side of a decode step. The step is one kernel whose launch depends only on
+    shapes. If a step with the same key ran before, its launch is reused without checks.
     """
 
     query: Tensor
@@ -275,14 +283,16 @@ class Step(NamedTuple):
     implementation: functional.Names
 
     def known(self) -> Tensor | None:
-        """Return the output, or None if no such step ran before."""
+        """Run the step if a step with the same key ran before, and return its output. Otherwise
+        return None.
+        """
         query, cache = self.query, self.cache
         if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
         given = self.given()
         try:
             found = plans.KNOWN.get(self._key(given))
-        except TypeError:  # `made_with` without a hash
+        except TypeError:  # `made_with` is not hashable
             return None
         if found is None:
             return None
@@ -302,7 +312,9 @@ class Step(NamedTuple):
         return results[0].view(*query.shape[:-1], -1)
 
     def given(self) -> list[Any]:
-        """Return the kernel's inputs in addition to the cache, with keys and values by branch."""
+        """Return the inputs of the kernel other than the cache. Keys and values are listed by
+        branch.
+        """
         found = [self.query, self.gates, self.page_table, self.lengths]
         for x in (self.key, self.value):
             if x is not None:
@@ -310,16 +322,18 @@ class Step(NamedTuple):
         return found
 
     def _key(self, given: list[Any]) -> Hashable | None:
-        """Return the key of a launch; None if shapes do not determine it."""
-        # `signature_of` wants the boundaries of a packed row last; a step has none.
+        """Return the key under which the launch is cached, or None if shapes do not determine
+        the launch.
+        """
+        # `signature_of` expects the boundaries of a packed row last, and a step has none.
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
         found, _ = call.signature_of(arrays, self.implementation, config, self.scale, False)
-        one = len({*map(id, given[4:])}) == 2  # a key and a value of all branches
+        one = len({*map(id, given[4:])}) == 2  # one key and one value for all branches
         return found and (found, one, self.cache.contents, tuple(self.made_with))
 
     def keep(self, inputs: Inputs, out: Tensor) -> Tensor:
-        """Cache the step that has just run, and return `out`."""
+        """Cache the launch of the step that has just run. Return `out`."""
         given, device = self.given(), self.query.device
         as_given = isinstance(self.gates, Tensor) and self.gates.dtype is inputs.gates.dtype
         key = self._key(given) if as_given and device.type in call.DEVICE_TYPES else None
@@ -353,7 +367,7 @@ def explain(
     max_seqlen_q: int | None = None,
     implementation: functional.Name | None = None,
 ) -> Choice:
-    """Explains the choice of `paged_attention` for these arguments."""
+    """Report which implementation `paged_attention` would choose for these arguments."""
     paged_layout.check_cache(cache)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
     max_seqlen_q = paged_layout.longest_row(
@@ -396,10 +410,9 @@ def with_indices(
     new: tuple[Branches, Branches] | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output from these kernels, and the blocks that each query chose, int32
-    `[N, Hkv, n]`.
-
-    `new` has keys and values that `mosaic` appends first, and `slots` the rings of their rows.
+    """Run the kernels `name`. Return the output, and the selected blocks of each query, int32
+    `[N, Hkv, n]`. `new` has the keys and values that the `mosaic` kernel appends first, and
+    `slots` the buffers of newest tokens of their rows.
     """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":
@@ -409,7 +422,7 @@ def with_indices(
 
 
 def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
-    """Return the ring of each row in a cache in fp8."""
+    """Return the index of each row's buffer of newest tokens in an fp8 cache."""
     if not cache.is_fp8:
         return None
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
@@ -422,11 +435,11 @@ def gathering(
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
 ) -> Callable[[], Tensor]:
-    """Return a function that gathers the pages of each row and runs `attention`, once the tokens
-    are in their pages.
+    """Return a function that gathers the pages of each row and runs `attention`. It is called
+    after the new tokens have been written to their pages.
 
-    `whole` has the keys and values of rows without earlier tokens. They are used instead of the
-    pages. `full` means that all rows have the same number of queries.
+    `whole` has the keys and values of rows without earlier tokens, which are used instead of
+    the pages. `full` means that all rows have the same number of queries.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -454,7 +467,7 @@ def gathering(
     gates = Branches(*gates.unbind(-1))
 
     width = cache.selected_value.shape[-1]
-    # Copies are in order in memory; the choice follows from their shapes.
+    # Gathered copies are contiguous, so that the choice depends only on their shapes.
     keys = query.new_empty(0, capacity, *cache.selected_key.shape[2:])
     memory = {"query": queries}
     if whole is not None:
@@ -526,12 +539,13 @@ def side_by_side(
 
     Args:
       page_table, lengths: as in `paged_attention`.
-      queries: The queries of the longest row, which bound the tokens of the sliding branch.
+      queries: The number of queries of the longest row. It bounds the number of tokens that the
+        sliding branch needs.
       at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If they are given,
         only compressed tokens are copied.
-      margin: The number of tokens before those of the sliding branch that must be zeros. Earlier
-        ones may be uninitialized. None means that all must be zeros.
-      last_page: Whether to copy only the page of each row's last token for the selected branch.
+      margin: How many tokens before those of the sliding branch must be zeros. Tokens before
+        these may be uninitialized. None means that all earlier tokens must be zeros.
+      last_page: Whether the selected branch needs only the page with each row's last token.
     """
     config = cache.config
     whole = page_table.shape[1] * config.select_block
@@ -574,7 +588,7 @@ def _copy(
         return found[0], found[1]
     pages, width = page_table.clamp(0, cache.num_pages - 1), page_table.shape[1]
     token = torch.arange(entries.per_page * width, device=key.device) * entries.stride
-    size = entries.per_page * entries.stride  # tokens of a page
+    size = entries.per_page * entries.stride  # tokens per page
     end = lengths.clamp(max=width * size)[:, None]
     if last_page:
         column = (end - 1).clamp(min=0) // size

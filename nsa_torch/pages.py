@@ -1,4 +1,6 @@
-"""A cache in pages, appending to it, attention from it, and which rows of a call run together."""
+"""Exports the functions of paged caches: the cache, `append`, attention from pages, and
+`plan_runs`.
+"""
 
 from nsa_core.paged_runs import plan_runs as plan_runs
 from nsa_torch.paged import PagedCache as PagedCache

@@ -1,16 +1,16 @@
-"""Finds out whether torch runs operations on tensors directly, and in which state a backward
-pass is.
+"""Detects whether torch runs operations on tensors directly, and whether a backward pass is
+recorded or is the last one.
 
-Only `reference` has second derivatives. torch's `once_differentiable` raises no error if the
-incoming gradient requires no gradient. A Hessian or a gradient penalty would then lack the part
-that depends on the inputs.
+Only `reference` has second derivatives. `once_differentiable` of torch raises no error if the
+incoming gradient requires no gradient. A Hessian or a gradient penalty would then silently lack
+the part that depends on the inputs, so that this module raises an error instead.
 
 By default, torch frees the tensors that an operator has saved only after the operator's
-backward pass. The outputs of the three branches, half of the memory of a call, are read only by
-one of the first launches (`deltas`), so dq can reuse their memory. They are therefore released
-early, but only in the last pass through a graph (no `retain_graph`), and only if no hook has
-seen the saved tensors. A hook may keep such a tensor, or move it back from another stream. Code
-that reads the node (`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
+backward pass. The outputs of the three branches are half of the memory of a call. Only one of
+the first launches (`deltas`) reads them, so that dq can reuse their memory. They are therefore
+released early, but only in the last pass through a graph (no `retain_graph`), and only without
+hooks for saved tensors. A hook may keep such a tensor, or copy it back from another device.
+After the pass, code that reads `out.grad_fn.saved_tensors` finds tensors without memory.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-TENSORS = frozenset({Tensor, torch.nn.Parameter})  # classes that override no operation
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # tensor classes that override no operation
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Return whether torch runs operations on these tensors directly. This requires
-    `undisturbed()`, and that no tensor has a subclass or the negative bit. Arguments that are
-    not tensors are ignored.
+    """Return whether torch runs operations on these tensors directly. This requires that
+    `undisturbed()` is true, and that no tensor belongs to a subclass or has the negative bit.
+    Arguments that are not tensors are ignored.
     """
     return undisturbed() and all(
         type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
@@ -38,8 +38,8 @@ def plain(tensors: Iterable[Any]) -> bool:
 
 
 def undisturbed() -> bool:
-    """Return whether torch runs operations directly. In that case no function is traced,
-    compiled or transformed, and no mode is active.
+    """Return whether torch runs operations directly: no function is traced, compiled or
+    transformed, and no mode is active.
     """
     return (
         not torch.compiler.is_compiling()
@@ -52,26 +52,26 @@ def undisturbed() -> bool:
 
 
 def traced(tensors: Iterable[Any]) -> bool:
-    """Return whether one of the tensors represents an input of a function that is being
-    compiled. `is_compiling` does not suffice, since it is False while torch 2.11 traces a
-    backward pass.
+    """Return whether a tensor stands for an input of a function that is being compiled.
+    `is_compiling` does not suffice, since it is False while torch 2.11 traces a backward pass.
     """
     return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
 
 
 def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which autocast is off, since autocast would make the scores of float32
-    tensors bfloat16.
+    """Return a context without autocast, which would otherwise compute the scores of float32
+    tensors in bfloat16.
     """
-    # Tensors on meta have no autocast; torch 2.11 compiles no call that asks for it by name.
+    # Tensors on meta have no autocast. torch 2.11 cannot compile code that asks for the
+    # autocast of that device.
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products of tensors of `dtype`. If autocast is on, it is autocast's
-    dtype, except for float64.
+    """Return the dtype of products of tensors of `dtype`. If autocast is on, this is the dtype
+    of autocast, except for float64.
     """
     if dtype is torch.float64:
         return dtype
@@ -81,14 +81,14 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def constant[Function: Callable](function: Function) -> Function:
-    """Return `torch.compiler.assume_constant_result` without an immediate import of the compiler,
-    which takes longer than all other imports.
+    """Decorate a function with `torch.compiler.assume_constant_result`. The compiler is
+    imported only at the first call, since its import takes longer than all others.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-# torch has no public names for these.
+# torch has no public names for these functions.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
@@ -106,16 +106,16 @@ def has_hooks() -> bool:
 
 
 def release(tensors: Sequence[Tensor]) -> None:
-    """Free the memory of tensors that are not read any more. They are empty afterwards. Work
-    that is queued on the current stream may still read them.
+    """Free the memory of tensors that no later operation reads. The tensors are empty
+    afterwards. Work that is already queued on the current stream may still read the memory.
     """
     for x in tensors:
-        if x.untyped_storage().nbytes() == x.nbytes:  # it has its memory for itself
+        if x.untyped_storage().nbytes() == x.nbytes:  # no other tensor shares its memory
             x.untyped_storage().resize_(0)
 
 
 MESSAGE = (
-    "implementation='reference' alone has second derivatives (create_graph=True, for Hessians and "
+    "only implementation='reference' has second derivatives (create_graph=True, for Hessians and "
     "gradient penalties), without a context_mesh and, in layers on a GPU, without qk_norm_eps"
 )
 
@@ -124,7 +124,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the `backward` of a `torch.autograd.Function`, which has no second derivative.
 
     Raises:
-      NotImplementedError: autograd records it.
+      NotImplementedError: Autograd records the backward pass.
     """
 
     @functools.wraps(backward)
@@ -136,14 +136,16 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_first_order() -> None:
-    """Raises NotImplementedError in a backward pass that autograd records."""
-    # torch itself refuses second derivatives of compiled code.
+    """Raise NotImplementedError if autograd records the current backward pass."""
+    # torch refuses second derivatives of compiled code, so that no check is needed.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(MESSAGE)
 
 
 def once(x: Tensor) -> Tensor:
-    """Return `x` without second derivatives, for results of other libraries' kernels."""
+    """Return `x` so that second derivatives raise an error. It is for results of kernels from
+    other libraries.
+    """
     return _Once.apply(x)
 
 
@@ -168,12 +170,14 @@ class _Once(torch.autograd.Function):
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:
-    """Raise NotImplementedError, as the backward pass of functions that have none."""
+    """Raise NotImplementedError. This is the backward pass of functions without a gradient."""
     raise NotImplementedError(MESSAGE)
 
 
 class Refused(torch.autograd.Function):
-    """Marks a gradient as dependent on `inputs`, and refuses its own gradient."""
+    """Marks a gradient as dependent on `inputs`, and raises an error for the gradient of that
+    gradient.
+    """
 
     @staticmethod
     def forward(grad, *inputs):

@@ -1,12 +1,14 @@
-"""Runs the functions of operators from plans. It finds the plan of a call, or makes one.
+"""Runs the functions of operators from plans. For each call it finds the plan, or makes one.
 
-A plan depends only on the key of a call. The key has shapes and dtypes by role, all other
-arguments, and the device. It does not depend on strides, addresses, or equal arguments.
+A plan depends only on the key of a call. The key consists of the shape and dtype of each
+tensor, all other arguments, and the device. Strides and addresses are not part of it, nor
+whether two arguments are the same tensor.
 
-A plan (`nsa_core.plan`) runs on torch tensors on the current stream. Some launches run on a side
-stream that forks from it and joins it again. The host never waits. A plan is bound to a device
-once, which computes everything that does not depend on addresses. A launch reads and writes
-addresses, so only buffers that torch reads too are tensors.
+A plan (`nsa_core.plan`) runs on torch tensors on the current stream. Some launches run on a
+side stream, which forks from the current stream and joins it again. The host never waits for
+the device. A plan is bound to a device once. Binding computes everything that does not depend
+on addresses. Launches need only addresses, so that a buffer becomes a tensor only if torch also
+reads it.
 """
 
 import contextlib
@@ -44,18 +46,20 @@ from nsa_torch.torch_ops import INTERPRETED, TORCH_OPS, capability_of
 
 # Buffers up to this size may be allocated early or freed late, so that launches are consecutive.
 LATE_BYTES = 4 * 2**20
-BUNDLED_BYTES = LATE_BYTES  # maximum of a tensor in a bundle, which is freed as a whole
-ROW = 3  # launches that become one step; of fewer a graph would save the host little
+BUNDLED_BYTES = LATE_BYTES  # maximum size of a tensor in a bundle, which is freed as a whole
+ROW = (
+    3  # minimum number of launches in a CUDA graph, which saves the host little time for fewer
+)
 NOTHING = Kept()
 
 
 class Bundle(NamedTuple):
-    """Small tensors that are saved for a gradient, in one allocation. To make, save and read a
-    tensor costs the host half as much as a launch each time.
+    """Small tensors that are saved for a gradient, in one allocation. Each time a separate
+    tensor is made, saved or read, the host needs half the time of a launch.
 
     Attributes:
-      offsets: in bytes, for each saved tensor; None means that it has its own memory.
-      bytes: total size.
+      offsets: the offset in bytes of each saved tensor, or None if it has its own memory.
+      bytes: the total size.
     """
 
     offsets: tuple[int | None, ...]
@@ -63,7 +67,9 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
-        """Make a bundle for the results of a plan after the first that torch does not read."""
+        """Make a bundle for the small results of a plan, except the first result and those that
+        torch reads.
+        """
         by_torch = touched_by_torch(plan.steps)
         offsets, end = list[int | None](), 0
         for n in (x.buffer for x in plan.results[1:]):
@@ -76,8 +82,8 @@ class Bundle(NamedTuple):
         return cls(tuple(offsets), end) if end else None
 
     def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
-        """Return the saved tensors, shaped like those `wanted`, from those with their own memory
-        and the bundle.
+        """Return all saved tensors, in the shapes of `wanted`. `kept` has those with their own
+        memory and the bundle.
         """
         *own, bundle = kept
         rest = iter(own)
@@ -93,34 +99,39 @@ def _in(bundle: Tensor, offset: int, x: Array | Buffer) -> Tensor:
 
 type Addresses = list[
     tuple[int, int]
-]  # slots of the list of addresses, and addresses or offsets
-type Step = Callable[[list[Any], list[int], int], None]  # takes tensors, addresses, the stream
+]  # slots of the list of addresses, each with an address or an offset
+# a function of tensors, addresses and the stream
+type Step = Callable[[list[Any], list[int], int], None]
 
 
 class BoundPlan:
-    """A plan on a device. Any thread may call it.
+    """A plan that is bound to a device. Any thread may call it.
 
-    A call has two lists. `tensors` has an entry per buffer, followed by events and `gives_back`.
-    `addresses` has an entry per slot. Each part of a buffer that kernels read or write has a
-    slot.
+    Each call fills two lists. `tensors` has an entry per buffer, followed by events and
+    `gives_back`. `addresses` has an entry per slot. Every part of a buffer that kernels read or
+    write has a slot.
 
     Args:
-      bundle: the bundle of some arguments after the first.
-      bundles: whether small results after the first are in a bundle, which is the last result.
+      bundle: the `Bundle` that contains some arguments after the first, or None.
+      bundles: whether small results after the first are put into a bundle, which is then the
+        last result.
 
     Attributes:
-      given: arguments that are not in a bundle; None means all.
+      given: indices of arguments that are not in the bundle; None means all.
       slots: for each buffer that has its own memory, the slots of its parts and their offsets.
-        After the buffers come the workspace, the bundle and the results of `tables`, which contain
-        the other buffers.
-      read_arguments: arguments that kernels read; they are copied if kernels cannot read them.
+        The entries after the buffers are those of the workspace, the bundle and the results of
+        `tables`, which contain all other buffers.
+      read_arguments: arguments that kernels read, which are copied if kernels cannot read them
+        in place.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
-      constants: numbers of buffers that do not depend on the call.
-      read_by_torch: constants that a step of torch reads, by position and number.
-      known: constants, a list of addresses with theirs filled in, and a stream that need not wait
+      constants: indices of buffers that do not depend on the call.
+      read_by_torch: constants that a step of torch reads, by position in the list and index of
+        the buffer.
+      known: the constants, a list of addresses that has theirs, and a stream that need not wait
         for them.
-      tables: makes the tables of a batch.
-      tables_read_by_torch: numbers of tables that torch reads, and their results.
+      tables: the function that computes the tables of a batch.
+      tables_read_by_torch: indices of tables that torch reads, and of the results that contain
+        them.
     """
 
     def __init__(
@@ -148,7 +159,8 @@ class BoundPlan:
             for x in (*step.reads, *step.writes):
                 at.setdefault((x.buffer, x.offset), len(at))
         self.tables, batch = batch_tables.of_plan(plan, device)
-        # For buffers in another allocation: its number after the buffers, and the offset.
+        # For each buffer in another allocation: the index of that allocation, counted after the
+        # buffers, and the offset.
         inside = {
             n: (0, x.offset) for n, x in enumerate(buffers) if x.memory is Memory.WORKSPACE
         }
@@ -183,11 +195,12 @@ class BoundPlan:
     def __call__(
         self, given: Sequence[Tensor], bundle: Tensor | None = None, gives_back: bool = False
     ) -> list[Tensor]:
-        """Return the results for the arguments of a call, which may have any layout and may be one
+        """Run the plan. The arguments may have any memory layout, and several may be the same
         tensor.
 
         Args:
-          bundle: the bundle of arguments that are not given.
+          bundle: the memory of the bundle, which contains the arguments that are not in
+            `given`.
           gives_back: whether to free the memory of arguments that the plan has `released`.
         """
         tensors: list[Any] = [*given, *self.blank, gives_back]
@@ -196,7 +209,8 @@ class BoundPlan:
             for number, x in zip(self.given, given, strict=True):
                 tensors[number] = x
         shared, slots = self.plan.shared, self.slots
-        borders = None if shared is None else tensors[shared]  # a copy has no tables
+        # a copy of the boundaries has no tables
+        borders = None if shared is None else tensors[shared]
         stream = launch.current_stream(self.device) if self.on_gpu else 0
         same, addresses, ready_on = self.known
         constants = same()
@@ -216,7 +230,7 @@ class BoundPlan:
         found = () if borders is None else batch_tables.of(borders, self.tables)
         for number, i in self.tables_read_by_torch:
             tensors[number] = found[i]
-        workspace = None  # until the last launch is queued
+        workspace = None  # keep the tensors alive until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -230,12 +244,12 @@ class BoundPlan:
                     addresses[slot] = start + offset
         for number, offset, like in self.bundle_views:
             tensors[number] = _in(others[1], offset, like)
-        x = None  # so that no name refers to a tensor that a step drops
+        x = None  # delete names that refer to tensors that a step frees
         try:
             for step in self.steps:
                 step(tensors, addresses, stream)
         except BaseException:
-            # The side stream may still write to memory that is freed now.
+            # If the plan fails, the side stream may still write to memory that is freed now.
             for event in filter(None, tensors[len(self.plan.buffers) : -1]):
                 torch.cuda.current_stream(self.device).wait_event(event)
             raise
@@ -245,7 +259,7 @@ class BoundPlan:
         return found
 
     def _constants(self, stream: int) -> tuple[Kept, list[int]]:
-        """Return the constants, and addresses with theirs filled in."""
+        """Return the constants, and a list of addresses that has those of the constants."""
         kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
         same, addresses, _ = self.known
         if same() is not kept:
@@ -254,14 +268,15 @@ class BoundPlan:
                 start = x.data_ptr()
                 for slot, offset in self.slots[n]:
                     addresses[slot] = start + offset
-            self.known = weakref.ref(kept), addresses, stream  # at once: threads share it
+            # in one assignment, since threads share it
+            self.known = weakref.ref(kept), addresses, stream
         return kept, addresses
 
     def _made(self) -> list[Tensor]:
-        """Return the constants. Another plan on this device may have made them, or what they
-        read.
+        """Return the constants. Another plan on this device may already have computed them, or
+        their inputs.
         """
-        known: dict[int, tuple[Any, Tensor]] = {}  # by buffer: its source, and its tensor
+        known: dict[int, tuple[Any, Tensor]] = {}  # the source and the tensor of each buffer
         for step in self.plan.constants:
             reads = [known[x.buffer] for x in step.reads]
             shapes = tuple([x.shape for x in step.reads])
@@ -271,8 +286,9 @@ class BoundPlan:
                 arrays = [
                     y.reshape(x.shape) for x, (_, y) in zip(step.reads, reads, strict=True)
                 ]
-                # A step that reads arrays makes its results on their device. torch's device mode
-                # takes the host as long as an operator.
+                # A step that reads arrays computes its results on their device. Other steps
+                # need the device mode of torch, which costs the host as much time as an
+                # operator.
                 with contextlib.nullcontext() if arrays else self.device:
                     return step.function(TORCH_OPS, *arrays, **dict(step.static))
 
@@ -283,14 +299,14 @@ class BoundPlan:
         return [known[n][1] for n in self.constants]
 
     def _bound(self, at, read_by_kernels, lying) -> list[Step]:
-        """Return the steps; launches that follow each other are one.
+        """Return the steps of the plan. Consecutive launches become one step.
 
         Args:
           at: the slot of each part of a buffer.
-          lying: The parts of a bundle.
+          lying: Parts of buffers that are in a bundle.
         """
-        # Of launches the kernel, slots that it reads and writes, results with their own memory, and
-        # buffers that no later step uses.
+        # For each launch: the kernel, the slots that it reads and writes, results with their
+        # own memory, and buffers that no later step uses.
         plan, found, row = self.plan, list[Step](), list[Any]()
         for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
             following = list[Step]()
@@ -322,12 +338,14 @@ class BoundPlan:
         return found + self._launches(row)
 
     def _event(self, beside: int) -> int:
-        """Return the index, among the tensors, of the event at the end of a launch."""
+        """Return the index in the list of tensors for the event at the end of the launch
+        `beside`.
+        """
         return len(self.plan.buffers) + self.joins.index(beside)
 
     def _launches(self, row: Sequence[Any]) -> list[Step]:
-        """Launches one after the other; a row of them is one step, which drops at its end what they
-        drop.
+        """Return a step that runs consecutive launches. At its end it frees the buffers that
+        they do not need any more.
         """
         if len(row) >= ROW:
             kernels, arguments, allocated, drops = zip(*row, strict=True)
@@ -341,7 +359,7 @@ class BoundPlan:
         ]
 
     def _launch(self, start, arguments, allocated, drops) -> Step:
-        """Call `start` with the addresses in the slots `arguments`."""
+        """Return a step that calls `start` with the addresses in the slots `arguments`."""
         device, buffers = self.device, self.plan.buffers
         made = [
             (n, buffers[n].shape, _dtype(buffers[n].dtype), self.slots[n]) for n in allocated
@@ -361,7 +379,9 @@ class BoundPlan:
         return run
 
     def _beside(self, start: Step, event: int) -> Step:
-        """Return a launch on the side stream, which waits for the queued work."""
+        """Return a step that launches on the side stream, after the work that is already
+        queued.
+        """
 
         def run(tensors, addresses, stream):
             if not self.on_gpu:  # tests
@@ -375,7 +395,7 @@ class BoundPlan:
         return run
 
     def _join(self, event: int, drops: Sequence[int]) -> Step:
-        """Return a step after which later work waits for the launch with this `event`."""
+        """Return a step that makes later work wait for the launch with this `event`."""
 
         def run(tensors, addresses, stream):
             if tensors[event] is not None:
@@ -386,9 +406,9 @@ class BoundPlan:
         return run
 
     def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
-        """Return a step on tensors, which is derived or a launch by Triton's launcher."""
+        """Return a step on tensors: a derived step, or a launch by Triton."""
         reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
-        # As a rule every one is a whole buffer.
+        # Usually each one is a whole buffer.
         parts = [
             (i, x)
             for i, x in enumerate(step.reads)
@@ -427,7 +447,7 @@ class BoundPlan:
 
 
 def _release(arguments: Sequence[int]) -> Step:
-    """Free the memory of arguments if that is allowed."""
+    """Return a step that frees the memory of arguments if the call permits it."""
 
     def run(tensors, addresses, stream):
         if tensors[-1]:
@@ -437,7 +457,7 @@ def _release(arguments: Sequence[int]) -> Step:
 
 
 def _part(x: Tensor, view) -> Tensor:
-    """Return the view of a buffer as a view of its tensor."""
+    """Return a view of a buffer as a view of the buffer's tensor."""
     if view.bytes != x.nbytes:
         size = _dtype(view.dtype).itemsize
         x = x.view(-1)[view.offset // size : (view.offset + view.bytes) // size]
@@ -446,7 +466,7 @@ def _part(x: Tensor, view) -> Tensor:
 
 @functools.cache
 def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """Return the side stream of a stream of a device, with a higher priority."""
+    """Return the side stream of a stream on a device. It has a higher priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -454,8 +474,9 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-KEPT = 1024  # entries at most
-# What is known of calls, by key. Most public calls are one look-up. There are five kinds of values:
+KEPT = 1024  # maximum number of entries
+# Results of earlier calls, by key. Most public calls need one look-up. There are five kinds of
+# values:
 #   call.PlannedProgram      all steps of `attention`, by `call.Signature`
 #   BoundPlan                an operator, by its arguments (`Planned.__call__`)
 #   names                    the implementation of each step, by `dispatch.problem_key`
@@ -464,9 +485,9 @@ KEPT = 1024  # entries at most
 # Below them only constants (`shared.SHARED`), tables of a batch, and bound kernels are cached.
 KNOWN: dict[Hashable, Any] = {}
 _lock = threading.Lock()
-_prepared: set[Hashable] = set()  # layers on a GPU whose kernels were made ready
+_prepared: set[Hashable] = set()  # layers on a GPU whose kernels were prepared
 
-instead: ArrayOps | None = None  # if set, steps run on it directly, without plans
+instead: ArrayOps | None = None  # if set, steps run on this `ArrayOps` directly, without plans
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
@@ -479,7 +500,9 @@ def keep[Value](key: Hashable, value: Value) -> Value:
 
 
 def forget() -> None:
-    """Forget all plans and calls after the state that they depend on changed (tests, tuners)."""
+    """Forget all plans and calls. Tests and tuners call this after they change state on which
+    plans depend.
+    """
     KNOWN.clear()
 
 
@@ -498,10 +521,10 @@ class Planned(NamedTuple):
     """A function that is traced once for all calls of one signature.
 
     Attributes:
-      function: Returns arrays from an `ArrayOps` and an operator's arguments, which include
-        tensors.
-      backward: Computes its gradient from the gradient of the first result, the other results, and
-        the arguments.
+      function: The traced function. It returns arrays, given an `ArrayOps` and the arguments of
+        an operator.
+      backward: The function that computes gradients from the gradient of the first result, the
+        other results, and the arguments. None means that there is none.
     """
 
     function: Callable[..., Iterable[Any]]
@@ -529,8 +552,8 @@ class Planned(NamedTuple):
         """Bind a plan of a call to its device.
 
         Args:
-          arguments: `Array`s in place of those in a bundle.
-          tensors: among the arguments.
+          arguments: The arguments of the call. Those in a bundle are `Array`s.
+          tensors: The tensors among the arguments.
           bundle, bundles: as in `BoundPlan`.
         """
         device = tensors[0].device
@@ -544,15 +567,17 @@ class Planned(NamedTuple):
         return BoundPlan(plan, device, bundle, bundles)
 
     def prepare(self, plan: Plan, arguments: Sequence[Any], device: torch.device) -> None:
-        """Compile and load the kernels of a layer, in parallel, at its first call. Other lengths
-        may need other kernels of it. Each is loaded when its plan is bound. If one was never built,
-        all kernels of the call are built.
+        """Compile and load the kernels of a layer, in parallel, at its first call.
+
+        Other lengths may need other kernels of the layer. Each of these is loaded when its plan
+        is bound. If one of them was never built, all kernels of the call are built.
         """
         described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
-        # Lengths are axes of tensors, and among the first numbers of `operators.LAYOUT_ARGS`.
+        # Lengths are axes of tensors, and are among the first numbers of
+        # `operators.LAYOUT_ARGS`.
         sizes = [(x.shape[2:], x.dtype) if isinstance(x, Array) else None for x in described]
         layer = self.function, device, *sizes, str(described[-2:])
-        made = lambda: self.plans(described, device, plan)  # holds no tensor
+        made = lambda: self.plans(described, device, plan)  # refers to no tensor
         kernels = lambda: [*dict.fromkeys(x for each in made() for x in each.kernels)]
         if layer in _prepared:
             launch.prefetch(kernels)
@@ -565,7 +590,8 @@ class Planned(NamedTuple):
 
         Args:
           arguments: Tensors or arrays.
-          device: None means no GPU, for which no tiles were measured.
+          device: The device of the call. None means no GPU, so that no measured tile sizes
+            apply.
         """
         ops = PlanOps(
             capability_of(device.index) if device and device.type == "cuda" else INTERPRETED
@@ -580,8 +606,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """Return the plan of a call and that of its gradient, with the arguments of `plan`. Pass
-        `plan` if it exists.
+        """Return the plan of a call and that of its gradient. The arguments are those of
+        `Planned.plan`, and the plan of the call if it exists already.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:

@@ -1,5 +1,5 @@
-"""Converts a selection to half-open key ranges, which `fa2` may read instead of blocks. Two
-methods compute the same ranges. v1 loops over the rows on the host, and v2 runs a dozen
+"""Converts block indices to half-open ranges of keys, which `fa2` can read instead of blocks.
+Two methods compute the same ranges: v1 loops over the rows on the host, and v2 runs a dozen
 operators on the device. `nsa_jax.ranges` is v2 in JAX.
 """
 
@@ -14,7 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch.plain import constant
 
 MODES = ("none", "v1", "v2", "adaptive")
-# v2 from this length on, v1 below it.
+# The method "auto" uses v2 from this length on, and v1 below it.
 ADAPTIVE_MIN_LEN = 1024
 
 _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="none")
@@ -22,9 +22,8 @@ _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="n
 
 @contextlib.contextmanager
 def using(mode: str) -> Iterator[None]:
-    """Make the selected branch of `fa2` convert blocks to ranges, and read those.
-
-    The result is the same; the cost differs.
+    """Make the selected branch of `fa2` convert blocks to ranges and read the ranges. Only the
+    cost changes, not the result.
 
     Raises:
       ValueError: `mode` is unknown.
@@ -38,14 +37,14 @@ def using(mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
-@constant  # torch 2.11 does not trace what a context holds
+@constant  # torch 2.11 cannot trace the value of a context variable
 def asked() -> str:
     """Return the mode that `using` set."""
     return _mode.get()
 
 
 def way(mode: str, length: int) -> str:
-    """Return the method that `mode` selects for sequences of `length` queries: `none`, `v1` or
+    """Return the method for sequences of `length` queries under this `mode`: `none`, `v1` or
     `v2`.
     """
     if mode == "adaptive":
@@ -56,7 +55,7 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """Return the ranges that `using` requests, or None if blocks are read."""
+    """Return the ranges if `using` is active, or None if `fa2` reads blocks."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None
@@ -65,15 +64,16 @@ def handed(
 
 
 def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
-    """Return `[start, end)` of each run of selected keys at or before the query, ascending.
+    """Return `[start, end)` of each run of consecutive selected keys at or before the query, in
+    ascending order.
 
     Args:
       block_indices: `[B, T, Hkv, n]`, ascending, negative in empty slots.
-      position: `[B, T]` of the queries in their sequences; negative for padding.
+      position: `[B, T]`, the position of each query in its sequence; negative for padding.
 
     Returns:
-      int32 `[B, T, Hkv, n, 2]`: adjacent blocks are merged, ends are cut at `position + 1`, and
-      slots left over are `(0, 0)` at the end.
+      int32 `[B, T, Hkv, n, 2]`. Adjacent blocks are merged, and ends are limited to `position +
+      1`. Unused slots at the end are `(0, 0)`.
     """
     size, count = config.select_block, block_indices.shape[-1]
     block = block_indices.to(torch.int64)
@@ -81,7 +81,8 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
     valid = (block >= 0) & (block * size <= last)
     before = torch.nn.functional.pad(block, (1, -1), value=-2)
     opens = valid & (block != before + 1)
-    # The run that each block belongs to; blocks of no run go to a slot that is cut off.
+    # The index of the run of each block. Blocks without a run go to an extra slot, which is
+    # removed.
     run = torch.where(valid, opens.cumsum(-1) - 1, count)
     end = torch.where(valid, torch.minimum((block + 1) * size, last + 1), 0)
     starts = block.new_zeros(*block.shape[:-1], count + 1)

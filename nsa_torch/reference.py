@@ -1,5 +1,5 @@
-"""`nsa_core.reference` on torch tensors. Arguments and shapes are the same as in
-`nsa_torch.functional`.
+"""The implementation `reference` in torch, which is `nsa_core.reference` on torch tensors.
+Arguments and shapes are the same as in `nsa_torch.functional`.
 """
 
 import torch
@@ -11,7 +11,7 @@ from nsa_torch.torch_ops import TORCH_OPS
 
 def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
     index = torch.arange(num_keys, device=device).expand(batch, num_keys)
-    # Not `as_tensor`, which makes a length that `torch.compile` has no number for a constant.
+    # Not `as_tensor`, which would turn a symbolic length of `torch.compile` into a constant.
     lengths = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     lengths += torch.atleast_1d(kv_len)[:, None] if isinstance(kv_len, torch.Tensor) else kv_len
     sequence, position = torch.where(index < lengths, 0, -1), index
@@ -25,8 +25,8 @@ def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
 
 
 def _target(name: str, of_tokens: bool):
-    """Return the function `name` of the oracle, for keys that are tokens or compressed
-    tokens.
+    """Return the function `name` of `nsa_core.reference` as a target of `dispatch`. Its keys
+    are tokens or compressed tokens.
     """
     function = getattr(reference, name)
 

@@ -1,10 +1,10 @@
 """Computes the three branches with torch's scaled_dot_product_attention, on any device and in
 any dtype.
 
-Queries are processed in chunks. A chunk sees a prefix of the compressed tokens, a band of
-the sliding keys, or the gathered blocks of its own selection, under a boolean mask made from
-positions. SDPA does not return the log-sum-exp. With `with_lse` it is computed by a second
-product `q . k`.
+Queries are processed in chunks. A chunk attends to a prefix of the compressed tokens, to a band
+of the sliding keys, or to the gathered blocks of its selection. A boolean mask is computed from
+positions. SDPA does not return the log-sum-exp. With `with_lse` a second product `q . k`
+computes it.
 """
 
 from typing import Any
@@ -18,15 +18,18 @@ from nsa_torch.chunks import Chunk, Rows, Span, Work, chunked, wide
 from nsa_torch.geometry import geometry_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
+SHORT_CHUNK = {
+    "cpu": 64,
+    "cuda": 1024,
+}  # minimum number of queries per chunk of the sliding branch
 
 
 @chunked("sdpa/compressed", 3)
 def compressed_attention(
     query, compressed_key, compressed_value, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
-    """Compute attention over compressed tokens. Position `p` sees token `i` if and only if
-    `p >= i*d + l - 1`.
+    """Compute attention over compressed tokens. A query at position `p` attends to compressed
+    token `i` if and only if `p >= i*d + l - 1`.
     """
     batch, _, heads, _ = query.shape
     count = compressed_key.shape[1]
@@ -36,7 +39,8 @@ def compressed_attention(
 
     def plan(queries):
         end = count
-        if where.offset is not None:  # packed sequences have no more tokens than one
+        # packed sequences have no more compressed tokens than a single sequence
+        if where.offset is not None:
             seen_at_most = config.num_compressed(queries.stop + where.offset)
             end = max(1, min(count, seen_at_most))
         seen = where.sees_compressed(queries, end, config)
@@ -62,7 +66,7 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
             end = where.offset + queries.stop
             source = Span(max(end - size, 0), end)
             token = torch.arange(*source, device=query.device)
-        else:  # only the device knows where the band begins
+        else:  # only the device has the start of the band
             band = torch.arange(min(size, num_keys), device=query.device)
             first = index[:, queries][:, :1, 0] - (window - 1)
             token = band + first.clamp(min=0, max=num_keys - band.numel())
@@ -72,8 +76,8 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
         seen = (token <= query_index) & (token > query_index - window)
         return Chunk(source, _dense(seen & (token >= start[:, queries]), scale, with_lse))
 
-    # A chunk as long as the window keeps the wasted half of the band small. A GPU is done with
-    # a short chunk long before the host has started the next one.
+    # With a chunk as long as the window, only half of the band is masked. A GPU would finish a
+    # shorter chunk long before the host has launched the next one.
     most = max(window, SHORT_CHUNK.get(query.device.type, SHORT_CHUNK["cuda"]))
     row_bytes = batch * heads * min(num_keys, most + window) * 4
     return Work(plan, row_bytes, most)
@@ -83,7 +87,9 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
 def selected_attention(
     query, key, value, block_indices, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
-    """Compute one softmax over the keys of the selected blocks with position `<= p`."""
+    """Compute attention over the keys of the selected blocks at or before the query, with one
+    softmax.
+    """
     batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     where = geometry_of(query, config, kv_len, cu_seqlens)
@@ -109,21 +115,21 @@ def selected_attention(
 
     slots = batch * kv_heads * block_indices.shape[-1] * config.select_block
     row_bytes = slots * ((width + value.shape[-1]) * key.itemsize + 4 * group)
-    # CUDA counts the batch of one call in 16 bits.
+    # The batch of one call is a CUDA grid dimension, which has 16 bits.
     return Work(plan, row_bytes, most=max(1, 65535 // batch))
 
 
 def block_rows(where, block_indices, queries, num_keys, config):
-    """Return the rows of `[B*S*Hkv]` that the blocks of the chunk contain, and whether the
-    query sees them, `[B, Q, Hkv, n*l']`.
+    """Return the indices in `[B*S*Hkv]` of the keys in the blocks of a chunk, and whether the
+    query attends to each of them, `[B, Q, Hkv, n*l']`.
     """
     blocks = block_indices[:, queries].to(torch.int64)
     batch, _, kv_heads, _ = blocks.shape
     inside = torch.arange(config.select_block, device=blocks.device)
     token = blocks[..., None] * config.select_block + inside  # in the sequence
     seen = (blocks[..., None] >= 0) & (token <= where.position[:, queries, None, None, None])
-    # Zero times NaN is NaN: a masked slot has the query's own token, not another's, and a query
-    # that is padding has no row.
+    # Zero times NaN is NaN. A masked slot therefore has the query's own token, and a padding
+    # query has no row.
     own = where.key_index[:, queries, None, None, None]
     index = torch.where(seen, token + where.key_start[:, queries, None, None, None], own)
     batch_start = torch.arange(batch, device=blocks.device) * num_keys
@@ -136,11 +142,13 @@ def block_rows(where, block_indices, queries, num_keys, config):
 
 
 def _dense(seen, scale, with_lse):
-    """Compute attention over keys `[B, K, Hkv, D]` that all queries share; `seen` [B, Q, K]."""
+    """Compute attention over keys `[B, K, Hkv, D]` that all queries share. `seen` [B, Q, K] is
+    the mask.
+    """
 
     def attend(query, key, value):
         length = query.shape[1]
-        # A key that no query sees may be padding, and 0 * NaN is NaN.
+        # A key to which no query attends may be padding, and 0 * NaN is NaN.
         unseen = ~seen.any(dim=1)[..., None, None]
         key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         # The heads of a group are rows of one matrix, so that K and V are not repeated.
@@ -161,8 +169,8 @@ def _dense(seen, scale, with_lse):
 
 
 def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
-    """Compute attention of queries `[N, Hkv, R, D]` to keys `[N, Hkv, K, D]`. `seen` is
-    broadcast to `[N, Hkv, R, K]`.
+    """Compute attention of queries `[N, Hkv, R, D]` to keys `[N, Hkv, K, D]`. The mask `seen`
+    is broadcast to `[N, Hkv, R, K]`.
     """
     empty = ~seen.any(dim=-1, keepdim=True)
     query = query.masked_fill(empty, 0)
@@ -171,7 +179,8 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
         query, key, value = (x.to(lossless) for x in (query, key, value))
         out, lse = _plain(query, key, value, seen, empty, scale, with_lse)
         return out.to(dtype), lse
-    # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
+    # SDPA returns NaN for a row without keys. Such a row attends to all keys, and its result is
+    # then replaced.
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
     with sdpa_kernel(BACKENDS):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -186,12 +195,12 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
-    """Return the plain math of SDPA, except that masks replace logits. SDPA adds -inf, which turns
-    a masked NaN or infinity into NaN.
+    """Compute the plain formula of attention, with masks that replace logits.
 
-    The CPU's flash kernel uses a 20-bit exponential, which doubles the error of float32 gradients.
-    It also stores float16 gradients of probabilities in float16, which overflow under a loss scale.
-    Chunks are small enough for plain math.
+    SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU,
+    its flash kernel uses a 20-bit exponential, which doubles the error of float32 gradients. It
+    also stores float16 gradients of probabilities in float16, which overflow under a loss
+    scale. Chunks are small enough for the plain formula.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)
@@ -205,7 +214,7 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
 
 
 def _logsumexp(logits, empty):
-    """Compute the log-sum-exp, which is -inf for `empty` rows. The logits of these rows are
-    finite, since torch's gradient of a sum of -inf is NaN.
+    """Compute the log-sum-exp, and set it to -inf for `empty` rows. The logits of empty rows
+    must be finite, since the gradient that torch computes for a log-sum-exp of -inf is NaN.
     """
     return logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

@@ -1,8 +1,9 @@
-"""Selects the blocks that a query reads. It computes scores from compressed probabilities, and then
-the top-n.
+"""Selects the blocks that a query reads: scores from the probabilities of the compressed
+branch, then the top-n.
 
-Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
-too small for float32 are compared by their logarithms, which are made only if they decide.
+Source: arXiv 2502.11089 v2, Eqs. 8-12. All arrays are float32 and have no gradient. Scores that
+are too small for float32 are compared by their logarithms, which are computed only if they
+decide the selection.
 """
 
 import functools
@@ -42,9 +43,9 @@ def blocks_by(
     cu_seqlens=None,
     scale=None,
 ) -> Tensor:
-    """Select blocks, int32 `[B, T, Hkv, n]`, by a rule. The arguments of the rule are scores
-    `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]`, and a function that returns the logarithms of the
-    scores.
+    """Select blocks, int32 `[B, T, Hkv, n]`, with a function `rule`. The arguments of `rule`
+    are the scores `[B, Q, Hkv, N]`, the query's own blocks `[B, Q, 1]`, and a function that
+    returns the logarithms of the scores.
     """
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
@@ -59,7 +60,7 @@ def blocks_by(
 
 
 operators.define("select_blocks/sdpa", _select_blocks, operators.index_shapes, composed=True)
-# int32 `[B, T, Hkv, n]`; scores never exist for all queries.
+# Returns int32 `[B, T, Hkv, n]`. Scores exist only for one chunk of queries at a time.
 select_blocks = operators.step_of_kind("select_blocks/sdpa")
 
 
@@ -100,7 +101,7 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=F
     if log:
         logits = logits.log_softmax(dim=-1)
     probs = logits.logsumexp(dim=2) if log else logits.softmax(dim=-1).sum(dim=2)
-    # Softmax makes NaN of a row without keys, and a hidden key may be NaN itself.
+    # Softmax returns NaN for a row without keys, and a masked key may be NaN.
     nothing = -torch.inf if log else 0
     probs = probs.masked_fill_(~seen, nothing)  # [B, Hkv, Q, C]
     if where.cu_seqlens is not None and count:

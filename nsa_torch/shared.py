@@ -1,4 +1,4 @@
-"""Caches small tensors that depend only on the sizes of a problem. All calls with the same
+"""Caches small tensors that depend only on the sizes of a problem, so that calls with the same
 sizes share them.
 """
 
@@ -15,26 +15,30 @@ from kernels_pallas.runtime import driver
 from nsa_interop import launch
 
 LOG = logging.getLogger(__name__)
-BYTES = 24 * 2**20  # the limit over all devices, without the tensors that the last calls used
-RECENT = 32  # uses of tensors: more than a call has, forward and backward
+# the limit in bytes over all devices, without the tensors that the last calls used
+BYTES = 24 * 2**20
+RECENT = 32  # number of uses of tensors, which is more than a forward and backward pass have
 MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logged
 
 
 class Kept(list[Tensor]):
-    """Cached tensors, which are never modified. Weak references show whether they still exist."""
+    """Cached tensors, which are never modified. Weak references detect whether a tensor still
+    exists.
+    """
 
     __slots__ = ("__weakref__",)
 
 
 class Shared:
-    """Caches tensors by key. The least recently used ones are dropped first. Tensors among the
-    last `recent` uses are never dropped, regardless of their size, since the current calls need
+    """Caches tensors by key. The least recently used ones are dropped first. The tensors of the
+    last `recent` uses are never dropped, regardless of their size, since current calls may need
     them.
 
-    The cache is safe on any stream. A stream waits for the stream that computed a tensor. A
-    CUDA graph may outlive this cache, so a tensor that a graph reads is retained until the
-    process ends. If a tensor did not exist before the capture, the graph computes it at each
-    replay. A call before the capture, which compiled kernels need too, avoids that.
+    The cache may be used on any stream, since a stream waits for the stream that computed a
+    tensor. A CUDA graph may outlive this cache, so that a tensor that a graph reads is retained
+    until the process ends. If a tensor did not exist before the capture, the graph computes it
+    at each replay. One call before the capture avoids this. That call is also needed to compile
+    kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
@@ -47,8 +51,8 @@ class Shared:
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> "Kept":
-        """Return the result of `make()` for `key`. As long as it is cached, each call returns
-        the same list.
+        """Return the result of `make()` for `key`. As long as the result is cached, each call
+        returns the same list.
         """
         capturing = is_capturing(device)
         with self._lock:
@@ -72,10 +76,10 @@ class Shared:
         return tensors
 
     def _pin(self, key, found):
-        """Wait until the tensors are computed, and keep them in the cache."""
+        """Wait until the tensors are computed, and retain them until the process ends."""
         tensors, _, event = found
         if event is not None:
-            # A graph cannot wait for work outside it.
+            # A CUDA graph cannot wait for work outside the graph.
             with driver.relaxed("tensors of a CUDA graph"):
                 event.synchronize()
         with self._lock:
@@ -126,7 +130,7 @@ class Shared:
 
         _, stream, event = _made(device, write)
         if is_capturing(device):
-            return  # a graph's event is none outside of it
+            return  # an event in a CUDA graph does not exist outside the graph
         with self._lock:
             for key, (used, (tensors, *_)) in self._kept.items():
                 if key in kept:

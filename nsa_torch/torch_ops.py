@@ -14,7 +14,7 @@ from nsa_core.array_ops import ArrayOps
 from nsa_torch.plain import plain
 
 FP8 = torch.float8_e4m3fn
-INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
+INTERPRETED = (8, 0)  # the GPU whose tile sizes Triton's interpreter uses
 
 
 class TorchOps(ArrayOps):
@@ -25,14 +25,15 @@ class TorchOps(ArrayOps):
         tensors = [readable(x) for x in tensors]
         if isinstance(kernel, TritonKernel):
             return launch_triton(kernel, *tensors)
-        # The sum to which a branch is added is always made here and has no other reader later.
+        # The sum to which a branch is added was always computed here, and has no later
+        # reader.
         over = tensors[len(tensors) - kernel.in_place :]
         out = [*over, *[None] * (len(kernel.outputs) - len(over))] if over else ()
         return launch(kernel, *tensors, out=out)
 
     def run_in_place(self, kernel, *tensors):
-        """Run a Triton kernel that writes to its arguments, or to tuples of them. All must be
-        contiguous, and none is copied.
+        """Run a Triton kernel that writes to its arguments, which may be tuples of tensors. All
+        tensors must be contiguous, and none is copied.
         """
         for i, x in enumerate(tensors):
             if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):
@@ -105,7 +106,7 @@ class TorchOps(ArrayOps):
         return x.detach()
 
     def if_any(self, condition, made, otherwise):
-        # A GPU is not waited for, and traced tensors have no numbers.
+        # The host must not wait for a GPU, and traced tensors have no values.
         if condition.device.type != "cpu":
             return otherwise
         return otherwise if plain([condition]) and not condition.any() else made()
@@ -125,8 +126,9 @@ class TorchOps(ArrayOps):
             there = at.there
             pages[at.page[there], at.offset[there]] = new[there]
             return pages
-        # Static shapes: an invalid entry writes the same as the first valid one, or, if none is
-        # valid, the value that is stored already.
+        # Shapes are static, so that an invalid entry must write too. It writes the same value
+        # as the first valid entry. If no entry is valid, it writes the value that is already
+        # stored.
         index = torch.arange(new.shape[0], device=new.device)
         source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
         page, offset = at.page[source], at.offset[source]
@@ -135,7 +137,7 @@ class TorchOps(ArrayOps):
         return pages
 
     def write(self, x, index, part):
-        if x[index].data_ptr() != part.data_ptr():  # else the kernel has written it there
+        if x[index].data_ptr() != part.data_ptr():  # otherwise the kernel has written it there
             x[index] = part
         return x
 
@@ -156,8 +158,8 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 
 def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor that contains these arrays (usually gates) at equal distances, so that one
-    copy reads all. None if they are not in one tensor.
+    """Return the tensor that contains these arrays at equal distances, so that one copy serves
+    all. They are usually gates. Return None if no single tensor contains them.
     """
     first, *others = arrays
     if not others:
@@ -172,18 +174,18 @@ def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         if x.dtype is not first.dtype:
             return None
-        # Views of one tensor; inference mode does not say so.
+        # The arrays are views of one tensor, which inference mode does not record.
         if x._base is not base if memory is None else x.untyped_storage().data_ptr() != memory:
             return None
     return first.as_strided((len(arrays), *first.shape), (step, *strides))
 
 
 def readable(x):
-    """Return `x`, or a copy where kernels cannot read it in place.
+    """Return `x`, or a copy if kernels cannot read `x` in place.
 
-    Copies are made only of bounds, gates, block indices, tokens that are only compressed,
-    tensors from torch.compile, and tensors with the negative bit. `dispatch.choose` refuses
-    other tensors of the caller that kernels cannot read.
+    Copies can be needed for bounds, gates, block indices, tokens that are only compressed,
+    tensors from torch.compile, and tensors with the negative bit. For other tensors of the
+    caller, `dispatch.choose` refuses the kernels instead.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x
@@ -198,16 +200,16 @@ def launch_triton(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
     ]
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     arguments: Any = *tensors, *kernel.scalars, *outputs, kernel.constants
-    # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
+    # Newer versions of Triton warn if fusing is not specified. Calls of JAX specify it too.
     run_triton(kernel.jitted, (kernel.programs,), *arguments, **options, enable_fp_fusion=True)
     return outputs
 
 
 def run_triton(kernel, grid, x: Tensor, *arguments, **options) -> None:
-    """Launches a Triton kernel on the device of its first argument."""
+    """Launch a Triton kernel on the device of its first argument."""
     index = x.get_device()
     if index < 0 or index == torch.cuda.current_device():
         kernel[grid](x, *arguments, **options)
-    else:  # Triton launches on the current one
+    else:  # Triton launches on the current device
         with torch.cuda.device(index):
             kernel[grid](x, *arguments, **options)

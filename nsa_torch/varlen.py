@@ -1,11 +1,11 @@
-"""The positions of the sequences of a packed row, computed once per batch for all layers.
+"""Metadata about the sequences of a packed row, computed once per batch for all layers.
 
     meta = nsa_torch.varlen_metadata(cu_seqlens, max_seqlen=8192, config=config)
     for layer in layers:
         y = nsa_torch.attention(query, key, value, gates, config=config, varlen=meta)
 
-The tables that kernels read are computed when a call first needs them and stored in the object,
-for other layers, the backward pass and a recomputation.
+The tables that kernels read are computed when a call first needs them. They are stored in the
+object and reused by other layers, the backward pass and recomputation.
 """
 
 import importlib
@@ -35,26 +35,28 @@ def varlen_metadata(
     config: NSAConfig = NSAConfig(),
     device: torch.device | str | None = None,
 ) -> "VarlenMetadata":
-    """Makes the argument `varlen` of calls on packed rows, in place of `cu_seqlens`.
+    """Make the argument `varlen` for calls on packed rows, which replaces `cu_seqlens`.
 
-    If `cu_seqlens` are on a CPU, the host reads them and derives missing arguments. Numbers on a
-    GPU are read only while `nsa_core.debug` reports events. Otherwise invalid numbers are
-    corrected as for `cu_seqlens`.
+    If `cu_seqlens` is on a CPU, the host reads it and derives missing arguments from it. If it
+    is on a GPU, the host reads it only while `nsa_core.debug` reports events. If the host does
+    not read it, invalid boundaries are corrected (see `nsa_torch.functional`).
 
     Args:
-      cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to it while the
-        object is in use; call `update` for other sequences.
-      max_seqlen: upper bound of tokens per sequence; None means `total`. If a sequence on a GPU
-        has more, all tokens count as padding: their outputs and gradients are 0.
-      total: T, tokens of the row. None means `cu_seqlens[-1]` if the host reads it, otherwise the
-        tokens of the first call.
-      padded: whether `cu_seqlens[-1]` may be less than T. None means that it may, unless the host
-        reads it. If False, tokens after the last sequence must be finite.
-      max_sequences: The maximum number of sequences that `update` accepts. None means the next
-        power of two, at least 8. Calls with the same `max_sequences`, the same row length and
-        the same bucket of `max_seqlen` (a power of two) have the same signature, so that no
-        plan or kernel is built again.
-      config: the sizes of the calls.
+      cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
+        tensor while the object is in use. Call `update` to change the sequences.
+      max_seqlen: upper bound of tokens per sequence; None means `total`. If a sequence has more
+        and the host does not read the boundaries, all tokens count as padding, with outputs and
+        gradients of 0.
+      total: `T`, the number of tokens of the row. None means `cu_seqlens[-1]` if the host reads
+        it, otherwise that the first call determines it.
+      padded: whether `cu_seqlens[-1]` may be less than `T`. None means that the host decides if
+        it reads the boundaries, and otherwise True. If False, tokens after the last sequence
+        must be finite.
+      max_sequences: The maximum number of sequences that `update` accepts. None means the
+        number of sequences rounded up to a power of two, at least 8. Calls share their plan and
+        kernels if they have the same `max_sequences`, the same row length and the same
+        `max_seqlen` rounded up to a power of two.
+      config: the `config` of the calls.
       device: the device of the calls; None means that of `cu_seqlens`.
 
     Returns:
@@ -75,8 +77,8 @@ class VarlenMetadata:
     """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`.
 
     Attributes:
-      cu_seqlens: A copy, int32 `[max_sequences + 1]`. The last number is repeated in unused
-        entries.
+      cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat its
+        last number.
     """
 
     cu_seqlens: Tensor
@@ -121,18 +123,19 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """Pickle without tables. A copy, also in another process, computes the tables from the
-        boundaries again.
+        """Pickle without the tables. The unpickled object computes them again from the
+        boundaries.
         """
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
 
     def update(self, cu_seqlens: Tensor) -> None:
-        """Replaces the sequences in the same memory, for CUDA graphs or one object for all batches.
+        """Replace the sequences in the same memory, so that CUDA graphs or a whole training run
+        can use one object.
 
-        It writes on the current stream, like any in-place operation of torch. Tensors that an
-        earlier call saved for a backward pass become invalid.
+        The method writes on the current stream, like any in-place operation of torch. Tensors
+        that an earlier call saved for its backward pass then become invalid.
 
         Raises:
           ValueError: The sequences do not fit `max_sequences`, `max_seqlen`, `total` or
@@ -153,12 +156,12 @@ class VarlenMetadata:
         gradients: bool = True,
         implementation: str = "mosaic",
     ) -> list[Tensor]:
-        """Computes all tables that calls of a layer read. A CUDA graph that is captured before
-        computes them itself at each replay.
+        """Compute all tables that calls of a layer read. If a CUDA graph is captured before
+        this call, each replay of the graph computes the tables again.
 
         Args:
-          heads, kv_heads: query heads, and heads of keys and values.
-          key_width, value_width: columns per head; None means those of a key.
+          heads, kv_heads: numbers of query heads and of key/value heads.
+          key_width, value_width: columns per head. `value_width=None` means `key_width`.
           gradients: whether to include the tables of the backward pass.
           implementation: `mosaic` or `triton`.
 
@@ -166,7 +169,9 @@ class VarlenMetadata:
           ValueError: T is not known yet, or the implementation has no kernels for this layer.
         """
         if self.total is None:
-            raise ValueError("varlen must be made with total, or be used in an earlier call")
+            raise ValueError(
+                "varlen must have a known total; pass total to varlen_metadata, or run a call first"
+            )
         if implementation not in ("mosaic", "triton"):
             raise ValueError(
                 f"implementation must be 'mosaic' or 'triton', got {implementation!r}"
@@ -202,15 +207,18 @@ class VarlenMetadata:
             )
 
     def borders(self, x: Any, name: str, config: NSAConfig, length: int | None) -> Tensor:
-        """Return the boundaries of `x` [1, T, ..].
+        """Check that the metadata fits `x` [1, T, ..] and return its boundaries.
 
         Args:
           length: T of the whole row.
 
         Raises:
-          ValueError: The metadata is for another config, device or length, or out of date.
+          ValueError: The metadata is for another config, device or length, or `cu_seqlens` has
+            been modified since.
         """
-        if config.numbers[:-1] != self.config.numbers[:-1]:  # all but the compute dtype
+        if (
+            config.numbers[:-1] != self.config.numbers[:-1]
+        ):  # all settings except the compute dtype
             raise ValueError(
                 f"varlen must be made with {config}, got varlen made with {self.config}"
             )
@@ -233,9 +241,11 @@ class VarlenMetadata:
         return self.cu_seqlens
 
     def _fix(self, length: int | None) -> None:
-        """Set the length of the row to that of the first call."""
+        """Set `total` to the length of the first call."""
         if length is None:
-            raise ValueError("varlen must be made with total, the tokens of all ranks")
+            raise ValueError(
+                "varlen must be made with total, the number of tokens on all ranks"
+            )
         self.total = length
         with torch.inference_mode(False), torch.no_grad():
             self.cu_seqlens.clamp_(max=length)
@@ -250,8 +260,8 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> tuple[int, int] | None:
-        """Return the end of the last sequence and the longest length, checked, if the host reads
-        them.
+        """Return the end of the last sequence and the length of the longest sequence. Check
+        both if the host reads the boundaries.
         """
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
@@ -298,11 +308,10 @@ def borders_of(
     config: NSAConfig,
     length: int | None = None,
 ) -> Tensor | None:
-    """Return the boundaries of a call on `x` [B, T, ..], which are `cu_seqlens` or the boundaries
-    of `varlen`.
+    """Return the boundaries for a call on `x` [B, T, ..], from `cu_seqlens` or from `varlen`.
 
     Args:
-      length: The number of tokens of the whole row, if `x` has a different number.
+      length: The number of tokens of the whole row, if `x` is only a part of it.
 
     Raises:
       ValueError: Both are given, or `varlen` is from another call.

@@ -1,7 +1,8 @@
 """Compiles and loads all kernels of a layer in parallel, before its first call.
 
-A kernel serves every length. Kernels that were prepared once for a layer (heads, widths, dtype,
-`NSAConfig`) therefore remain valid, also on disk (`kernels_pallas.runtime.store`).
+A kernel serves every length. Kernels that were prepared for a layer therefore remain valid,
+also on disk (`kernels_pallas.runtime.store`). A layer is determined by heads, widths, dtype and
+`NSAConfig`.
 """
 
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ def prepare(
     device: torch.device | str | int = "cuda",
     jobs: int | None = None,
 ) -> int:
-    """Compiles the kernels of a layer that are not on disk yet, and loads all of them.
+    """Compile the kernels of a layer that are not yet stored on disk, and load all of them.
 
     Args:
       heads, kv_heads: The numbers of query heads and of key/value heads.
@@ -40,8 +41,8 @@ def prepare(
       packed: Whether to prepare the kernels for batches with `cu_seqlens`. Otherwise the
         kernels of compression by means are included, both for tokens that the branches share
         and for separate tokens.
-      lengths: Numbers of tokens. A kernel serves all lengths, but short and long sequences run
-        different kernels.
+      lengths: Numbers of tokens. A kernel supports all lengths, but short and long sequences
+        run different kernels.
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:
@@ -54,7 +55,7 @@ def prepare(
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise NotImplementedError("Mosaic kernels need a Hopper GPU, torch finds none")
+        raise NotImplementedError("Mosaic kernels need a Hopper GPU, but torch finds none")
     wanted = kernels.kernels_of_layer(
         list(lengths),
         gradients=gradients,

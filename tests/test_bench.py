@@ -51,18 +51,18 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("old", "new", "message"),
         [
-            (".{200}$", "", "not a complete JSON line"),
+            (".{200}$", "", "must be a complete JSON line"),
             ('"schema": 2', '"schema": 7', "schema must be 2"),
             ('"time_ms": 2.0', '"time_ms": NaN', "time_ms must be"),
             ('"time_ms": 2.0', '"time_ms": -1', "time_ms must be"),
             ('"time_ms": 2.0', '"time_ms": null', "needs times"),
             ('"status": "ok"', '"status": "fine"', "status must be"),
             ('"branch": "sliding"', '"branch": "whole"', "branch must be"),
-            ('"status": "ok"', '"status": "oom"', "needs a reason"),
+            ('"status": "ok"', '"status": "oom"', "must have a reason"),
             ('"bench": "compare", ', "", "bench Field required"),
             ('"H": 2', '"heads": 2', "heads Unexpected"),
             ('"B": 1', '"B": true', "B must be"),
-            ("^.*$", "[1]", "expected one JSON object"),
+            ("^.*$", "[1]", "must be one JSON object"),
         ],
     )
     def test_damage_is_named_with_file_and_line(self, tmp_path, old, new, message):

@@ -298,8 +298,8 @@ GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
     [
         ("", r":1: columns \['S', .*are missing, got \[\]"),
         (SEED.replace("ms_sel", "sel") + "\n1,2,3,4,5,6,7,8,9\n", r":1: columns \['ms_sel'\]"),
-        (f"{SEED}\n", "holds no rows"),
-        (f"{GOOD}64,2,0.5,1\n", ":3: expected 9 cells, got 4"),
+        (f"{SEED}\n", "must have rows, got none"),
+        (f"{GOOD}64,2,0.5,1\n", ":3 must have 9 cells, got 4"),
         (
             f"{GOOD}64,2,0.5,one,0.25,40,50,20,25\n",
             ":3: ms_sel must be a positive number, got 'one'",

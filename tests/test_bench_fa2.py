@@ -51,7 +51,7 @@ def test_it_is_fa2_that_is_measured(tmp_path, capsys):
     lengths = "--S_list=40", "--rows=0", "--fa2_min_len_win=64", "--kernels=fa2"
     _, found, _ = run(fa2, tmp_path, *SMALL, *lengths)
     assert [r.implementation for r in found] == list(fa2.IMPLEMENTATIONS)
-    assert "note: --fa2_min_len_win excludes no row" in capsys.readouterr().err
+    assert "note: --fa2_min_len_win has no effect on the rows" in capsys.readouterr().err
 
 
 def fake(config, wrong=0):

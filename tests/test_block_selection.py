@@ -260,7 +260,7 @@ def test_masks_and_packed_rows_that_are_refused(named, sentence, _):
 
 
 def test_a_window_is_refused():
-    with pytest.raises(NotImplementedError, match="keep every key"):
+    with pytest.raises(NotImplementedError, match="retain every key"):
         key_states(1, 1, 8, 20, 12, causal_mask_function)
 
 

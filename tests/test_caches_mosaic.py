@@ -242,11 +242,11 @@ def step(ran, monkeypatch):
 
 DIFFERENT = [
     ({"query": torch.zeros(2, 2, 64)}, "query must have the dtype of the cache"),
-    ({"runs": []}, "runs need cu_seqlens_q"),
+    ({"runs": []}, "cu_seqlens_q must be given if runs"),
     ({"key": torch.zeros(1, 1, 64).bfloat16()}, "value must have shape"),
     ({"value": None}, "key and value must both be given or both be None"),
     ({"made_with": (("rotation", "b"),)}, "rotation='b'"),
-    ({"config": NSAConfig(num_selected=5)}, "config must be the cache's"),
+    ({"config": NSAConfig(num_selected=5)}, "config must be equal to the config of the cache"),
     ({"slots": torch.zeros(3).int()}, "slots"),
     ({"query": torch.zeros(2, 2, 64).bfloat16().requires_grad_()}, "no gradient"),
     ({"key": torch.zeros(2, 1, 64).bfloat16().requires_grad_()}, "no gradient"),

@@ -243,7 +243,7 @@ def test_automatic_choice_walks_the_order_and_tells_why(caplog):
         table.choose(TINY, "a")
     choice = table.choose(TINY, "a", "fallback")
     assert choice.implementation == "b" and choice.refused == {"a": "reason number 7"}
-    assert "a refused, choosing another: reason number 7" in caplog.text
+    assert "a cannot run, so another implementation is chosen: reason number 7" in caplog.text
     for name in ("d", "auto"):  # automatic choice is None
         with pytest.raises(ValueError, match=rf"one of \(.*\) or None, got '{name}'"):
             table.choose(TINY, name)
@@ -316,7 +316,7 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     mixed = explain("reference", "xla", None)
     assert [c.implementation for c in mixed] == ["reference", "xla", "xla", "xla"]
     for name, reason in (
-        ("mosaic", "needs a Hopper GPU|needs compute|computes in bfloat16"),
+        ("mosaic", "needs a Hopper GPU|needs compute|supports only bfloat16"),
         ("triton", "needs an NVIDIA GPU|needs compute|needs jax_triton"),
     ):  # in float32 no machine has a kernel
         with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
@@ -467,7 +467,7 @@ def test_large_groups_whose_rows_no_copy_moves_are_refused():
             assert tile.used > 0 == tile.used * tile.slab * 2 % 128
             continue
         assert reason == (
-            f"takes D, Dv and select_block that are multiples of {least} where {group} query "
+            f"needs D, Dv and select_block to be multiples of {least} if {group} query "
             f"heads share a key/value head, got D={width}, Dv=128, select_block=64"
         )
     narrow = asked(G=17, config=NSAConfig(select_block=48))
@@ -543,7 +543,7 @@ def test_mosaic_refuses_before_the_forward_pass(framework, monkeypatch):
         leaf = query.clone().requires_grad_()
         return torch.autograd.grad(call(leaf), leaf)[0]
 
-    reason = "takes D, Dv and select_block that are multiples of 32 where 17 query heads share"
+    reason = "needs D, Dv and select_block to be multiples of 32 if 17 query heads share"
     with capability.interpreted(True), on_the_cpu(monkeypatch):
         with pytest.raises(NotImplementedError, match=f"mosaic: {reason}"):
             gradient("mosaic")

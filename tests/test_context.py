@@ -140,7 +140,8 @@ def test_a_rank_that_is_gone(several):
     for each in found[:3]:
         error, seconds = each["gone"]
         assert (
-            error.startswith("RuntimeError: context parallel: ") and "a rank is gone" in error
+            error.startswith("RuntimeError: context parallelism: ")
+            and "rank has ended" in error
         )
         assert seconds < worker.TIMEOUT_S + 5
 

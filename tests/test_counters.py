@@ -41,7 +41,7 @@ def test_launches_of_a_kernel_are_one_line():
 
 
 def test_launches_that_ncu_did_not_see_are_an_error():
-    with pytest.raises(ValueError, match="ncu saw 2 launches, of 3 that ran"):
+    with pytest.raises(ValueError, match="ncu must report the launches that ran"):
         list(counters.lines("8k", PRINTED, written(NAMES[:2]), None))
 
 

@@ -176,7 +176,7 @@ def test_the_flag_of_the_commands(tmp_path):
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("NSA-LOG timing")]
     assert len([line for line in told if "framework=torch" in line]) == 2
-    assert "warning: --log=timing: times are no measurements" in done.stderr
+    assert "warning: with --log=timing the times are not valid measurements" in done.stderr
     done = run("--log=timing", "--save_records")
     assert done.returncode == 2
-    assert "error: --log=timing perturbs times: not with --save_records" in done.stderr
+    assert "error: --log=timing must not be combined with --save_records" in done.stderr

@@ -278,5 +278,5 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     refused = dict(status="unsupported", reason="no")
     rows += [record("dense", "flash", None, **SHAPE | refused)]
     assert times()[:2] == ["wrong", "3.00"] and "4.00" not in str(tables(rows))
-    with pytest.raises(ValueError, match="card has no times of it"):
+    with pytest.raises(ValueError, match="card must have records of it"):
         tables(rows, "summary")

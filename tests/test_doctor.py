@@ -57,11 +57,11 @@ def test_a_torch_without_cuda(monkeypatch):
 @pytest.mark.parametrize(
     "capability, state, words",
     [
-        (None, "note", "torch (CUDA 13.0) finds no GPU: check that nvidia-smi shows one"),
-        ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels"),
-        ((8, 0), "note", "Triton kernels; those of the wheel are sm_90a, only for Hopper"),
-        ((10, 0), "note", "Triton kernels; those of the wheel are sm_90a, only for Hopper"),
-        ((7, 5), "note", "torch's own attention; Triton needs 8.0 or more"),
+        (None, "note", "torch (CUDA 13.0) finds no GPU; check that nvidia-smi lists one"),
+        ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels run"),
+        ((8, 0), "note", "Triton kernels; kernels of the wheel are sm_90a, only for Hopper"),
+        ((10, 0), "note", "Triton kernels; kernels of the wheel are sm_90a, only for Hopper"),
+        ((7, 5), "note", "torch's own attention; Triton kernels need"),
     ],
 )
 def test_gpus(device, capability, state, words):
@@ -80,10 +80,10 @@ def test_no_jax_and_versions_that_were_not_tried(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
     found = {what: (state, words) for what, state, words in doctor.packages()}
     bound = Requirement(requires[0]).specifier
-    words = f"9.0 was not tried, {bound} was: pip install 'torch{bound}'"
+    words = f"9.0 was not tested; run pip install 'torch{bound}'"
     assert found["torch"] == ("note", words)
     assert found["transformers"] == ("ok", "5.20.0")
-    assert found["jax"][1] == "not installed: pip install 'native-sparse-attention[jax]'"
+    assert found["jax"][1] == "not installed; run pip install 'native-sparse-attention[jax]'"
     assert found["flax"][1].endswith("[nnx]'")
 
 
@@ -92,7 +92,7 @@ def test_two_cudas_in_one_environment(monkeypatch, device):
     versions(monkeypatch, jax_cuda12_plugin="0.11.2")
     ((_, state, words),) = doctor.cuda()
     assert state == "broken"
-    assert words.startswith("JAX's plugin uses CUDA 12, torch uses CUDA 13.0: pip install")
+    assert words.startswith("JAX uses CUDA 12, torch uses CUDA 13.0; run pip install")
     versions(monkeypatch, jax_cuda13_plugin="0.11.2")
     assert [state for _, state, _ in doctor.cuda()] == ["ok"]
 
@@ -110,7 +110,7 @@ def test_kernels_on_disk(store, monkeypatch):
 def test_a_folder_of_another_user_and_one_that_cannot_be_written(store, monkeypatch):
     assert doctor.folder() == ("folder", "ok", str(store.folder))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "cannot be written, kernels built here are kept in memory" in doctor.folder()[2]
+    assert "is not writable, kernels that are built now stay in memory" in doctor.folder()[2]
     store.put(kernel(1), built_of(kernel(1)))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -124,7 +124,7 @@ def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):
     assert "Triton needs Python.h" in doctor.compilers()[2]
     (tmp_path / "Python.h").touch()
     pretend.machine(monkeypatch, plugin=False)
-    assert "only kernels that are on disk run: JAX's CUDA plugin" in doctor.compilers()[2]
+    assert "only kernels that are on disk can run: JAX's CUDA plugin" in doctor.compilers()[2]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert doctor.compilers()[2].startswith("Triton needs a C compiler")
 

@@ -87,7 +87,7 @@ def test_several_commands_end_as_the_worst(ends, expected):
         (host_time, "--launch --form=each", "--form has no effect with --launch"),
         (scale, "--predict=8 --records=x --weak", "--weak has no effect with --predict"),
         (scale, "--records=x", "need --predict"),
-        (decode, "--paged=none --cache_dtype=fp8", "not with --paged=none"),
+        (decode, "--paged=none --cache_dtype=fp8", "must not be given with --paged=none"),
         (
             compare,
             f"{TINY} --packed --branch=selected",
@@ -110,9 +110,9 @@ def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"schema": 1')
     for path, said in {
-        tmp_path: "must be a file to append to",
-        cut: "the last line is truncated",
-        cut / "more.jsonl": "cut.jsonl is no folder",
+        tmp_path: "must be a regular file or not exist",
+        cut: "must end with a complete line",
+        cut / "more.jsonl": "cut.jsonl, which is none",
     }.items():
         own = flags.FlagValues()
         cli.define_lines(own)

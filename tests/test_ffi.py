@@ -256,7 +256,7 @@ def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
     loaded.can_build.cache_clear()
     assert "each kernel for each length, in each process: no compiler" in caplog.text
     monkeypatch.setattr(loaded, "_loaded", {})
-    with pytest.raises(RuntimeError, match=f"{kernel.name} is not on disk"):
+    with pytest.raises(RuntimeError, match=f"{kernel.name} is not stored on disk"):
         ffi._run(call_of(kernel))
 
 
@@ -272,7 +272,7 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
         warm_up.prepare(**given)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(NotImplementedError, match="need a Hopper GPU, torch finds none"):
+    with pytest.raises(NotImplementedError, match="need a Hopper GPU, but torch finds none"):
         nsa_torch.prepare(**given)
 
 

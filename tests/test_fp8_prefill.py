@@ -195,10 +195,10 @@ def test_what_refuses_it(call, said):
 
 
 SHAPES = {
-    "D that is a multiple of 32, got 48": {"D": 48},
-    "has no gradient: compute under torch.no_grad()": {"requires_grad": True},
-    "takes whole sequences, got a cache": {"cached": True},
-    "select_block that is a multiple of 32, got 48": {
+    "D to be a multiple of 32, got 48": {"D": 48},
+    "has no gradient; compute under torch.no_grad()": {"requires_grad": True},
+    "supports only whole sequences, got a cache": {"cached": True},
+    "select_block to be a multiple of 32, got 48": {
         "config": NSAConfig(48, 48, 48, compute_dtype=FLOAT8)
     },
 }

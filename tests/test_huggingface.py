@@ -183,7 +183,9 @@ def test_gradients_are_those_of_rows_alone(kind):
         same(gradients(padded), want)
         assert len(calls) == again
         made.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="cache must be None if gradient checkpointing"):
+    with pytest.raises(
+        ValueError, match="cache must be None during training with gradient checkpointing"
+    ):
         made(ids, cache=NSAModelCache(made.config))
 
 
@@ -313,7 +315,7 @@ def test_operations_on_a_cache(kind, cache):
         close(go_on(kept), want)
         assert not kept.is_croppable
         with pytest.raises(
-            ValueError, match="tokens cannot be taken back from a cache of a layer"
+            ValueError, match="tokens cannot be removed from a cache of a layer"
         ):
             kept.crop(-4)
         assert kept.get_seq_length() == WIDTH + 9
@@ -376,8 +378,8 @@ def test_a_prompt_that_its_cache_has_seen(cache):
         made(ids, cache=kept)
     more = torch.cat([ids, ids[:, :1]], dim=1)
     for prompt, message in (
-        (ids, r"the 41 tokens that cache has seen and at least one more, got 41"),
-        (ids[:, -1:], "the 41 tokens that cache has seen"),
+        (ids, r"the 41 tokens in cache and at least one more, got 41"),
+        (ids[:, -1:], "the 41 tokens in cache"),
         (more[:1], r"cache must have batch_size=1, .*, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -412,7 +414,7 @@ def test_a_cache_in_which_a_call_did_not_end(place):
     made, ids = model("mixed"), tokens(2)
     cache = NSAModelCache(made.config, WIDTH)
     made(ids[:, :20], cache=cache)
-    with pytest.raises(ValueError, match="cache capacity"):
+    with pytest.raises(ValueError, match="cache must have capacity"):
         made(ids, cache=cache)
     made(ids[:, 20:30], cache=cache)
     interrupt(made, place, ids[:, 30:35], cache)
@@ -469,7 +471,7 @@ def test_capacity(kind):
     cache = NSAModelCache(made.config, capacity=50)
     assert cache.get_max_length() == 50
     made(ids[:, :40], cache=cache)
-    with pytest.raises(ValueError, match="cache capacity is 50 tokens, got 51"):
+    with pytest.raises(ValueError, match="cache must have capacity for 51 tokens, got 50"):
         made(ids[:, 40:51], cache=cache)
     close(made(ids[:, 40:50], cache=cache).logits, whole[:, 40:50])  # nothing was lost
     grows = NSAModelCache(made.config)
@@ -564,7 +566,7 @@ def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
     assert not torch.equal(lm(ids), want)
     # A file without hyper-parameters needs the model named; one of another vocabulary is refused.
     safetensors.torch.save_file(safetensors.torch.load_file(run), bare)
-    with pytest.raises(ValueError, match="must state hyper_parameters"):
+    with pytest.raises(ValueError, match="must record all hyper_parameters"):
         from_safetensors(bare)
     from_safetensors(bare, made)
     assert torch.equal(made(ids, use_cache=False).logits, want)
@@ -704,7 +706,10 @@ def test_caches_that_are_refused():
     with pytest.raises(ValueError, match="capacity must be an int >= 1"):
         NSAModelCache(made.config, 0)
     for message, call in (
-        ("as many ones as the cache has", lambda: made(ids[:, :1], longer, cache=cache)),
+        (
+            "one 1 for each token of the row in the cache",
+            lambda: made(ids[:, :1], longer, cache=cache),
+        ),
         (r"tokens_to_remove must be in -6\.\.0", lambda: cache.crop(-7)),
     ):
         with pytest.raises(ValueError, match=message):
@@ -714,7 +719,7 @@ def test_caches_that_are_refused():
     close(made(ids[:, :1], cache=cache).logits, want)
 
 
-UNKNOWN = "is not an argument of .*boundaries of packed"
+UNKNOWN = "is not an argument of .*pass boundaries of packed"
 
 
 @pytest.mark.parametrize(

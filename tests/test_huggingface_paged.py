@@ -407,7 +407,9 @@ def test_what_is_refused():
         refused(message, lambda dtype=dtype: small(1, 44, dtype))
     step = lambda: made(ids[:, :1], cache=cache)
     made(ids, cache=cache)
-    refused("cache capacity is 44 tokens, got 45", lambda: made(ids[:, :4], cache=cache))
+    refused(
+        "cache must have capacity for 45 tokens, got 44", lambda: made(ids[:, :4], cache=cache)
+    )
     refused("of the 1 rows of the input, got batch_size=2", lambda: made(ids[:1], cache=cache))
     refused(r"tokens_to_remove must be in -41\.\.0", lambda: cache.crop(-42))
     refused("model must be on one CUDA device, got cpu", lambda: StepGraph(made, cache))

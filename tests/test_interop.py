@@ -46,7 +46,7 @@ def test_round_trip_shares_memory_dtype_and_values(dtype):
 def test_64_bit_dtypes_alias_with_x64_and_are_refused_without(dtype):
     tensor = torch.arange(6).to(dtype)
     words = str(dtype).removeprefix("torch.")
-    message = rf"a dtype that JAX keeps.*{words}.*tensor\.to\(.*jax_enable_x64"
+    message = rf"a dtype that JAX does not convert.*{words}.*tensor\.to\(.*jax_enable_x64"
     with pytest.raises(ValueError, match=message):
         to_jax(tensor)
     with jax.enable_x64(True):

@@ -387,7 +387,7 @@ def test_a_row_s_newest_keys_follow_its_own_tokens(both):
     turned = kv.map(lambda x: x.flip(0))
     got, _ = run(module, np.stack([x[1, 3:5], x[0, 7:9]]), turned)
     close(got, np.stack([want[1, 3:5], want[0, 7:9]]))
-    with pytest.raises(ValueError, match="tokens cannot be taken back"):
+    with pytest.raises(ValueError, match="tokens cannot be removed"):
         nsa_torch.cache.crop(kv, 1)
     kv.reset()
     close(run(module, x, kv)[0], want)

@@ -218,7 +218,7 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
         check(tmp_path, "--kernels=gathered", "--tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)
-    with pytest.raises(ValueError, match="no such row, known: G=6, D=64"):
+    with pytest.raises(ValueError, match="the beginning of a row's name, known: G=6, D=64"):
         commands.called(memory_check, "--only=H")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NotImplementedError, match="compute-sanitizer of the CUDA toolkit must"):
@@ -262,7 +262,7 @@ JUDGED = {
     "right": (["gathered_merge"], 3, [ONES] * 3, None),
     "a kernel is missing": (["deltas"], 3, [ONES] * 3, "gathered_merge did not run"),
     "nothing to gather": (["gathered_merge"], 0, [ONES] * 3, "no tile was gathered"),
-    "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "a result is not finite"),
+    "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "the results must be finite"),
     "other bits": (["gathered_merge"], 3, [ONES, ONES, TWOS], "2 results in 3 calls"),
 }
 

@@ -118,7 +118,7 @@ def test_a_run_without_time_is_not_complete(run):
     assert summary["steps"][0]["reason"] == "the budget of 1 minutes is spent"
     code, summary = run(HANG | {"timeout_s": 60}, OK, arguments=["--minutes=0.02"])
     assert code == 1 and statuses(summary) == {"hang": "timeout", "good": "skipped"}
-    assert "the budget of the run ended" in summary["steps"][0]["reason"]
+    assert "the time limit of the run was reached" in summary["steps"][0]["reason"]
 
 
 def test_steps_can_be_chosen(run):

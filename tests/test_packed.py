@@ -443,7 +443,7 @@ def test_what_does_not_belong_together():
         layer(torch.zeros(1, T, 16), varlen=meta)
     with refused("varlen must be None if a cache is given, got both"):
         layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
-    with refused("varlen must be made with total, or be used"):
+    with refused("varlen must have a known total"):
         nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
     with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
         meta.tensors(4, 2, 16, implementation="sdpa")

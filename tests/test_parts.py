@@ -37,7 +37,7 @@ def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
     set_limits(monkeypatch, rounds_of_parts=2)
     ((_, status, reason, _),) = measured([0], 2, ["tests.no_such_module"])
     assert status == "error" and reason.startswith(
-        "not begun in 2 processes; its process ended"
+        "the row did not start in 2 processes; its process ended"
     )
 
 

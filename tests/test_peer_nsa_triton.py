@@ -150,7 +150,11 @@ def test_what_it_cannot_run_says_why(put_in_place, monkeypatch):
         ({"D": 192, "Dv": 128}, "compressed", "needs D = Dv, got D=192, Dv=128"),
         ({"D": 192, "Dv": 192}, "compressed", "documents D <= 128, got 192"),
         ({"config": size}, "selected", "needs blocks of (32, 64, 128, 256) keys, got 16"),
-        ({"S": 15}, "compressed", "needs a compressed token, 15 tokens have none"),
+        (
+            {"S": 15},
+            "compressed",
+            "needs at least one compressed token, but 15 tokens have none",
+        ),
     ):
         assert reason in put_in_place(**changes)[branch].unsupported
     monkeypatch.setattr(peer_nsa_triton.importlib.util, "find_spec", lambda name: None)
@@ -162,7 +166,7 @@ def test_rows_say_what_they_are(put_in_place):
     found = put_in_place()
     assert list(found) == ["compressed", "scores", "selected", "all"]
     assert all(job.judged and job.library and NAME in job.note for job in found.values())
-    assert "w + 1" in found["all"].note and "the time is of both" in found["scores"].note
+    assert "w + 1" in found["all"].note and "the time includes both" in found["scores"].note
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_a_description_makes_the_same_kernel_elsewhere():
 @pytest.mark.parametrize(
     ("spec", "source", "message"),
     [
-        (Copy(1, 2), "", "copy must have a source, got none"),
+        (Copy(1, 2), "", "copy must have a source, since another process builds it"),
         (
             Copy(1, object()),
             "a:b",
@@ -87,7 +87,7 @@ SPEC = {"class": "kernels_pallas.specs.combine:Combine", "fields": {}}
 )
 def test_a_description_names_what_modules_of_specs_define(place, monkeypatch):
     monkeypatch.setattr("os.system", None)
-    words = r"must name an object that kernels_pallas\.specs.* define, got"
+    words = r"must name an object of kernels_pallas\.specs.*, got"
     for description in (
         {"source": place, "spec": 1},
         {"source": "kernels_pallas.specs.combine:gated_sum", "spec": SPEC | {"class": place}},
@@ -142,9 +142,9 @@ def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatc
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("compiler", "a C compiler is missing, which builds kernels: install gcc"),
+        ("compiler", "a C compiler is missing, which is needed to build kernels; install gcc"),
         ("plugin", "JAX's CUDA plugin is missing, .*: pip install 'native-sparse"),
-        ("ptxas", "ptxas is missing, which builds kernels: pip install"),
+        ("ptxas", "ptxas is missing, which is needed to build kernels; pip install"),
     ],
 )
 def test_what_is_missing_to_build(monkeypatch, what, words):

@@ -228,7 +228,7 @@ FAULTS = {
     "empty": (lambda path: os.truncate(path, 0), "it is damaged"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "directory"),
     "another kernel": (other_kernel, "it is damaged"),
-    "another jax": (other_jax, "it was made by jax 0.1, and jax .* is installed"),
+    "another jax": (other_jax, "it was built with jax 0.1, but jax .* is installed"),
 }
 
 
@@ -290,12 +290,12 @@ UNFIT = {
     "full": (failing("os.fsync", errno.ENOSPC), os.strerror(errno.ENOSPC)),
     "closed": (failing("tempfile.NamedTemporaryFile", errno.EACCES), os.strerror(errno.EACCES)),
     "read only": (failing("os.replace", errno.EROFS), os.strerror(errno.EROFS)),
-    "no folder": (a_file_in_the_way, "are kept in memory"),
-    "another user's": (another_user, f"it must belong to user {os.geteuid() + 1}, not to"),
+    "no folder": (a_file_in_the_way, "stay in memory"),
+    "another user's": (another_user, f"it must belong to user {os.geteuid() + 1}, got"),
 } | {
     f"{mode:o}": (
         lambda store, patch, mode=mode: store.folder.chmod(mode),
-        "is refused: others may write to it.*chmod go-w",
+        "is refused, since others may write to it.*chmod go-w",
     )
     for mode in (0o720, 0o702, 0o777, 0o1777)
 }
@@ -319,7 +319,7 @@ def test_where_nothing_can_be_kept_kernels_stay_in_memory(
     assert builds == [1, 2]
     (warning,) = warnings(caplog)
     assert re.search(words, warning)
-    assert "is refused" in warning if refused else "are kept in memory" in warning
+    assert "is refused" in warning if refused else "stay in memory" in warning
     monkeypatch.undo()
     if store.folder.is_dir():
         kept = [path for path in store.folder.iterdir() if path.suffix in (".kernel", ".tmp")]
@@ -390,7 +390,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset=paper,big"], "--preset must be of paper, seed, smallgroup, got big"),
+        (["--preset=paper,big"], "--preset must be one of paper, seed, smallgroup, got big"),
         (["--preset=paper", "--jobs=0"], "--jobs must be at least 1, got 0"),
         ([], "one of --preset, --list and --clear must be given"),
     ],

@@ -341,14 +341,17 @@ def damaged(change):
     "text,message",
     [
         ("", "bad.jsonl: holds no records"),
-        (damaged(lambda line: line[: len(line) // 2]), "bad.jsonl:1: not a complete JSON line"),
+        (
+            damaged(lambda line: line[: len(line) // 2]),
+            "bad.jsonl:1 must be a complete JSON line",
+        ),
         (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": NaN')), "time_ms"),
         (
             damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": -1.0')),
             "time_ms must",
         ),
         (damaged(lambda line: line.replace('"T": 512', '"T": "x"')), "bad.jsonl:1: T must"),
-        ("\x80\n", "bad.jsonl:1: not a complete JSON line"),
+        ("\x80\n", "bad.jsonl:1 must be a complete JSON line"),
     ],
     ids=range(6),
 )
@@ -395,9 +398,9 @@ def test_csv_files_say_the_same(run, tmp_path):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("", "holds no rows"),
+        ("", "must have rows, got none"),
         ("a,b\n1,2\n", "bad.csv:1: columns must have"),
-        (FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2: the last line is truncated"),
+        (FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2 must be a complete line"),
         (FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a positive number"),
         (FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
         (FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),

@@ -184,5 +184,7 @@ def test_an_engine_that_was_not_tried_is_named(monkeypatch):
     for fake.__version__ in ("0.32.0", "0.32.1+cpu", "0.33.0"):
         vllm.register()
     fake.__version__ = "0.34.0"
-    with pytest.warns(UserWarning, match=r"tested with versions 0\.32 and 0\.33, got 0\.34\.0"):
+    with pytest.warns(
+        UserWarning, match=r"tested only with versions 0\.32 and 0\.33, got 0\.34\.0"
+    ):
         vllm.register()

@@ -22,9 +22,9 @@ def module_of(name: str) -> ModuleType:
 
 
 def why_not(name: str, device: str) -> str | None:
-    """Return the reason that a peer cannot run, or None."""
+    """Return the reason why another library cannot run, or None."""
     if device == "cpu":
-        return f"{name} has kernels for GPUs alone"
+        return f"{name} has kernels only for GPUs"
     try:
         module_of(name)
     except Exception as error:  # an import that compiles may raise anything
@@ -36,7 +36,7 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
     """Return the arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
 
     Raises:
-      ValueError: the kernel does not support these sizes or lists.
+      ValueError: The kernel does not support these sizes or lists.
     """
     batch, kv_heads, length, width = key.shape
     queries = indices.shape[2]
@@ -74,8 +74,9 @@ def on_vllm(query: Tensor, read: dict[str, Any]) -> Tensor:
 def on_flash_msa(
     query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
 ) -> Tensor:
-    """The same as `on_vllm`, on blocks that it chooses by `index`, its queries and its key. The
-    choice is part of the time, and no other list has the same result.
+    """Run flash-msa, with arguments and result as in `on_vllm`. It selects blocks itself from
+    the index queries and the index key in `index`. The selection is part of the time, and its
+    result cannot be compared with that of other lists.
     """
     scale = query.shape[-1] ** -0.5
     out, _ = module_of("flash_msa").flash_msa_func(

@@ -61,8 +61,12 @@ FAULTS = {
 }
 TOOLS = tuple(FAULTS)
 FLAGS = cli.define(
-    planted=(str, "The fault for this tool, in place of a layer.", TOOLS),
-    name=("planted", "Of the kernel with the fault."),
+    planted=(
+        str,
+        "Run a kernel with the fault that this tool detects, instead of a layer.",
+        TOOLS,
+    ),
+    name=("planted", "Name of the kernel with the fault."),
 )
 
 
@@ -107,8 +111,8 @@ class Watch(TorchOps):
 
 
 def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
-    """Return the outputs of a call without gradients and of one with them, then the gradients; of
-    the tokens that are not padding.
+    """Return the outputs of a call without gradients and of one with gradients, then the
+    gradients. Padding is removed.
     """
     ends, end = None, layer.T
     if layer.cu_seqlens is not None:
@@ -124,7 +128,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> dict[str, Any]:
-    """Return the kernels that ran, and `fault`: the first fault, or None."""
+    """Return the kernels that ran, and the first fault or None as `fault`."""
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]
     watch = Watch()
@@ -136,9 +140,9 @@ def check(layer: Layer) -> dict[str, Any]:
     if missing := [name for name in layer.kernels if name not in watch.launches]:
         fault = f"{', '.join(missing)} did not run"
     elif "gathered_merge" in layer.kernels and not watch.gathered_tiles:
-        fault = "no tile was gathered"
+        fault = "no tile was gathered, although the layer must run gathered_merge"
     elif not all(x.isfinite().all() for x in found[0]):
-        fault = "a result is not finite"
+        fault = "the results must be finite"
     elif len(digests) > 1:
         fault = f"{len(digests)} results in {CALLS} calls"
     ran = {"kernels": dict(watch.launches), "gathered_tiles": watch.gathered_tiles}

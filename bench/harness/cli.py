@@ -27,8 +27,8 @@ from . import exit_status, heartbeat, launchers, process, records, seed_env
 LOG = flags.DEFINE_list(
     "log",
     [],
-    f"Events to print on stderr, from {', '.join(debug.EVENTS)}. timing and compare wait for the "
-    "device after every step: the times of the command itself are then no measurements.",
+    f"Events to print on stderr, out of {', '.join(debug.EVENTS)}. timing and compare wait for the "
+    "device after every step, so that the times of the command itself are not valid.",
 )
 LIMIT = flags.DEFINE_integer(
     "log_limit", 100, "Maximum number of lines per event of --log.", lower_bound=1
@@ -36,7 +36,7 @@ LIMIT = flags.DEFINE_integer(
 flags.register_validator(
     LOG,
     lambda events: set(events) <= set(debug.EVENTS),
-    f"must be some of {','.join(debug.EVENTS)}",
+    f"must be names out of {','.join(debug.EVENTS)}",
 )
 
 log = logging.getLogger(__name__)
@@ -89,14 +89,14 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
 
 def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str | None]:
     """Define `--commit`, which `records.environment` reads."""
-    what = "The commit that this tree is a copy of; default: git's."
+    what = "Commit of which this tree is a copy; default: that of git."
     return flags.DEFINE_string("commit", None, what, flag_values=own)
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
     """Defines `--out`, a file that lines are appended to. An unusable file is refused before
     anything is measured."""
-    what = "A JSON file to append the lines to."
+    what = "JSON Lines file to which the lines are appended."
     holder = flags.DEFINE_string("out", None, what, flag_values=own)
     flags.register_validator(holder, _takes_lines, flag_values=own)
     return holder
@@ -111,24 +111,24 @@ def _takes_lines(path: str | None) -> bool:
     return True
 
 
-ONLY = (), "Rows whose names begin so (repeatable)."  # a flag, as `define` takes it
+ONLY = (), "Rows with names that begin so (repeatable)."  # a flag, as `define` takes it
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that begin with one of `only`, or all if it is empty. Raises: ValueError:
-    there is none.
+    """Return the names that begin with one of `only`, or all names if it is empty. Raises:
+    ValueError: There is no such name.
     """
     names = list(names)
     if found := [name for name in names if name.startswith(tuple(only) or "")]:
         return found
-    raise ValueError(f"--only: no such row, known: {'; '.join(names)}")
+    raise ValueError(f"--only must be the beginning of a row's name, known: {'; '.join(names)}")
 
 
 def refuse_beside(
     mode: flags.Flag | flags.FlagHolder, others: Iterable[flags.Flag | flags.FlagHolder]
 ) -> None:
     """Refuse flags that have no effect with a flag that changes the command. Raises:
-    ValueError: one of `others`, which then have no effect, differs from its default.
+    ValueError: One of `others`, which then have no effect, differs from its default.
     """
     if given := [other.name for other in others if other.value != other.default]:
         raise ValueError(f"--{given[0]} has no effect with --{mode.name}")
@@ -144,9 +144,10 @@ def run(
     """Parse the command line and exit with the result of `main`.
 
     Args:
-      own: flags that are not in `flags.FLAGS` while the module is only imported.
-      arguments: whether the command accepts arguments that are not flags.
-      several: whether the command itself handles several processes of a launcher.
+      own: The flags of the command, which are not in `flags.FLAGS` while the module is only
+        imported.
+      arguments: Whether the command accepts arguments that are not flags.
+      several: Whether the command itself supports several processes of a launcher.
     """
     main_flags = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
     if own is not None:
@@ -176,7 +177,7 @@ def _command(program: str) -> str:
 
 
 def _fault(error: Exception, program: str) -> int:
-    """Report the fault of the command line, and return the exit status."""
+    """Report an error of the command line, and return the exit status."""
     print(
         f"error: {process.module(str(error))}\n{program} --help shows the flags",
         file=sys.stderr,
@@ -229,12 +230,20 @@ def _thresholds() -> policy.Thresholds:
 
 
 def _log_events() -> None:
-    """Prints lines of the log without absl's prefix, and only for the frameworks of the flags."""
+    """Print lines of the log without the prefix of absl, and only for the frameworks of the
+    flags.
+    """
     perturbing = ",".join(sorted({"timing", "compare"} & set(LOG.value)))
     if perturbing:
         if "save_records" in flags.FLAGS and flags.FLAGS["save_records"].value:
-            raise ValueError(f"--log={perturbing} perturbs times: not with --save_records")
-        print(f"warning: --log={perturbing}: times are no measurements", file=sys.stderr)
+            raise ValueError(
+                f"--log={perturbing} must not be combined with --save_records, since it changes "
+                "times"
+            )
+        print(
+            f"warning: with --log={perturbing} the times are not valid measurements",
+            file=sys.stderr,
+        )
     if not LOG.value:
         return
     asked = flags.FLAGS["framework"].value if "framework" in flags.FLAGS else "both"

@@ -30,11 +30,11 @@ SEED_FLAGS = {
     "groups": "Key/value heads.",
     "dk": "Width of queries and keys.",
     "dv": "Width of values.",
-    "l": "Tokens of a compressed token.",
-    "d": "Tokens between two compressed tokens.",
-    "l_sel": "Tokens of a selection block.",
-    "n_sel": "Selected blocks a query.",
-    "w": "Keys of the sliding window.",
+    "l": "Number of tokens per compressed token.",
+    "d": "Number of tokens between two compressed tokens.",
+    "l_sel": "Number of tokens per selection block.",
+    "n_sel": "Number of selected blocks per query.",
+    "w": "Number of keys in the sliding window.",
 }
 # What most commands begin with.
 SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "dk": 64, "dv": 64}
@@ -45,20 +45,23 @@ def flag_values(
     *, frameworks: bool = False, text: bool = False, **known: Any
 ) -> flags.FlagValues:
     """Return the flags that every command has, those of `SEED_FLAGS` with these defaults, and
-    others as `cli.define` takes them; `text`: its inputs may be text.
+    others as for `cli.define`. `text` states whether the inputs may be text.
     """
     common: dict[str, Any] = {
-        "out": (str, "A new folder for the results; default: bench/results/<time>."),
-        "save_records": (False, "Append to bench/records/<device>/<bench>.jsonl too."),
+        "out": (str, "New folder for the results; default: bench/results/<time>."),
+        "save_records": (
+            False,
+            "Append the records to bench/records/<device>/<bench>.jsonl too.",
+        ),
         "device": ("auto", "Where it runs.", ("auto", "cpu", "cuda")),
-        "seed": (0, "Of the random arrays.", 0),
-        "iters": (int, "Samples of a row; default: 100, without a GPU 0.2 s."),
-        "warmup": (int, "Calls before the first sample."),
-        "dtype": (str, "Precision; default: bf16, without a GPU f32.", problems.PRECISIONS),
-        "csv": (str, "The table's path; default: in --out."),
+        "seed": (0, "Seed of the random arrays.", 0),
+        "iters": (int, "Number of samples per row; default: 100, or 0.2 s without a GPU."),
+        "warmup": (int, "Number of calls before the first sample."),
+        "dtype": (str, "Precision; default: bf16, or f32 without a GPU.", problems.PRECISIONS),
+        "csv": (str, "Path of the table; default: in --out."),
     }
     if text:
-        common["input"] = "text", "Where the arrays come from.", problems.KINDS
+        common["input"] = "text", "Kind of input arrays.", problems.KINDS
         common["dim"] = 256, "Width of the model that projects the text."
     if frameworks:
         common["framework"] = "torch", "What runs it.", ("torch", "jax")
@@ -86,10 +89,8 @@ def define_names(
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
-    """Return the numbers of a list flag, or `default` if it is not given.
-
-    Raises:
-      ValueError: a value is not a positive integer.
+    """Return the numbers of a list flag, or `default` if it is not given. Raises: ValueError: A
+    value is not a positive integer.
     """
     given = list(map(str, default)) if values is None else [x.strip() for x in values]
     if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
@@ -100,8 +101,9 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of `timing` from `--iters` and `--warmup`, or else from `iters` and
-    `warmup`. Defaults to 100 samples on a GPU, and to 0.2 s without one.
+    """Return the arguments of `timing` from `--iters` and `--warmup`, or from `iters` and
+    `warmup` if the flags are not given. Defaults to 100 samples on a GPU, and to 0.2 s without
+    one.
     """
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
@@ -127,7 +129,7 @@ def settings(
     dtype: Any = None,
     **model,
 ) -> problems.Settings:
-    """Return a problem of the sizes that the flags give; `model` overrides the flags' names,
+    """Return a problem with the sizes of the flags. `model` overrides sizes by name, and
     `dtype` replaces a missing `--dtype`.
     """
     given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
@@ -158,8 +160,8 @@ def settings(
 
 
 def folder(out: str | None) -> Path:
-    """Return the output folder of a run: `out`, or a folder in `bench/results` with the time in its
-    name. An installed library uses the current folder in place of the checkout.
+    """Return the output folder of a run: `out`, or a folder in `bench/results` with the time in
+    its name. If the library is installed, `bench/results` is in the current folder.
     """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     return Path(out) if out else records.FOLDER.with_name("results") / stamp
@@ -202,25 +204,27 @@ class Results:
         self.rows: list[dict[str, Any]] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Write records. `beside` marks baselines, which are not what the command measures."""
+        """Write records. `beside` marks baselines, which the command does not measure for
+        themselves.
+        """
         records.append(self.path, made)
         self.done += made
         if beside:
             self.beside += made
 
     def add(self, *, beside: bool = False, **fields: Any) -> Record:
-        """Writes the record of these fields."""
+        """Write the record of these fields."""
         made = records.record(self.bench, self.commit, **fields)
         self.keep([made], beside)
         return made
 
     def row(self, **values: Any) -> dict[str, Any]:
-        """Adds a row to the table and prints its line, as `lines.yaml` describes both.
+        """Add a row to the table and print its line. `lines.yaml` describes both.
 
         Args:
-          values: Records and other values, by the names in the paths of the columns. The first
-            record that is not ok gives the row's status, unless `worst` does. `more` has columns
-            behind the others, `line` values of the printed line only.
+          values: Records and other values, by the names in the paths of the columns. The status
+            of the row is that of the first record that is not ok, unless `worst` is given.
+            `more` has additional columns at the end, and `line` values that are only printed.
         """
         found = [x for x in values.values() if isinstance(x, Record)]
         failed = [x for x in found if x.status != "ok"]
@@ -239,8 +243,9 @@ class Results:
         return dict.fromkeys(itertools.chain(tables.LINES[self.bench]["csv"], *self.rows))
 
     def finish(self) -> int:
-        """Writes the table as CSV, and appends the records to those of their device if
-        `--save_records` is given; the exit status."""
+        """Write the table as CSV, and append the records to those of their device if
+        `--save_records` is given. Return the exit status.
+        """
         write_csv(self.table, self.columns, self.rows)
         outside = self.table.parent != self.folder
         print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
@@ -259,7 +264,7 @@ class Results:
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Writes a CSV file with these columns; missing values are empty."""
+    """Write a CSV file with these columns; missing values are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*columns], lineterminator="\n")
@@ -271,7 +276,7 @@ def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[st
     """Return the rows of a CSV file that has these columns, each with its location `<path>:<line>`.
 
     Raises:
-      ValueError: a column is missing, a row is not whole, or there is none.
+      ValueError: A column is missing, a row is incomplete, or there is no row.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -283,12 +288,12 @@ def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[st
     if missing := [name for name in needed if name not in names]:
         raise ValueError(f"{path}:1: columns {missing} are missing, got {names}")
     if not lines[1:]:
-        raise ValueError(f"{path}: holds no rows")
+        raise ValueError(f"{path} must have rows, got none")
     for where, cells in lines[1:]:
         if len(cells) != len(names):
-            raise ValueError(f"{where}: expected {len(names)} cells, got {len(cells)}")
+            raise ValueError(f"{where} must have {len(names)} cells, got {len(cells)}")
     if not text.endswith("\n"):
-        raise ValueError(f"{lines[-1][0]}: the last line is truncated")
+        raise ValueError(f"{lines[-1][0]} must be a complete line, got a truncated one")
     return [(where, dict(zip(names, cells, strict=True))) for where, cells in lines[1:]]
 
 
@@ -296,7 +301,7 @@ def positive(text: str, where: str) -> float:
     """Return a number of a CSV file.
 
     Raises:
-      ValueError: it is not a positive number.
+      ValueError: The text is not a positive number.
     """
     try:
         value = float(text)
@@ -313,8 +318,8 @@ def about(
     inputs: problems.Inputs | None = None,
     queries: Any = None,
 ) -> dict[str, Any]:
-    """Return the fields of a record that describe the problem. Without inputs it is a problem on
-    random arrays, which need not exist, with so many queries.
+    """Return the fields of a record that describe the problem. Without inputs, the problem has
+    random arrays and `queries` queries, and the arrays need not exist.
     """
     sizes: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]

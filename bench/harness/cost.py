@@ -1,4 +1,5 @@
-"""Useful work and compulsory traffic of a branch, and the limits that no timing may beat.
+"""Computes the useful work and the compulsory traffic of a branch, and the limits of a device
+that no measured time may exceed.
 
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the
@@ -41,7 +42,9 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Dense tensor-core rates and memory bandwidth of a device (vendor's data sheet)."""
+    """The rates of dense tensor-core products and the memory bandwidth of a device, from the
+    data sheet of the vendor.
+    """
 
     flops_16bit: float
     flops_32bit: float  # TF32, the fastest that float32 inputs may use
@@ -79,7 +82,9 @@ def visible_pairs(branch: str, T: int, S: int, config: NSAConfig) -> int:
 
 
 def cost(branch: str, shape: Shape, config: NSAConfig, *, backward: bool = False) -> Cost:
-    """Useful FLOPs and compulsory bytes of one forward call, or forward and backward."""
+    """Return the useful FLOPs and compulsory bytes of one forward call, or of forward and
+    backward.
+    """
     if branch == "all":
         parts = ("compressed", "selected", "sliding")
         flops = sum(cost(part, shape, config, backward=backward).flops for part in parts)
@@ -124,8 +129,8 @@ def _known(device: str) -> str | None:
 
 
 def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
-    """Return the reason that a time cannot be true on this device; None if it can or nothing is
-    known.
+    """Return the reason why a time is impossible on this device, or None if it is possible or
+    if nothing is known.
     """
     known = _known(device)
     if known is None:
@@ -138,5 +143,5 @@ def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | 
     ):
         if done / seconds > most:
             rate, limit = done / seconds / scale, most / scale
-            return f"{rate:.0f} {unit} is above the {limit:.0f} that {known} can reach"
+            return f"{rate:.0f} {unit} is impossible on {known}, whose limit is {limit:.0f}"
     return None

@@ -1,4 +1,5 @@
-"""The steps of decoding the last tokens on a filled cache, as `bench.decode` times and counts them.
+"""The decode steps for the last tokens on a filled cache, which `bench.decode` times and whose
+reads it counts.
 
 A step does not change the length of the cache, so that all calls are equal. torch writes the
 tokens to the same slots, and JAX restores the length of the returned cache.
@@ -24,7 +25,9 @@ from .runners import rotated
 
 
 class Cached:
-    """A cache of all tokens but the last ones, which have queries, and the steps with those."""
+    """A cache with all tokens except the last ones, and the steps for the last tokens, which
+    have queries.
+    """
 
     def __init__(self, runner, inputs: Inputs, config: NSAConfig, chosen: Choices):
         self.runner, self.config, self.api = runner, config, runner.api
@@ -126,7 +129,7 @@ class Cached:
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
 
     def reads(self, branch: str) -> np.ndarray:
-        """Return the counted keys that the last query reads in the branch, `[B, Hkv]` (see
+        """Count the keys that the last query reads in the branch, `[B, Hkv]` (see
         `bench.decode`).
         """
         zeros = self.query * 0
@@ -140,9 +143,7 @@ class Cached:
 
 
 class Paged:
-    """A paged cache with the tokens of a `Cached` and pages in random order, and the same
-    step.
-    """
+    """A paged cache with the same tokens as a `Cached` and pages in random order, and its step."""
 
     def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
         self.cached, self.implementation = cached, implementation
@@ -225,7 +226,7 @@ class Paged:
         return x.reshape(-1, self.cached.new, *x.shape[1:])
 
     def step(self) -> "Step":
-        """The step appends the tokens and then attends."""
+        """Return the step, which appends the tokens and then attends."""
         query, gates, *_ = self._arguments()
         options: dict[str, Any] = {"implementation": self.implementation}
 
@@ -249,7 +250,9 @@ class Paged:
 
 
 class Step:
-    """A step `call(i)`, where `i` counts the calls. Arguments from a `Checker` are ignored."""
+    """A step that is called as `call(i)`, where `i` counts the calls. Arguments from a
+    `Checker` are ignored.
+    """
 
     def __init__(self, runner, call: Callable[[int], dict[str, Any]]):
         self.runner, self.call = runner, call
@@ -265,7 +268,9 @@ class Step:
             return self.call(index)
 
     def timed(self, how: Mapping[str, Any]) -> tuple[timing.Timing, str]:
-        """Return the time, and whether a CUDA graph replayed the step, or the reason why not."""
+        """Return the time, and whether a CUDA graph replayed the step or the reason why it did
+        not.
+        """
         if self.runner.framework == "jax":
             return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
         if self.runner.platform != "cuda":
@@ -280,7 +285,7 @@ class Step:
         return found, "yes"
 
     def host_ms(self) -> float | None:
-        """Return the host time of an eager call; None if no call is eager on a GPU."""
+        """Return the host time of an eager call, or None if no call is eager on a GPU."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
         return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))

@@ -20,7 +20,7 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
     """Return the status of a run.
 
     Args:
-      asked_for: the rows that the command measures.
+      asked_for: The rows that the command measures.
       beside: The baselines of these rows.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))

@@ -1,4 +1,6 @@
-"""A command that prints nothing for a while reports on stderr that it is running, and its step."""
+"""Reports on stderr that a command is still running, and its step, if the command prints
+nothing for a while.
+"""
 
 import contextlib
 import sys
@@ -33,8 +35,8 @@ class _Watched:
 
 @contextlib.contextmanager
 def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """A context that writes a line to stderr whenever stdout and stderr were silent for
-    `silence_s`.
+    """Return a context that writes a line to stderr whenever stdout and stderr have been silent
+    for `silence_s`.
     """
     start, before = time.monotonic(), (sys.stdout, sys.stderr)
     out, err = map(_Watched, before)

@@ -1,4 +1,6 @@
-"""The rows of a comparison: every implementation of every branch, or the named ones."""
+"""Determines the rows of a comparison: every implementation of every branch, or only the named
+ones.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -44,9 +46,8 @@ class Job:
 def jobs(
     runner, question, wanted: Branches, on_unsupported: str, branches, *, chosen: bool = False
 ) -> Iterator[Job]:
-    """The rows of one framework, branch by branch; `question` is the `Problem` to solve.
-
-    `chosen`: If no name is given, only the automatic choice.
+    """Return the rows of one framework, branch by branch. `question` is the `Problem` to solve.
+    `chosen` means that only the automatic choice is measured if no name is given.
     """
     for branch in branches:
         if branch == "dense":
@@ -76,7 +77,9 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    """One row for each choice: all steps by one name, and the automatic choice."""
+    """Return one row for each choice: all steps on one implementation, and the automatic
+    choice.
+    """
     if any(wanted) or chosen:
         try:
             chosen = registry.choices(question, wanted, on_unsupported)
@@ -143,7 +146,7 @@ def refusals(chosen: Choices) -> dict[str, str]:
 
 
 def explanation(plan) -> str:
-    """Return the implementations that would run, in order, and the reasons of those that refuse."""
+    """Return the implementations that would run, in order, and the reasons why others cannot."""
     lines = []
     for runner, job in plan:
         fate = f"refuses: {job.unsupported}" if job.unsupported else "runs"

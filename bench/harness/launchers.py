@@ -18,10 +18,11 @@ def check_one(together: str = "") -> None:
     """Raise an error if this is one of several processes that do not communicate.
 
     Args:
-      together: the flags that would make the processes one run, if the command has any.
+      together: The flags with which the processes would be one run, if the command has such
+        flags.
 
     Raises:
-      ValueError: a launcher started several.
+      ValueError: A launcher started several processes.
     """
     for launcher, (size, rank) in LAUNCHERS.items():
         count = os.environ.get(size, "")
@@ -29,11 +30,11 @@ def check_one(together: str = "") -> None:
             use = f"give {together}, " if together else ""
             raise ValueError(
                 f"{launcher} started {count} processes ({size}={count}), each of which would do "
-                f"all of the work and write the same files: {use}start one, or unset {size} "
-                "if each is a separate run"
+                f"all of the work and write the same files; {use}start one, or unset {size} if "
+                "each is a separate run"
             )
 
 
 def is_first() -> bool:
-    """Whether this is the only process of a run, or the first that torchrun started."""
+    """Return whether this is the only process of a run, or the first one that torchrun started."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,5 +1,5 @@
-"""Measures one row, with parity first and then time. Wrong rows are not timed, and failed rows have
-a reason.
+"""Measures one row: first its parity, then its time. Wrong rows are not timed, and failed rows
+have a reason.
 """
 
 import dataclasses
@@ -145,8 +145,8 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
 
 
 def judged(parity, rows: int) -> dict[str, Any]:
-    """Return the fields of parity, checked on a number of rows; `status` is included if it is
-    broken.
+    """Return the fields of parity, which was checked on `rows` rows. `status` is included if a
+    bound is broken.
     """
     names = {
         "error_max": "error_max",
@@ -166,7 +166,7 @@ def judged(parity, rows: int) -> dict[str, Any]:
 
 
 def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]:
-    """Return the fields of a time; an impossible time is an error."""
+    """Return the fields of a time. An impossible time becomes an error."""
     found = dataclasses.asdict(timing) | {
         "useful_flops": work.flops,
         "bytes": work.bytes,

@@ -2,9 +2,10 @@
 one at a time.
 
 Each process has some of the rows. If a process ends, or needs more than `ROW_S` for a row, this
-row is lost, and a new process gets its other rows. So a kernel that crashes or hangs is one
-failed row, and compilation uses all cores of the machine. A process times its rows twice, and
-the least time of each call counts, so that a short disturbance of the host does not.
+row is lost, and a new process gets its other rows. A kernel that crashes or hangs is therefore
+only one failed row, and compilation uses all cores of the machine. A process times its rows
+twice and uses the shorter time of each call, so that a short disturbance of the host has no
+effect.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class Problem:
         raise NotImplementedError
 
     def jobs(self, inputs: problems.Inputs) -> Iterator[Job]:
-        """One job for each of `calls`."""
+        """Return one job for each of `calls`."""
         raise NotImplementedError
 
     def judge(self) -> Callable[[], list[Record]]:
@@ -94,16 +95,18 @@ class Problem:
 FLAGS = {
     "processes": (
         1,
-        "Processes that get ready side by side, each with some of the rows; 1: none but this one.",
+        "Number of processes that prepare in parallel, each with some of the rows; 1: only this "
+        "process.",
     ),
-    "rows": (list, "Only these rows, by number from 0."),
-    "turn": (str, "Folder of the rows: what several processes start."),
+    "rows": (list, "Only these rows, by index from 0."),
+    "turn": (str, "Internal: folder of the rows, for processes that another one starts."),
 }  # as `cli.define` takes them
 
 
 def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
-    """Measure rows for another process, if `--turn` is given. It writes `<number>.jsonl` in that
-    folder for each row, and `<number>.begun` during the measurement."""
+    """If `--turn` is given, measure rows for another process. Each row is written to
+    `<number>.jsonl` in that folder, and `<number>.begun` exists during the measurement.
+    """
     faulthandler.enable(STDERR)
     folder, numbered = Path(own.turn), _asked(own, rows)
     begun = {number: folder / f"{number}.begun" for number in numbered}
@@ -119,11 +122,11 @@ def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
 def measure(
     own: flags.FlagValues, name: str, rows: Sequence[Any], folder: Path
 ) -> Iterator[list[Record]]:
-    """The records of each of the rows of the command `bench.<name>`, as they come; what
-    processes write goes to `folder`.
+    """Yield the records of each row of the command `bench.<name>` when they are complete.
+    Output of processes goes to `folder`.
 
     Raises:
-      ValueError: `--rows` names one that does not exist.
+      ValueError: `--rows` has an index of no row.
     """
     wanted = _asked(own, rows)
     if own.processes > 1:
@@ -147,7 +150,7 @@ def _asked(own: flags.FlagValues, rows: Sequence[Any]) -> dict[int, Any]:
 def by_processes(
     words: Sequence[str], rows: Mapping[int, Any], processes: int, folder: Path
 ) -> Iterator[list[Record]]:
-    """The records of each of `rows`, measured by processes of `python -m <words>`."""
+    """Yield the records of each of `rows`, which processes of `python -m <words>` measure."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
         parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
@@ -174,7 +177,9 @@ def by_processes(
         if not left:
             return
     for number in left:
-        yield rows[number].lost(f"not begun in {ROUNDS} processes; {reasons[number]}")
+        yield rows[number].lost(
+            f"the row did not start in {ROUNDS} processes; {reasons[number]}"
+        )
 
 
 def _split(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
@@ -185,14 +190,14 @@ def _split(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
 
 
 def _ended(status: int, log: Path) -> str:
-    """One line about the end of a process."""
+    """Return a line about the end of a process."""
     faults = [found[0] for found in FAULT.finditer(log.read_text(errors="replace"))]
     return ": ".join([f"its process ended with status {status}", *faults[-1:]])
 
 
 def _better(first: Record, second: Record) -> Record:
-    """Return the faster of two measurements of one call. An invalid measurement replaces a valid
-    one.
+    """Return the faster of two measurements of one call, or the invalid one if a measurement is
+    invalid.
     """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 

@@ -35,11 +35,11 @@ from .jobs import Job
 
 NAME = PACKAGE = "native-sparse-attention-triton"
 WIDEST, BLOCKS = 128, (32, 64, 128, 256)
-OUTPUT = "the output alone: the package returns no log-sum-exp"
+OUTPUT = "only the output, since the package returns no log-sum-exp"
 NOTES = {
     "compressed": OUTPUT,
-    "scores": "its one call computes compressed attention and the blocks: the time is of both",
-    "selected": f"on the blocks given; {OUTPUT}",
+    "scores": "one call computes compressed attention and the blocks, and the time includes both",
+    "selected": f"with the given blocks; {OUTPUT}",
     "all": "its compression, compressed, scores and selected; flash_attn's window of w keys "
     "(its module's has w + 1); the gated sum is ours",
 }
@@ -63,14 +63,16 @@ def why_not(problem: Problem, branch: str) -> str | None:
     if branch != "compressed" and config.select_block not in BLOCKS:
         return f"{PACKAGE} needs blocks of {BLOCKS} keys, got {config.select_block}"
     if branch != "selected" and config.num_compressed(problem.S) == 0:
-        return f"{PACKAGE} needs a compressed token, {problem.S} tokens have none"
+        return (
+            f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
+        )
     if branch == "all" and importlib.util.find_spec("flash_attn") is None:
-        return f"{PACKAGE} needs flash_attn for the sliding window, and it is not installed"
+        return f"{PACKAGE} needs flash_attn for the sliding window, which is not installed"
     return None
 
 
 def jobs(problem: Problem, branches) -> Iterator[Job]:
-    """The rows of the branches that the package has, in order."""
+    """Return the rows of the branches that the package supports, in order."""
     config = problem.config
     version = records.version(PACKAGE)
     for branch in (each for each in branches if each in NOTES):
@@ -99,7 +101,9 @@ def _bounds(x):
 
 
 def _attend_compressed(config: NSAConfig, query, key, value, most: int):
-    """Compressed attention `[B, T, H, D]` and `most` blocks `[B, T, Hkv, n]`, None of 0."""
+    """Compute compressed attention `[B, T, H, D]` and `most` blocks `[B, T, Hkv, n]`. Without
+    blocks the second result is None.
+    """
     from native_sparse_attention.ops import compressed_attention
 
     with warnings.catch_warnings():

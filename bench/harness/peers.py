@@ -1,4 +1,5 @@
-"""Other libraries' kernels compared with ours, if installed: `bench.compare --peers fla`.
+"""Kernels of other libraries that are compared with ours, if they are installed: `bench.compare
+--peers fla`.
 
 | name | package on PyPI | what it is | branches |
 |---|---|---|---|
@@ -31,12 +32,12 @@ NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
 # The packages that attend to all keys or a window of them, and the first GPUs that they take.
 FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
-JUDGED = "fla.ops.nsa on the blocks given; it pools keys and values all the same"
-SLIDING = "flash_attn's window, which fla.ops.nsa calls"
+JUDGED = "fla.ops.nsa with the given blocks; the time includes its pooling of keys and values"
+SLIDING = "the window of flash_attn, which fla.ops.nsa calls"
 WHOLE = (
-    "not judged, its own semantics: compressed tokens are means of {size} tokens without "
-    "overlap (ours: of {block}, one each {stride}), which choose the blocks; keys and values "
-    "of the selected branch serve all three; groups of 16 heads at least"
+    "not judged, since its semantics differ: compressed tokens, which determine the blocks, are "
+    "means of {size} tokens without overlap (ours: of {block} tokens, every {stride}); all "
+    "branches use the keys and values of the selected branch; groups have at least 16 heads"
 )
 
 
@@ -46,7 +47,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
     """
     group = problem.H // problem.Hkv
     if importlib.util.find_spec("fla") is None:
-        return "flash-linear-attention is not installed (extra peers)"
+        return "flash-linear-attention is not installed; install the extra peers"
     if problem.platform != "cuda":
         return f"fla.ops.nsa needs CUDA tensors, got {problem.platform}"
     if group < LEAST_GROUP or group & (group - 1):
@@ -57,12 +58,14 @@ def why_not(problem: Problem, branch: str) -> str | None:
     if problem.D > WIDEST:
         return f"fla.ops.nsa needs D <= {WIDEST}, got {problem.D}"
     if branch != "selected" and importlib.util.find_spec("flash_attn") is None:
-        return "fla.ops.nsa needs flash_attn for its sliding window, and it is not installed"
+        return "fla.ops.nsa needs flash_attn for its sliding window, which is not installed"
     return None
 
 
 def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
-    """The rows of the libraries of these names: the branches that each has, in order."""
+    """Return the rows of the libraries with these names, with the branches that each supports,
+    in order.
+    """
     for name in names:
         if name == "fla":
             yield from _fla(problem, branches)
@@ -82,7 +85,7 @@ def flash_why_not(name: str, problem: Problem) -> str | None:
     if problem.dtype not in ("float16", "bfloat16"):
         return f"{package} needs float16 or bfloat16, got {problem.dtype}"
     if problem.capability is not None and problem.capability < least:
-        return f"{package} needs compute capability {least}, got {problem.capability}"
+        return f"{package} needs compute capability {least} or more, got {problem.capability}"
     return None
 
 
@@ -101,7 +104,7 @@ def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
 
 
 def _flash_call(name: str, window: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute causal attention; None as the window means all keys."""
+    """Compute causal attention. A window of None means all keys."""
     if name == "fa4":
         from flash_attn.cute import flash_attn_func
     else:
@@ -130,7 +133,7 @@ def _fla(problem: Problem, branches) -> Iterator[Job]:
 
 
 def _parallel(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a branch by `parallel_nsa`, or by the function that it calls for the window."""
+    """Compute a branch with `parallel_nsa`, or with the function that it calls for the window."""
     if branch == "sliding":
         return _flash_call("flash_attn", config.window, given)
     from fla.ops.nsa import parallel_nsa

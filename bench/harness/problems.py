@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def thresholds(self) -> Thresholds:
-        """The thresholds that replace those of the device."""
+        """Return the thresholds that replace those of the device."""
         names = (field.name for field in dataclasses.fields(Thresholds))
         return Thresholds(**{name: getattr(self, name) for name in names})
 
@@ -69,7 +69,7 @@ class Runtime:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The sections of a config file (`configs/base.yaml` has every key)."""
+    """The sections of a config file. `configs/base.yaml` has every key."""
 
     model: Model
     nsa: NSAConfig
@@ -108,9 +108,8 @@ class Inputs:
 
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings in `configs/<name>.yaml` (or at a path) over the base file.
-
-    `runtime` overrides single values of that section.
+    """Return the settings in `configs/<name>.yaml` or in the file at a path, which override
+    those of the base file. `runtime` overrides single values of that section.
     """
     merged = config_files.overlay(config_files.load("base"), config_files.load(name))
     merged = config_files.overlay(merged, {"runtime": dict(runtime or {})})
@@ -119,7 +118,9 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """A context without the debug log, since making inputs is not part of the measurement."""
+    """Return a context without the debug log, since making inputs is not part of the
+    measurement.
+    """
     on, debug.on = debug.on, False
     try:
         yield
@@ -136,11 +137,12 @@ def make(
     num_queries: int | None = None,
     block_indices: jax.Array | None = None,
 ) -> Inputs:
-    """Return the inputs of a kind of `KINDS`: standard normal; text; normal, neighbouring queries
-    alike.
+    """Return the inputs of a kind in `KINDS`: random normal arrays, text, or random normal
+    arrays in which adjacent queries are similar.
 
     Args:
-      num_queries: `T`, the last of the `S` tokens. Defaults to all.
+      num_queries: `T`, the number of queries, which are the last of the `S` tokens. Defaults to
+        all.
       block_indices: int32 `[B, T, Hkv, n]`. Defaults to the selection of these inputs.
     """
     heartbeat.say("makes the inputs")

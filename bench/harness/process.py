@@ -45,8 +45,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a step ended; `command` is relative to the root of the repository, `files` to the
-    folder of the run."""
+    """How a step ended. `command` is relative to the root of the repository, and `files` to the
+    folder of the run.
+    """
 
     name: str
     command: str
@@ -66,8 +67,9 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A context in which SIGINT or SIGTERM raises `Interrupted` in the main thread, once, so
-    that the current step can be ended."""
+    """Return a context in which the first SIGINT or SIGTERM raises `Interrupted` in the main
+    thread, so that the current step can be ended.
+    """
     numbers = signal.SIGINT, signal.SIGTERM
 
     def stop(number, frame):
@@ -84,8 +86,9 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables with `changes`, for a child; a change of `PYTHONPATH` is put before
-    the present value."""
+    """Return the environment variables of this process with `changes`, for a child. A change of
+    `PYTHONPATH` is put before the present value.
+    """
     variables = os.environ | changes
     before = os.environ.get("PYTHONPATH")
     if before and "PYTHONPATH" in changes:
@@ -124,14 +127,13 @@ def run(
     before: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Result:
-    """Runs `python -m <words>`, its output in `<folder>/<name>.log`.
-
-    Its imports are stored compiled for the next step, even if that is switched off. It saves 2 s
-    for torch.
+    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Compiled imports
+    are stored for the next step, even if Python is configured otherwise. This saves 2 s for
+    torch.
 
     Args:
-      budget: whether `timeout_s` is the remaining time of the whole run, for the reason.
-      before: a command that starts this one.
+      budget: Whether `timeout_s` is the remaining time of the whole run, for the reason.
+      before: A command that starts this one.
       variables: Environment variables in addition to those of this process.
     """
     command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]
@@ -154,7 +156,7 @@ def run(
             code = child.wait(timeout_s)
             status, reason = ("ok", "") if code == 0 else ("failed", _ended(code))
         except subprocess.TimeoutExpired:
-            what = "the budget of the run ended" if budget else "timeout"
+            what = "the time limit of the run was reached" if budget else "timeout"
             status, reason = "timeout", f"{what} after {timeout_s:.0f} s"
         except Interrupted as error:
             status, reason = "interrupted", str(error)
@@ -197,7 +199,7 @@ def _ended(code: int) -> str:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """Ends the process and its children; nothing else is in its group."""
+    """End the process and its children, which are the only processes in its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)

@@ -1,4 +1,5 @@
-"""One measurement is one JSON line; every table, plot and threshold derives from these lines.
+"""Each measurement is one JSON line. Every table, plot and threshold is derived from these
+lines.
 
 `Record` lists the fields: of attention, its problem, times and errors. Other values of a command
 are in `extra`. A line has the fields that differ from the defaults. `read` checks every line, so
@@ -92,16 +93,18 @@ class Record:
     @pydantic.model_validator(mode="after")
     def _check(self):
         if self.status != "ok" and not self.reason:
-            raise ValueError(f"status {self.status} needs a reason")
+            raise ValueError(f"a record with status {self.status} must have a reason")
         if self.branch and self.status == "ok":
             timed = self.time_ms, self.p20_ms, self.p80_ms
             if None in timed or self.samples < 1:
-                raise ValueError(f"status ok needs times and samples, got {timed}")
+                raise ValueError(
+                    f"a record with status ok must have times and samples, got {timed}"
+                )
         return self
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
-        """Median, p20 and p80 of a valid row, otherwise None."""
+        """Return median, p20 and p80 of a valid row, otherwise None."""
         return times_of(self)
 
     @property
@@ -134,10 +137,8 @@ _ALWAYS = frozenset({"schema", "bench", "status"})  # in every line
 
 
 def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
-    """Return a record of `bench.<bench>` with the present time. Values that are no fields are in
-    `extra`.
-
-    `commit`: as `environment` takes it.
+    """Return a record of `bench.<bench>` with the present time. Values that are not fields go
+    to `extra`. `commit` is as in `environment`.
     """
     found: dict[str, Any] = {"bench": bench, "time": utc_now()} | environment(commit) | values
     extra = {name: found.pop(name) for name in found.keys() - set(FIELDS)}
@@ -146,7 +147,7 @@ def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
-    """Adds one line per record, all in one write, to the file at `path` (`append_lines`)."""
+    """Append one line per record to the file at `path`, in one write (`append_lines`)."""
     lines = map(dataclasses.asdict, records)
     append_lines(
         path,
@@ -155,11 +156,11 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Adds one JSON line a mapping, all in one write, to the file at `path`.
+    """Append one JSON line per mapping to the file at `path`, in one write.
 
     Raises:
-      OSError: the disk is full. The file is unchanged.
-      ValueError: its last line is truncated.
+      OSError: The disk is full. The file is unchanged.
+      ValueError: The last line of the file is truncated.
     """
     path = Path(path)
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -174,19 +175,19 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def check_appendable(path: str | Path) -> None:
-    """Checks that lines can be appended to the file at `path`, before there are any.
+    """Check that lines can be appended to the file at `path`, before there are any.
 
     Raises:
-      ValueError: It is no file, its last line is truncated, or its folder is a file.
+      ValueError: The path is not a file, its last line is truncated, or its folder is a file.
     """
     path = Path(path)
     if path.is_file():
         with path.open("rb") as file:
             _check_end(file, path)
     elif path.exists():
-        raise ValueError(f"{path} must be a file to append to, or new")
+        raise ValueError(f"{path} must be a regular file or not exist")
     elif not (folder := next(x for x in path.absolute().parents if x.exists())).is_dir():
-        raise ValueError(f"{path}: {folder} is no folder")
+        raise ValueError(f"{path} must be in a folder, got {folder}, which is none")
 
 
 def _check_end(file: BinaryIO, path: Path) -> int:
@@ -194,7 +195,9 @@ def _check_end(file: BinaryIO, path: Path) -> int:
     if end := file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
-            raise ValueError(f"{path}: the last line is truncated; nothing appended")
+            raise ValueError(
+                f"{path} must end with a complete line, got a truncated one; nothing was appended"
+            )
     return end
 
 
@@ -207,7 +210,7 @@ def variant(kernel: str, shape: str, name: str, time: float, commit: str | None)
 
 
 def keep(done: Iterable[Record], name: str) -> None:
-    """Adds records to the file `name` in the folder of their device."""
+    """Add records to the file `name` in the folder of their device."""
     by_device: dict[str, list[Record]] = {}
     for record in done:
         by_device.setdefault(record.device, []).append(record)
@@ -219,7 +222,7 @@ def read(path: str | Path) -> list[Record]:
     """Return the records of the file at `path`.
 
     Raises:
-      ValueError: a line is not one whole valid record; the message names file and line.
+      ValueError: A line is not a complete, valid record. The message names file and line.
     """
     return [record for _, record in placed(path)]
 
@@ -233,7 +236,7 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
     """Check `data`, a line that was read at `where`, and return it.
 
     Raises:
-      ValueError: it is not one of `kind`.
+      ValueError: The data is not a valid `kind`.
     """
     try:
         return kind(**data)
@@ -243,7 +246,7 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
         )
         raise ValueError(f"{where}: {faults.replace('Input should', 'must')}") from None
     except TypeError:
-        raise ValueError(f"{where}: expected one JSON object, got {data!r:.60}") from None
+        raise ValueError(f"{where} must be one JSON object, got {data!r:.60}") from None
 
 
 def flat_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -252,10 +255,10 @@ def flat_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """The data in each line of the file at `path`, with its location `<path>:<line>`.
+    """Yield the data in each line of the file at `path`, with its location `<path>:<line>`.
 
     Raises:
-      ValueError: a line is incomplete.
+      ValueError: A line is incomplete.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -263,7 +266,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
             try:
                 data = json.loads(line.decode())
             except ValueError as error:
-                raise ValueError(f"{where}: not a complete JSON line: {error}") from None
+                raise ValueError(f"{where} must be a complete JSON line, got {error}") from None
             yield where, data
 
 

@@ -95,7 +95,7 @@ TABLE |= {
 def apply(
     values: flags.FlagValues, command: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Sets what the variables say among the parsed flags `values` of `bench.<command>`.
+    """Set what the variables say among the parsed flags `values` of `bench.<command>`.
 
     Args:
       environ: The variables. Defaults to those of this process.

@@ -48,7 +48,7 @@ class Child:
         self.start, self.printed = time.monotonic(), ""
 
     def ready(self) -> str:
-        """Waits until it is ready or has ended; reports which, and after how long."""
+        """Wait until it is ready or has ended; reports which, and after how long."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line == READY:
@@ -74,7 +74,7 @@ def measured(
     unit: str = "",
     at_once: int | None = None,
 ) -> Iterator[tuple[str, int, list[Record]]]:
-    """Runs commands that write their records to a folder of their name, next to the file `lines`,
+    """Run commands that write their records to a folder of their name, next to the file `lines`,
     under the same name as that file.
 
     Args:
@@ -95,7 +95,7 @@ def measured(
 def of_lengths(
     flag: str, lengths: Iterable[int], lines: Path, framework: str, *more: str
 ) -> Iterator[tuple[str, int, list[Record]]]:
-    """Runs this command once per length, with the other flags of the command line and `more`.
+    """Run this command once per length, with the other flags of the command line and `more`.
     The longest starts first, since it has the most to do, and the shortest is timed first.
 
     Yields:
@@ -116,7 +116,7 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Runs commands: all get ready, begun in their order; then the last is timed first. The
+    """Run commands: all get ready, begun in their order; then the last is timed first. The
     standard error of each is `<name>.log` in `folder`.
 
     Yields:

@@ -118,7 +118,7 @@ def check_parity(
     selection: bool = False,
     in_float8: bool = False,
 ) -> Parity:
-    """Applies the rule to one array.
+    """Apply the rule to one array.
 
     Args:
       name: The name of the array, for the reason.
@@ -233,7 +233,7 @@ def check_indices(
     *,
     name: str = "indices",
 ) -> Parity:
-    """Checks a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
+    """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
     Exactly: `rules`. Every scored block must reach `(1 - 2**-10)` times the score of the last one
     that the oracle takes; `error_max` and `error_mean` are the relative shortfalls. `rows_differ`

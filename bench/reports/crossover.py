@@ -49,7 +49,7 @@ class Run:
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
-    """Runs of whole attention and of dense attention, from records and training logs."""
+    """Run of whole attention and of dense attention, from records and training logs."""
     for r in records:
         compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):

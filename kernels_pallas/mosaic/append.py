@@ -1,7 +1,7 @@
 """Writes new tokens to their pages, with the means that they complete.
 
-Loop order: a lane has two neighbouring columns (a 32-bit word) of the keys or the values of one new
-token. If the token is the last of a window, position i d + l - 1, the lane also sums the
+Loop order: a lane has two adjacent columns (a 32-bit word) of the keys or the values of one new
+token. If the token is the last one of a window, at position i d + l - 1, the lane also sums the
 window. It reads tokens of this call from the inputs, since other warps may not have written
 them yet, and older tokens from their pages.
 Tile: 32 words per warp, four warps per CTA; no shared memory.

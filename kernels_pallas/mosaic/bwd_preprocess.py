@@ -1,10 +1,9 @@
-"""delta = rowsum(dO * O) - dlse, shift = lse * log2(e) - log2|gate|: FlashAttention's preprocess.
+"""The backward preprocess of FlashAttention: delta = rowsum(dO * O) - dlse and shift = lse *
+log2(e) - log2|gate|. Both are stored with the bounds of a row's keys, in the layout that the
+backward kernels read (`specs/bwd_preprocess.py`). `combine.py` computes rowsum(dO * O), which
+is also the gradient of the gate.
 
-Both are stored with the bounds of a row's keys, as the backward kernels read them
-(`specs/bwd_preprocess.py`). `combine.py` computes rowsum(dO * O), which is also the gradient of the
-gate.
-
-Loop order: no loop; a lane computes one row, a warp 32 neighbouring rows of the query tiles.
+Loop order: no loop. A lane computes one row, and a warp 32 adjacent rows of the query tiles.
 Tile: 128 rows per CTA of four warps; no shared memory.
 Bandwidth bound: 12 to 20 bytes are read and 16 written per row.
 """
@@ -37,7 +36,7 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
     lse, delta = of_head(refs.lse), of_head(refs.delta)
 
     def key_of(source):
-        """Load the int32 value of this row's token. It can be represented exactly in float32
+        """Load the int32 value of this row's token, which float32 represents exactly
         (`capability.LONGEST`).
         """
         key = warp.fetch_int(source, b * sizes.T + token)

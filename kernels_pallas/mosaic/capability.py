@@ -27,7 +27,7 @@ interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", def
 
 @contextlib.contextmanager
 def interpreted(params):
-    """Runs kernels in Pallas' GPU interpreter, on any device (tests)."""
+    """Run kernels in Pallas' GPU interpreter, on any device (tests)."""
     token = interpret.set(params)
     try:
         yield
@@ -45,11 +45,11 @@ def why_not(problem: Any) -> str | None:
         if problem.capability != HOPPER:
             return f"needs compute capability {HOPPER}, got {problem.capability}"
     if problem.dtype not in ("bfloat16", "float16"):
-        return f"computes in bfloat16 and float16, got {problem.dtype}"
+        return f"supports only bfloat16 and float16, got {problem.dtype}"
     if problem.S > LONGEST:
-        return f"takes up to {LONGEST} keys, got {problem.S}"
+        return f"supports up to {LONGEST} keys, got {problem.S}"
     if problem.B * problem.Hkv > GRID_ROWS:
-        return f"takes up to {GRID_ROWS} rows of B Hkv, got {problem.B * problem.Hkv}"
+        return f"supports up to {GRID_ROWS} rows of B Hkv, got {problem.B * problem.Hkv}"
     group, config = problem.H // problem.Hkv, problem.config
     in_fp8 = config.compute_dtype is not None and problem.step not in ("compressed", "scores")
     if in_fp8 and (reason := _fp8_why_not(problem)):
@@ -60,49 +60,49 @@ def why_not(problem: Any) -> str | None:
 def _fp8_why_not(problem: Any) -> str | None:
     """Return the reason why products in e4m3 do not support `problem`, or None."""
     if problem.requires_grad:
-        return "has no gradient: compute under torch.no_grad(), or leave it out to train"
+        return "has no gradient; compute under torch.no_grad(), or leave it out to train"
     if problem.cached:
-        return "takes whole sequences, got a cache"
+        return "supports only whole sequences, got a cache"
     for name, width in (("D", problem.D), ("select_block", problem.config.select_block)):
         if width % FP8_STEP:
-            return f"takes {name} that is a multiple of {FP8_STEP}, got {width}"
+            return f"needs {name} to be a multiple of {FP8_STEP}, got {width}"
     return None
 
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """Return the reason of `why_not` that concerns sizes other than lengths, or None."""
+    """Return the reason for `why_not` that depends on sizes other than lengths, or None."""
     if group > ROWS:
-        return f"takes up to {ROWS} query heads per key/value head, got {group}"
+        return f"supports up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):
         if width % 16 or width > WIDTH:
-            return f"takes widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
+            return f"supports widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
     if block % 16 or block > BLOCK:
-        return f"takes selection blocks that are multiples of 16 up to {BLOCK}, got {block}"
+        return f"supports selection blocks that are multiples of 16 up to {BLOCK}, got {block}"
     if num_selected > SELECTED:
-        return f"takes up to {SELECTED} selected blocks, got {num_selected}"
+        return f"supports up to {SELECTED} selected blocks, got {num_selected}"
     parts = parts_of_block(block, num_selected)
     block, num_selected = block // parts, num_selected * parts
     slab = slab_width(D, Dv, block)
     if not Tile(group, slab).tokens:
         least = next(slab for slab in (32, 64) if Tile(group, slab).tokens)
         return (
-            f"takes D, Dv and select_block that are multiples of {least} where {group} query "
+            f"needs D, Dv and select_block to be multiples of {least} if {group} query "
             f"heads share a key/value head, got D={D}, Dv={Dv}, select_block={block}"
         )
     needed = selected_bytes(D, Dv, block, num_selected, Tile(group, slab))
     if needed > SMEM_BUDGET:
         return (
-            "takes D, Dv, select_block and num_selected that fit in "
+            "needs D, Dv, select_block and num_selected that fit in "
             f"{SMEM_BUDGET} bytes of shared memory, got {needed}"
         )
     return None
 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
-    """Return the shared memory that selected attention needs, in bytes. It is the only kernel
-    that may need too much. The memory holds query rows, keys, values and the block list of a
-    tile. The result is the maximum over forward and dq.
+    """Return the bytes of shared memory that selected attention needs, the maximum of forward
+    and dq. Only this kernel may need too much. The memory has query rows, keys, values and the
+    block list of a tile.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

@@ -1,7 +1,7 @@
-"""O = sum_c g_c O_c over the branches c, and delta_c = rowsum(dO * O_c) = dg_c.
+"""Computes O = sum_c g_c O_c over the branches c, and delta_c = rowsum(dO * O_c) = dg_c.
 
 Loop order: a CTA of one warpgroup has one tile of 64 rows, a row per token and query head. It
-starts the TMA copies of that tile of every array, then adds slab by slab (64 columns).
+starts the TMA copies of this tile from every array, and then adds slabs of 64 columns.
 Tile: `[64, width]` of each array in shared memory.
 Bandwidth bound: each array moves once. At B=1 T=65536 H=64 Dv=128 and three branches the gated
 sum moves 4.3 GB, 1.3 ms.

@@ -1,9 +1,10 @@
-"""Computes means of windows of tokens, and the gradients of tokens from those of their means.
+"""Computes means of windows of tokens, and the gradients of tokens from the gradients of their
+means.
 
-Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. Forward, a
-warp loops over the stride blocks of a few neighbouring windows and adds each to the windows that
-contain it. Backward, a warp has one stride block. All tokens of this block are in the same
-windows, so the warp sums the gradients of these windows once.
+Loop order: a lane has two adjacent columns (a 32-bit word) of keys or of values. In the forward
+pass, a warp loops over the stride blocks of a few adjacent windows and adds each block to the
+windows that contain it. In the backward pass, a warp has one stride block. All tokens of this
+block are in the same windows, so that the warp sums the gradients of these windows once.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
 backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
@@ -23,9 +24,9 @@ class Side(NamedTuple):
     """The keys or the values in a lane's columns.
 
     Attributes:
-      words: Words of a token.
+      words: Number of words per token.
       row: Row of `[B]`.
-      column: Word of the lane, at most the last one.
+      column: Index of the lane's word, limited to the last word.
       exists: Whether the lane has a word.
     """
 
@@ -67,8 +68,8 @@ def plus(a: Sequence, b: Sequence) -> list:
 
 
 def on_each_side(warp, spec: Any, refs, body: Callable[[Side, int, Any], None]) -> None:
-    """Calls `body(side, i, part)` for the warp's keys (`i` 0) or values (1) and its part of the
-    sequence `refs.row`.
+    """Call `body(side, i, part)` for the keys (`i` = 0) or the values (`i` = 1) of the warp and
+    its part of the sequence `refs.row`.
     """
     index = refs.group * WARPS + warp.warp()
     column, part = index % sum(spec.columns), index // sum(spec.columns)

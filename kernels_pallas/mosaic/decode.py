@@ -43,9 +43,8 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     """Copy the row of the page table to shared memory, with entries clamped to existing pages.
     Also copy the entries for the pages of new tokens, unchanged.
 
-    Returns:
-      The number of tokens that the query sees. It is 0 if the position of the query is
-      negative.
+    Returns: The number of tokens to which the query attends. It is 0 if the position of the
+      query is negative.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)
@@ -66,7 +65,7 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
 
 
 def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
-    """Return the gates of each branch for the lane's two rows."""
+    """Load the gates of each branch for the lane's two rows."""
     m, spec = lane.m, lane.spec
     whole = spec.gate_dtype == "float32"
     size, found = 4 if whole else 2, []
@@ -119,9 +118,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.larger(start, 0), m.word(0), m.where(start >= 0, work.seen, 0)
 
     def score(kind: int, times, begin, place, keys) -> list[Words]:
-        """Compute S2 of the strips `i` of a branch at the turns `begin + i`, and store it from
-        `place` on. `keys(i)` returns the first key of the strip, and the first and the end of
-        the visible keys. Returns maximum and sum.
+        """Compute S2 for the strips of a branch, and store it from `place` on. Strip `i` is at
+        turn `begin + i`. `keys(i)` returns the first key of the strip, and the first and the
+        end of the visible keys. Return maximum and sum.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -137,8 +136,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, no_keys, unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """Return `state` plus `g P V` of the strips at turns from `begin` on. From `place` on,
-        shared memory has their S2, or their g p if `norms` is not given.
+        """Return `state` plus `g P V` of the strips at turns from `begin` on. Shared memory
+        from `place` on has S2 of these strips, or g p if `norms` is not given.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
@@ -172,8 +171,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     norms = exchange.told(lane, exchange.COMPRESSED)
 
     def rank_two_strips(i):
-        """Rank two strips at once, so that one continues while the lanes of the other wait for
-        each other.
+        """Rank two strips at once, so that one continues during the exchanges between lanes of
+        the other.
         """
         numbers = [i * 2, i * 2 + 1]
         at = [m.smaller(number, work.mine - 1) for number in numbers]
@@ -200,7 +199,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     in_block = spec.block // STRIP
 
     def selected_start(i):
-        """Return the first key of the warp's strip `i`, -1 if there is none."""
+        """Return the first key of the warp's strip `i`, or -1 if there is no such strip."""
         item = lane.number * selected_strips + i
         place = item // in_block
         found = m.shuffle(block, m.smaller(place, LANES - 1))

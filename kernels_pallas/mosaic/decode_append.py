@@ -1,9 +1,9 @@
 """Writes the new tokens of a decode step, and the means that they complete, to the pages.
 
 A cluster writes the new tokens of its row up to the cluster's own token, for its key/value
-head. Clusters do not wait for each other, so the clusters of later tokens of the row write the
-same bits again. The tokens are written before the first strips are loaded, so that the reads
-here do not wait for these loads.
+head. Clusters do not wait for each other, so that the clusters of later tokens of the row write
+the same bits again. The tokens are written before the first strips are loaded, so that the
+reads here do not wait for these loads.
 
     token p           key and value of every branch, at p % block of its page: the last CTA, a warp
                       per row
@@ -55,11 +55,13 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return spec.D if spec.D == spec.Dv else m.where(value > 0, spec.Dv, spec.D)
 
     def row_bytes(value, size):
-        """Return the bytes of a row of all heads."""
+        """Return the number of bytes of a row with all heads."""
         return width_of(value) * (size * spec.Hkv)
 
     def head(array, value, size):
-        """Return the lane's columns of the first row; lanes beyond the width read the last ones."""
+        """Return the address of the lane's columns in the first row. Lanes beyond the width
+        have that of the last columns.
+        """
         width = width_of(value)
         column = m.smaller(lane.lane % row_lanes, width // COLUMNS - 1)
         return m.beyond(m.beyond(array, kv_head, width * size), column, size * COLUMNS)
@@ -78,7 +80,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
             m.put_words(at, words[i : i + 2], only)
 
     def put(pages, value, size, in_page, page, row, words):
-        """Writes a row to its page, of `in_page` rows, in elements of `size` bytes."""
+        """Write a row to its page, which has `in_page` rows with elements of `size` bytes."""
         each = row_bytes(value, size)
         at = m.beyond(m.beyond(head(pages, value, size), page, each * in_page), row, each)
         put_words(at, value, words)
@@ -100,8 +102,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.put(at, m.bits(scale), m.same(lane.lane, 0))
 
     def in_ring(value, position):
-        """Return the address of the lane's columns of a token in the row's ring buffer; a row
-        without a ring buffer uses another row's.
+        """Return the address of the lane's columns of a token in the ring buffer of the row. A
+        row without a ring buffer uses that of another row.
         """
         base = head(one([f"recent_{kind}" for kind in KINDS], value), value, 2)
         slot = m.smaller(m.larger(ring, 0), rings - 1)
@@ -109,7 +111,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(base, at, row_bytes(value, 2))
 
     def share_at(warp, of_lane):
-        """Return the address of a lane's columns of a share of a mean."""
+        """Return the address of a lane's columns in a share of a mean."""
         return lane.place("logits") + (warp * LANES + of_lane) * (4 * COLUMNS)
 
     # Numbers of a lane.
@@ -121,7 +123,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return [m.pack(x[i], x[i + 1], spec.dtype) for i in range(0, COLUMNS, 2)]
 
     def stored_token(old, low, high, scale, kept):
-        """Return a lane's columns of a token of the window."""
+        """Return the lane's columns of a token in the window."""
         x, scale = numbers(kept), m.real(scale)
         halves = [half for word in (low, high) for half in m.widened(word)]
         stored = [y * scale for half in halves for y in m.unpack(half, "float16")]
@@ -139,8 +141,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
 
     def add_share(value, begin):
         """Add up a warp's share of the window. Tokens of the call are read from the inputs, and
-        older tokens from the pages. With fp8, older tokens are read from the row's ring buffer
-        if the pages' tokens may have been rounded from them (`nsa_core.rounding.is_of`).
+        older tokens from the pages. With fp8, an older token is read from the ring buffer of
+        the row, provided that it rounds to the token in the page (`nsa_core.rounding.is_of`).
 
         All rows are loaded before the first one is added.
         """
@@ -207,7 +209,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Write row `new` of the array with this number. The arrays are keys, then values,
+        """Write row `new` of the array with index `number`. The arrays are keys and values,
         branch by branch.
         """
         value = number & 1

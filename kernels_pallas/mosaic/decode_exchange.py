@@ -3,8 +3,8 @@
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
 Each branch has two phases, first logits and then values. Between them each warp pushes the
-maximum and the sum of its keys to every CTA, so p in P V is already divided by the sum of the
-whole cluster and multiplied by its gate. One accumulator therefore serves three branches
+maximum and the sum of its keys to every CTA. In P V, p is therefore already divided by the sum
+of the whole cluster and multiplied by its gate, so that one accumulator serves three branches
 without rescaling.
 
     exchange 0   maximum and sum, compressed
@@ -29,7 +29,7 @@ KEPT_STATS = 8  # statistics that a lane keeps in registers between its two loop
 
 
 def expected_bytes(lane: Lane, work: Work) -> list[Any]:
-    """Return the bytes that each barrier expects."""
+    """Return the number of bytes that each barrier expects."""
     spec = lane.spec
     stats = spec.cluster_warps * STAT_BYTES
     scores = work.strips * (8 * STRIP // spec.per_page)
@@ -83,7 +83,7 @@ def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words
 
 
 def gated(norms: list[Words], gate: Words) -> list[Words]:
-    """Adjust `norms` so that `probabilities` returns g p instead of p."""
+    """Multiply `norms` by a gate g, so that `probabilities` returns g p instead of p."""
     return [[top, inverse * g] for (top, inverse), g in zip(norms, gate, strict=True)]
 
 
@@ -94,7 +94,7 @@ def left_operand(lane: Lane, p: list[Words]) -> Words:
 
 
 def keep(lane: Lane, place: Any, s2: list[Words], only: Any = None) -> None:
-    """Stores S2 of a strip, if `only` holds."""
+    """Store S2 of a strip if `only` is true."""
     where = {} if only is None else {"only": only}
     for t in range(2):
         lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES, **where)
@@ -109,7 +109,7 @@ def kept(lane: Lane, place: Any) -> list[Words]:
 
 
 def _over_pairs(lane: Lane, x: Any, combine) -> Any:
-    """Combines `x` over the four lanes that have the same rows."""
+    """Reduce `x` over the four lanes that have the same rows."""
     for distance in (1, 2):
         x = combine(x, lane.m.exchange(x, distance))
     return x
@@ -146,9 +146,7 @@ def _stat(lane: Lane, warp: Any, r: int) -> Any:
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
-    """Read the maximum and 1 / sum of the lane's rows. If a row sees no key, its 1 / sum is
-    0.
-    """
+    """Read the maximum and 1 / sum of the lane's rows. For a row without keys, 1 / sum is 0."""
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
@@ -212,7 +210,7 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 
 
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
-    """Sum `high` over two lanes if `upper` holds, otherwise `low`."""
+    """Sum over two lanes: `high` if `upper` is true, otherwise `low`."""
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 
 

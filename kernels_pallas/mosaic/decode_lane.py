@@ -14,7 +14,7 @@ class Lane(NamedTuple):
     """The position of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
 
     Attributes:
-      m: The instructions.
+      m: The object with the instructions of a warp (`warp.py`).
       number: Index of the warp in its cluster.
       shared: Address of shared memory.
     """
@@ -48,7 +48,9 @@ class Lane(NamedTuple):
         return self.shared + (self.spec.offsets["barriers"] + 8 * exchange)
 
     def rows(self) -> Words:
-        """Return the lane's two query heads of the group; idle rows read the last one."""
+        """Return the indices in the group of the lane's two query heads. Unused rows have the
+        last index.
+        """
         last = self.spec.G - 1
         return [self.m.smaller(self.row + 8 * r, last) for r in range(2)]
 
@@ -64,18 +66,20 @@ class Lane(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The visible keys of a query and this warp's share, as words that are equal in all lanes.
+    """The visible keys of a query and the share of this warp, as words that are equal in all
+    lanes.
 
     Attributes:
-      seen: Raw tokens, from the row's first.
-      count: Compressed tokens.
-      strips: Strips of compressed slots of the whole cluster.
-      first: The first strip of the warp. Its other strips follow at a distance of `warps`.
+      seen: Number of visible raw tokens, from the first token of the row.
+      count: Number of visible compressed tokens.
+      strips: Number of strips of compressed slots in the whole cluster.
+      first: Index of the first strip of the warp. Its next strips follow at intervals of
+        `warps`.
       mine: The number of strips of the warp.
-      sliding: The warp's strips of the sliding branch. The cluster's last warp has the first one,
-        as it has the fewest other strips.
+      sliding: Number of the warp's strips of the sliding branch. The last warp of the cluster
+        has the first one, since it has the fewest other strips.
       window_start: First key of the sliding branch.
-      blocks: Selection blocks.
+      blocks: Number of selection blocks.
     """
 
     seen: Any
@@ -112,7 +116,7 @@ class Work(NamedTuple):
         return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:
-        """Return the number of the warp's strip `i` of compressed slots."""
+        """Return the index in the cluster of the warp's strip `i` of compressed slots."""
         return self.first + i * lane.spec.variant.warps
 
     def sliding_key(self, lane: Lane, i: Any) -> Any:

@@ -1,26 +1,27 @@
 """Loads the keys and values of a warp in a decode step into a ring buffer of strips, and
 multiplies with them.
 
-A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it with 16 bytes per lane,
-and reads it with a different assignment of lanes. A ring buffer is private to its warp, whose lanes
-synchronize before they read a strip and before they overwrite it. It is stored in parts of 128
-bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64, `[16 rows, 64 bytes]`. The
-chunks of 16 bytes of a row's part are permuted by the row's index (`turned`), so that all banks are
-used by 8 lanes that access
+A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies it with 16 bytes
+per lane, and reads it with another assignment of lanes. Each warp has its own ring buffer. Its
+lanes synchronize before they read a strip and before they overwrite it. It is stored in parts
+of 128 bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64, `[16 rows, 64
+bytes]`. The chunks of 16 bytes of a row's part are permuted by the row's index (`turned`), so
+that all banks are used by 8 lanes that access
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
     V       a chunk of each of 8 rows, which `ldmatrix` transposes: output tile (c, e) has in its
             column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
-The ring buffer is one queue of turns over all branches. The next `stages - 1` strips are always in
-flight, also while warps wait for others:
+The ring buffer is one queue of turns over all branches. The next `stages - 1` strips are always
+being loaded, also while warps wait for others:
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-Tokens that this launch appends are in a warp's last compressed strip or after it. Before it loads
-that strip, at the turn `meeting`, a warp waits for the cluster, whose CTAs append meanwhile.
+Tokens that this launch appends are in a warp's last compressed strip or after it. Before a warp
+loads that strip, at the turn `meeting`, it waits for the cluster, whose CTAs append in the
+meantime.
 """
 
 from typing import Any, NamedTuple
@@ -40,9 +41,9 @@ P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """Return the number whose XOR permutes the 8 chunks of a row's part, for elements of `size`
-    bytes. It is different in each of 8 rows. In 2 neighbouring rows, the lanes of K also read
-    different chunks.
+    """Return the number by whose XOR the 8 chunks in a part of a row are permuted, for elements
+    of `size` bytes. It differs between 8 adjacent rows. The lanes of K also read different
+    chunks in 2 adjacent rows.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
@@ -51,7 +52,7 @@ class Queue:
     """The strips that a warp reads, and its ring buffer.
 
     Attributes:
-      limit: Number of strips that are known from the length, before the blocks are selected.
+      limit: Number of strips that are determined by the length, before the blocks are selected.
       total: Number of all strips.
       near: Index in the queue of the first strip of values. The strips of keys of the
         compressed and the sliding branch come before it.
@@ -87,7 +88,7 @@ class Queue:
         row, pair = lane.row, lane.pair
 
         def chunk(number: Any, size: int) -> Any:
-            """Return the offset of a chunk of the lane's row of K."""
+            """Return the offset of a chunk in the lane's row of K."""
             return row * ROW_BYTES + ((number ^ turned(row, size)) << 4)
 
         self.read_keys_at = [chunk(pair * 2 + i, 2) for i in range(2)]
@@ -104,16 +105,16 @@ class Queue:
         return self.ring + turn % spec.variant.stages * spec.stage_bytes
 
     def take(self, turn: Any) -> Any:
-        """Waits for the strip of a turn and returns its stage."""
+        """Wait for the strip of a turn and return its stage."""
         self.m.wait_for_copies(self.spec.variant.stages - 1)
         self.m.sync()
         return self._stage(turn)
 
     def refill(self, turn: Any, chosen: bool, meets: bool = False) -> None:
-        """Loads the strip of `turn`, if it exists.
+        """Load the strip of `turn`, if it exists.
 
         Args:
-          chosen: Whether the blocks are known.
+          chosen: Whether the selected blocks are known.
           meets: Whether the warp may still have to wait for the cluster.
         """
         m = self.m
@@ -125,12 +126,12 @@ class Queue:
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
-        """Load those of the first strips whose tokens existed before the launch."""
+        """Load the first strips, as far as their tokens existed before the launch."""
         last = self.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
-        """Loads the rest of the first strips."""
+        """Load the rest of the first strips."""
         m = self.m
 
         def rest(turn):
@@ -141,7 +142,7 @@ class Queue:
 
     def catch_up(self, done: Any) -> None:
         """Load the selected strips among the next `stages` strips after `done` turns. They were
-        skipped as long as the blocks were not known.
+        skipped before the blocks were known.
         """
         self.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
@@ -194,8 +195,8 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
-        """Return `scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. A strip of
-        keys in fp8 needs the query and the `units` of `half_query`.
+        """Return `scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. For keys
+        in fp8, pass the query and the `units` of `half_query`.
         """
         m, spec = self.m, self.spec
         stage, tiles = self.take(turn), []
@@ -234,7 +235,7 @@ class Queue:
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
         """Set the values of keys outside `low .. high - 1` to zero, in a strip that begins with
-        key `first`. Values that were never written may be NaN, and 0 * NaN is not 0.
+        key `first`. Values that were never written may be NaN, and 0 * NaN is NaN.
         """
         m, lane, spec = self.m, self.lane, self.spec
         row_bytes = spec.token_bytes * spec.Dv
@@ -258,8 +259,8 @@ class Queue:
     def add(
         self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
     ) -> list[Words]:
-        """Return `acc + P V` of a strip, where P is `[16 heads, 16 keys]`. The arguments for
-        the keys are as in `clear`.
+        """Return `acc + P V` of a strip, where P is `[16 heads, 16 keys]`. `first`, `low` and
+        `high` are as in `clear`.
         """
         m, spec = self.m, self.spec
         stage, acc = self.take(turn), list(acc)
@@ -276,13 +277,13 @@ class Queue:
     def add_rounded(
         self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """Return `add` for values in fp8.
+        """Do the same as `add` for values in fp8.
 
         Args:
           state: `acc` and its factor. The factor is a power of two with which p times scales
             fits float16.
           p: P in float32.
-          most: Largest of the lane's p, from 0.
+          most: Maximum of the lane's p, at least 0.
         """
         m, spec = self.m, self.spec
         stage, (acc, unit) = self.take(turn), state
@@ -321,8 +322,8 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """Return the power of two with which a non-negative number with these bits becomes at least
-    2^exponent and less than twice that. The result is in the range of float32.
+    """Return the power of two that scales a non-negative number with these bits to at least
+    2^exponent and less than 2^(exponent + 1). The result is limited to the range of float32.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
@@ -337,9 +338,9 @@ class _Pages(NamedTuple):
     """The pages of a branch's keys or values.
 
     Attributes:
-      rows: Rows of a page.
-      row_bytes: Bytes of a row and head.
-      size: Bytes of an element.
+      rows: Number of rows per page.
+      row_bytes: Number of bytes per row and head.
+      size: Number of bytes per element.
       address: Address of the head's first row.
       scales: Address of the head's first scale, for pages in fp8.
     """
@@ -356,9 +357,7 @@ class _Pages(NamedTuple):
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
-        """Return these pages if `condition` holds, otherwise the other ones. `alike` must hold
-        for both.
-        """
+        """Return these pages if `condition` is true, otherwise `other`. Both must be `alike`."""
         m, scales = self.lane.m, self.scales
         if scales is not None:
             scales = m.where(condition, scales, other.scales)
@@ -369,9 +368,8 @@ class _Pages(NamedTuple):
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
     ) -> list[tuple[Any, int]]:
         """Return an address and an offset from it, for byte `column` of the rows `row`, `row +
-        step`, .. of a strip. `row` is below `step`. Each row has all heads.
-
-        All pages are read from the table first, so that these reads are in flight together.
+        step`, .. of a strip. `row` is below `step`. Each row has all heads. All pages are read from
+        the table first, so that these reads overlap.
         """
         m = self.lane.m
         shift, last = self.rows.bit_length() - 1, self.rows - 1
@@ -390,7 +388,7 @@ class _Pages(NamedTuple):
         return [(places[i // span], i % span * row_bytes) for i in range(0, STRIP, step)]
 
     def copy(self, to: Any, first: Any) -> None:
-        """Starts the copies of the strip from row `first` on to the stage `to`."""
+        """Start the copies of the strip that begins at row `first` to the stage `to`."""
         m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
         parts, rest = divmod(self.row_bytes, ROW_BYTES)
         all_heads = spec.Hkv * self.row_bytes

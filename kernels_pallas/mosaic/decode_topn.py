@@ -1,9 +1,9 @@
-"""Selects the blocks of a decode step. These are the forced blocks, and the best of the others.
+"""Selects the blocks of a decode step: the forced blocks, and the best of the others.
 
 Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the
 `free` best of its own blocks, and then ranks them among the best of all warps. A block precedes
-blocks of lower scores, and higher blocks of equal score. Scores are not negative, so their bits
-are compared as integers.
+all blocks with lower scores, and later blocks with the same score. Scores are not negative, so
+that their bits are compared as integers.
 
     32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest
@@ -26,7 +26,9 @@ NO_BLOCK = 2**31 - 1
 
 
 def select(lane: Lane, work: Work) -> Any:
-    """Return the selected blocks, one per lane in no order; -1 in lanes without a block."""
+    """Return the selected blocks, one per lane in arbitrary order, and -1 in lanes without a
+    block.
+    """
     m, spec = lane.m, lane.spec
     forced = spec.num_initial + spec.num_local
     best = m.word(NO_BLOCK)
@@ -46,7 +48,7 @@ def select(lane: Lane, work: Work) -> Any:
 
 
 def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any) -> None:
-    """Writes the list `[tokens, Hkv, n]` of a token, with empty slots at the end."""
+    """Write the list `[tokens, Hkv, n]` of a token, with empty slots at the end."""
     m, spec = lane.m, lane.spec
     key = m.where(block >= 0, block, NO_BLOCK)
 
@@ -85,7 +87,8 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
     """Find the best blocks. Lane r gets the score and the block of rank r, or `NO_SCORE` past
     the last rank.
 
-    A lane's blocks are sorted first, so that an extraction only compares the best of each lane.
+    Each lane first sorts its blocks, so that an extraction compares only the best block of each
+    lane.
     """
     m, scores, blocks = lane.m, list(scores), list(blocks)
     for end in range(len(scores) - 1, 0, -1):

@@ -1,5 +1,5 @@
-"""Computes dk and dv, key-stationary. Queries come from intervals or from query lists. Partial
-sums are then merged.
+"""Computes dk and dv. The kernels are key-stationary. Queries come from intervals or from query
+lists, and partial sums are merged afterwards.
 
 A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with a
 warpgroup's 64 keys. Products are transposed, keys x queries, with all rows or first one half of
@@ -12,16 +12,16 @@ them and then the other (`Dkv.rows_at_once`):
     5. dS^T  = gP^T * (dP^T - delta)
     6. dK   += dS^T Q                                      [64, D], times scale at the end
 
-shift and delta are in `row_stats`; shift holds the gate. gP^T and dS^T stay in registers, as the
-left operand of 4 and 6. Product 3 runs in parallel with 4, and 5 is computed during 4. The G query
-heads of a key/value head are rows of the query tile, so these products sum over them: GQA needs no
-separate reduction.
+shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in
+registers, as the left operands of 4 and 6. Product 3 runs in parallel with 4, and 5 is computed
+during 4. The G query heads of a key/value head are rows of the query tile, so that the products
+sum over them and GQA needs no separate reduction.
 
 Intervals: the queries that see a tile of keys are neighbours. A CTA has 128 keys: a producer
 warpgroup, and two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The
 producer fills the stages of a ring buffer with query tiles of 64 rows, as the consumers release
-them. Steps at both ends of an interval are masked; between them no key is compared. A consumer
-skips the steps in which no query sees its 64 keys.
+them. Only steps at both ends of an interval are masked. A consumer skips the steps in which no
+query attends to its 64 keys.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
 8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both. A
@@ -29,10 +29,10 @@ step of two warpgroups needs 2048 cycles of the tensor cores. In this time share
 192 KB to them (1536 cycles), 32 KB of copies (256 cycles) and statistics (256 cycles). If K and
 V fit in registers (D + Dv <= 128), products read a third less.
 
-Query lists, of the selected branch. A CTA is one warpgroup with 64 keys. A step has 64 query
-rows, which are several query tiles. One of the four warps starts to copy each tile as soon as
-all warps have read the stage. dS^T, which product 6 reads, may also be written to memory for
-`stored_ds.py`.
+Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query
+rows, which are several query tiles. As soon as all warps have read a stage, one of the four
+warps starts the copy of each tile. dS^T, which product 6 reads, may also be written to memory
+for `stored_ds.py`.
 
 Stages: 2 to 4, the largest number with which two CTAs fit on an SM. Floors at B=1 H=64 Hkv=4
 D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which work items that
@@ -77,7 +77,7 @@ AT_ONCE = 2, 1  # partials that the merge loads together
 
 
 def down(column):
-    """Broadcast a value per column `[8]` along the keys to `[64, 8]`."""
+    """Broadcast one value per column, `[8]`, along the keys to `[64, 8]`."""
     return lax.broadcast_in_dim(column, (ROWS, COLUMNS), [1])
 
 
@@ -88,7 +88,7 @@ def key_index(first_key, wg=0):
 
 
 class KeyTile:
-    """The work item of a CTA. It is a tile of keys, and the query tiles over which to sum.
+    """The work item of a CTA: a tile of keys, and the query tiles over which to sum.
 
     Attributes:
       b, g: Batch row and key/value head.
@@ -110,7 +110,7 @@ class KeyTile:
         self.steps = div(self.end - self.begin + (per_step - 1), per_step)
 
     def exists(self):
-        """Return whether the row of the table is a work item, not empty."""
+        """Return whether the row of the table is a work item. Other rows are empty."""
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
@@ -119,9 +119,10 @@ class KeyTile:
 
         Args:
           column: Index of the integer in the work item that has the begin of the queries. The
-            next three are the begin and the end of the queries that see all keys, and the end
-            of all queries.
-          first, last: The first and the end of all steps. Defaults to the bounds in the work item.
+            next three integers are the begin and the end of the queries that attend to all
+            keys, and the end of all queries.
+          first, last: The first step and the end of the steps. Defaults to the bounds in the
+            work item.
         """
         item, per_step = self.refs.cta.item, self.spec.tiles_per_step
         begin, full_begin, full_end, end = (
@@ -138,7 +139,7 @@ class KeyTile:
         return rem(i, self.spec.stages)
 
     def load_query_tile(self, i, t, tile) -> None:
-        """Starts the copies of query tile `tile`, the `t`-th of step `i`."""
+        """Start the copies of query tile `tile`, the `t`-th of step `i`."""
         spec, refs, query_tile = self.spec, self.refs, self.spec.query_tile
         stage = self.stage(i)
         full = refs.step_full.at[stage]
@@ -165,8 +166,8 @@ class KeyTile:
         plgpu.commit_smem()
 
     def sum_steps(self, wg, loop: Callable[..., Sequence[Any]]) -> None:
-        """Write dK and dV of the 64 keys of warpgroup `wg`. They are the result of `loop(keys,
-        sums)`, where `keys` are the left operands K and V, and `sums` are zeros.
+        """Write dK and dV of the 64 keys of warpgroup `wg`, which `loop(keys, sums)` returns.
+        `keys` are the left operands K and V, and `sums` are zeros.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
         for source, ring in ((refs.key, refs.key_s), (refs.value, refs.value_s)):
@@ -197,12 +198,12 @@ class KeyTile:
         Args:
           stage: Stage of the rows.
           keys: The left operands K and V, 64 keys.
-          visible: Function that returns which query sees which key, `[64, 8]`. Its arguments
-            are the first of eight columns, and the first and last key in their statistics. None
-            means that all queries see all keys.
+          visible: Function that returns the mask of eight columns, `[64, 8]`. Its arguments are
+            the first of these columns, and the first and last key in their statistics. None
+            means that all queries attend to all keys.
           selected: Function that returns whether the token of a column selected the block of
             its entry, `[8]`. Its argument is the first of eight columns. None means that all
-            tokens did, or that `visible` checks it.
+            tokens selected it, or that `visible` checks it.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
@@ -308,13 +309,13 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
             return sums
 
         def skip(i, _):
-            """Skips a step in which no query sees a key of this warpgroup."""
+            """Skip a step in which no query attends to a key of this warpgroup."""
             stage = tile.stage(i)
             plgpu.barrier_wait(refs.step_full.at[stage])
             plgpu.barrier_arrive(refs.step_free.at[stage])
 
         def consume(wg, keys, sums):
-            """Adds all steps to the sums of warpgroup `wg`."""
+            """Add all steps to the sums of warpgroup `wg`."""
             first, *_, last = ranges = tile.ranges(part_column(wg))
             lax.fori_loop(0, first, skip, None)
             sums = _over_steps(functools.partial(step, wg, keys), ranges, sums)
@@ -322,7 +323,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
             return sums
 
         def produce():
-            """Fills the stages with query tiles, as consumers release them."""
+            """Fill the stages with query tiles, as consumers release them."""
 
             def load(i, _):
                 stage = tile.stage(i)
@@ -389,7 +390,9 @@ class Entries:
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
-        """Return the indices in ds of the tokens of step `i`; `NO_ENTRY` past the last one."""
+        """Return the indices in ds of the tokens of step `i`, and `NO_ENTRY` after the last
+        one.
+        """
         refs, tile = self.refs, self.tile
         count, places = jnp.int32(self.spec.selection_entries), []
         first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
@@ -413,7 +416,7 @@ class Entries:
         return []
 
     def wait(self, i) -> None:
-        """Waits for the copies of step `i`."""
+        """Wait for the copies of step `i`."""
         if self.copies is None:
             plgpu.barrier_wait(self.refs.step_full.at[self.tile.stage(i)])
             return
@@ -421,7 +424,7 @@ class Entries:
         plgpu.commit_smem()
 
     def load(self, i, tiles, varies: bool) -> None:
-        """Starts the copies of step `i`; each warp copies every fourth query tile."""
+        """Start the copies of step `i`. Each warp copies every fourth query tile."""
         if (copies := self.copies) is not None:
             pl.when(i < self.tile.steps)(lambda: self._load_by_lanes(copies, i))
             copies.commit()
@@ -461,9 +464,8 @@ class Entries:
         return lax.shift_right_logical(bits, token) & 1 == 1
 
     def visible(self, first, token_bits, j, key_begin, key_end):
-        """Return which query of the eight columns from `j` on sees which key, `[64, 8]`.
-        `key_end` comes from the statistics of these queries, and `first` is the first entry of
-        the step.
+        """Return the mask `[64, 8]` of the eight columns from `j` on. `key_end` comes from the
+        statistics of these queries, and `first` is the first entry of the step.
         """
         spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
         key = key_index(first_key)
@@ -537,7 +539,7 @@ def partials_of_lists(kernel: Kernel) -> Callable:
 
 def merge(kernel: Kernel) -> Callable:
     """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds the partials of 64
-    keys and a slab of columns, in their order. It is bandwidth bound, unless a tile has
+    keys and a slab of columns in order. The kernel is bandwidth bound, unless a tile has
     hundreds of partials.
     """
     spec: Dkv = kernel.spec

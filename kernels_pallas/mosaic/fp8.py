@@ -1,8 +1,9 @@
 """Converts numbers to e4m3 for operands of products (`wgmma.py`), as pairs in int16.
 
-A lane holds four neighbours of a row of a left operand, but two neighbours of a result and two more
-eight columns on. Therefore the columns over which a product sums are permuted in groups of 16,
-in both operands. A result then becomes a left operand without a shuffle:
+In a left operand, a lane has four adjacent columns of a row. In a result, it has two adjacent
+columns, and two more at a distance of eight. The columns over which a product sums are
+therefore permuted in groups of 16, in both operands. A result then becomes a left operand
+without a shuffle:
 
     column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 """

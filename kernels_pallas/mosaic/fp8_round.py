@@ -1,9 +1,9 @@
 """Rounds keys and values to e4m3, and stores them in the order in which products read them.
 
 Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of the
-first kernel sums a chunk of tokens. A warp of the second kernel adds up the chunks of its columns
-and rounds `TILES` tiles of 64 slots, 16 at a time: For values, 16 numbers of a column are four
-words of e4m3. For keys, two lanes exchange one word for each of two keys.
+first kernel sums a chunk of tokens. A warp of the second kernel adds up the chunks of its
+columns. It then rounds `TILES` tiles of 64 slots, 16 slots at a time. For values, 16 numbers of
+a column are four words of e4m3. For keys, two lanes exchange one word for each of two keys.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
 """
@@ -112,7 +112,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         warp.repeat(TILES, tile)
 
     def statistics(side, sums, count) -> tuple[list, list]:
-        """Return the mean of the lane's columns, and the bits of the scale."""
+        """Return the mean of the lane's columns, and the bits of their scale."""
 
         def add(turn, total, largest):
             loaded = []
@@ -137,8 +137,8 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         return mean, scale
 
     def write_keys(side, place, scaled, exists) -> None:
-        """Write the rounded keys. Of eight lanes, lane 4 j + t has the columns 8 j + 2 t and 8
-        j + 2 t + 1. The word at 4 t has the columns of both j.
+        """Write the rounded keys. Among eight lanes, lane 4 j + t has the columns 8 j + 2 t and
+        8 j + 2 t + 1. The word at 4 t has the columns of both values of j.
         """
         words = 2 * side.words // 4
         high = (side.column >> 2) & 1

@@ -1,5 +1,5 @@
-"""Selected attention block by block. The queries that selected a block are gathered, and their
-partials are then merged.
+"""Computes selected attention block by block. The queries that selected a block are gathered,
+and their partials are then merged.
 
 Algorithm: for each token and far block j a softmax of one block with its lse_log2, or dQ from the
 statistics of the whole row (formulas: `softmax.py`):
@@ -16,8 +16,9 @@ scatters their results:
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
                       compute;  store(i), all columns or an atom at a time
 
-A far block ends before the first token of its tile, so its tokens see all of it. The entries of
-the next step are read one step ahead, so that its copies find them in the cache.
+A far block ends before the first token of its tile, so that all tokens attend to the whole
+block. The entries of the next step are read one step ahead, so that they are in the cache when
+its copies start.
 Tiles: 64 // G tokens x G heads, and one block.
 
 The merge: (O, m, l) begins as the output of the loop over a tile's near blocks (`selected.py`), its
@@ -138,9 +139,9 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Return the number of result columns that are in shared memory at a time. It is all
-    columns, or those of an atom if an SM then has room for three CTAs. `loaded` is the number
-    of columns of query rows.
+    """Return the number of result columns that are in shared memory at a time: all columns, or
+    those of an atom if three CTAs then fit on an SM. `loaded` is the number of columns of query
+    rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -148,7 +149,7 @@ def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
 
 
 def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable) -> Callable:
-    """Return a kernel of partials.
+    """Build a kernel that computes partials.
 
     Args:
       rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
@@ -207,7 +208,7 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
             pl.when(i < steps)(lambda: operands.by_warps(tokens, load_token, varies))
 
         def store(i, column):
-            """Starts the copies of the staged columns, from `column` on."""
+            """Start the copies of the staged columns, from `column` on."""
             if copies is not None:
                 all_before = segment_token * (spec.Hkv * spec.n)
                 count = refs.sizes.segment_tokens * (spec.Hkv * spec.n)
@@ -356,12 +357,12 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """Return the result of the main loop."""
+        """Load the result of the main loop."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
     def write(result):
-        """Writes a result to shared memory, for the copy to `out`."""
+        """Write a result to shared memory, for the copy to `out`."""
         for i, x in enumerate(result):
             buffers.write_slab(refs.out_tile, 0, i, x)
 
@@ -377,7 +378,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
 
     def load(first, end, i):
-        """Starts the copies of slot `first + i`, if it exists."""
+        """Start the copies of slot `first + i`, if it exists."""
 
         @pl.when(first + i < end)
         def _():
@@ -439,7 +440,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finish a tile that is not gathered. Its rows are those of the main loop."""
+        """Finish a tile that is not gathered, whose rows are those of the main loop."""
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())
@@ -455,7 +456,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Writes the loop's rows after `merged` has changed them."""
+            """Write the loop's rows after `merged` has changed them."""
             given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []
             for source, target in given:

@@ -1,7 +1,6 @@
-"""Holds the machine that runs the programs of warps while kernels are interpreted.
-
-Pallas' interpreter has no instructions of a warp. The tests, which interpret kernels, pass a
-machine that has them to `use`. Compiled kernels need no machine.
+"""Registers the machine that runs the programs of warps while kernels are interpreted. The
+Pallas interpreter has no instructions of a warp. Tests, which interpret kernels, pass a machine
+with these instructions to `use`. Compiled kernels need no machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ _machine: Any = None
 
 
 def use(machine: Any) -> None:
-    """Runs warps on `machine`, whose functions `run` and `warpgroup` run programs on the functions
+    """Run warps on `machine`, whose functions `run` and `warpgroup` run programs on the functions
     of `warp.py`.
     """
     global _machine
@@ -25,11 +24,12 @@ def machine() -> Any:
     """Return the machine of `use`.
 
     Raises:
-      RuntimeError: There is none.
+      RuntimeError: No machine is registered.
     """
     if _machine is None:
         raise RuntimeError(
-            "interpreted kernels of warps need a machine; call interpreter.use(machine)"
+            "kernels with warp programs can be interpreted only with a machine; call "
+            "interpreter.use(machine)"
         )
     return _machine
 
@@ -40,11 +40,10 @@ def written(
     scalars: Sequence[Any],
     outputs: Sequence,
 ) -> list[Any]:
-    """Return the arrays of 32-bit numbers, with the types `outputs`, that a warpgroup writes to
-    shared memory.
-
-    The arguments of `program(warp, arrays, words, places)` are the instructions, the whole
-    `arrays`, the scalars as words and the addresses of the outputs.
+    """Run a program in a warpgroup and return the arrays that it writes to shared memory. They
+    have 32-bit numbers of the types `outputs`. The arguments of `program(warp, arrays, words,
+    places)` are the instructions, the whole `arrays`, the scalars as words, and the addresses
+    of the outputs.
     """
 
     def run(arrays, scalars):

@@ -1,4 +1,4 @@
-"""Interval attention for the compressed and the sliding branch, forward and dq.
+"""Computes interval attention for the compressed and the sliding branch, forward and dq.
 
 Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`); |g| P
 is computed again from `shift`. One kernel of dq handles both branches if a tile of the result fits:
@@ -14,12 +14,12 @@ consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys 
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
-A query may see two intervals, each with its own arrays (`spec.second_keys`). A work item then
-loops over one after the other. Its tile of the result holds the rounded result of the first.
-
-Forward multiplies P V of a block during the work on the next one. The producer warpgroup runs
-ahead by the stages of the ring buffer, into the next work item. The blocks of a work item that some
-row sees in part come first, with a mask, then those that every row sees in full, without a mask:
+A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A work item
+then loops over one interval after the other, and its tile of the result stores the rounded
+result of the first. Forward computes P V of a block during the work on the next block. The
+producer warpgroup runs ahead by the stages of the ring buffer, into the next work item. The
+first blocks of a work item are those to which some row attends only in part, and they are
+masked. The blocks to which every row attends in full follow, without a mask:
 
     keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks                  0     ..           left        ..       right        ..
@@ -69,8 +69,8 @@ def dq(kernel: Kernel) -> Callable:
 
 
 class KeyBounds(NamedTuple):
-    """The keys of an interval that a work item sees. Every row sees `full_from` to `full_to`,
-    and at least one row sees `begin` to `end`.
+    """The keys of an interval to which a work item attends. Every row attends to the keys from
+    `full_from` to `full_to`. Each key from `begin` to `end` is visible to at least one row.
     """
 
     begin: Any
@@ -80,7 +80,7 @@ class KeyBounds(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """A work item of the consumer warpgroups, with the bounds of each interval."""
+    """A work item of the consumer warpgroups, with the bounds of its keys in each interval."""
 
     b: Any
     kv_head: Any
@@ -89,7 +89,7 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The work items of this CTA. There are `turns` items, at a distance of `ctas`."""
+    """The work items of this CTA: `turns` items, at a distance of `ctas`."""
 
     intervals: list  # refs of the kernel for each interval, with its arrays of keys
     turns: Any
@@ -97,14 +97,14 @@ class Scheduler(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Describes the work on the tiles of a warpgroup.
+    """Describes how a warpgroup processes its tiles.
 
     Attributes:
       mainloop_of: Function of the spec, of refs with the keys of an interval, and of a tile.
       rows: Widths of the arrays of query rows that are read. The first one's tile also holds the
         result if there is no room for another tile.
       out, out_width: The array `[B, T, H, out_width]` of the result.
-      overlap_pv: Whether a block's factor is multiplied during the work on the next block.
+      overlap_pv: Whether P V of a block is computed during the work on the next block.
     """
 
     spec: IntervalAttention
@@ -204,9 +204,9 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
-    """Return the number of blocks, which is at least one, the number of masked blocks, and the
-    first key of the i-th block. A work item that sees no key has a block at a position where
-    copies read zeros.
+    """Return the number of blocks, which is at least one, the number of masked blocks, and a
+    function that returns the first key of the i-th block. A work item without keys has one
+    block, at a position where copies read zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds
@@ -229,7 +229,7 @@ def split(bounds: KeyBounds, spec: IntervalAttention):
 
 
 def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
-    """Run the loop of a consumer warpgroup over its tiles."""
+    """Loop over the tiles of a consumer warpgroup."""
     spec, width, intervals = tiles.spec, tiles.out_width, scheduler.intervals
     buffers = Buffers.of(spec, spec.tile)
     loads = [
@@ -332,7 +332,7 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
 
 
 def _produce(spec: IntervalAttention, refs, scheduler: Scheduler) -> None:
-    """Run the loop of the producer warpgroup. It loads the keys and values of every block in
+    """Run the loop of the producer warpgroup, which loads the keys and values of every block in
     order.
     """
     stages, (keys, values) = spec.stages, rings(spec)

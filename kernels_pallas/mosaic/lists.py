@@ -92,7 +92,7 @@ type Word = Any  # a 32-bit value per lane, of either machine (`warp.py`, `inter
 
 
 class Tokens(NamedTuple):
-    """Properties of each token, by word and lane."""
+    """The properties of each token, by word and lane."""
 
     sequence: list[Word]  # first key of its sequence; -1 if it may not select any block
     position: list[Word]  # in the sequence
@@ -106,9 +106,9 @@ class BlockBitmap(NamedTuple):
       warp: The instructions of the program.
       refs: `indices` `[B, T, Hkv, n]`, `position` and `key_start` `[B, T]`, int32, and the row `b`
         and the head `g`.
-      T: An integer or a word.
+      T: The number of tokens, an integer or a word.
       tokens: Number of tokens.
-      first: Blocks before it are ignored.
+      first: The first block; earlier blocks are ignored.
     """
 
     warp: Any
@@ -120,11 +120,11 @@ class BlockBitmap(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words per block."""
+        """The number of words per block."""
         return cdiv(self.tokens, LANES)
 
     def load(self, token0: Word, most_of=None) -> Tokens:
-        """Return the tokens from `token0` on. `most_of` is a function that returns the largest
+        """Load the `Tokens` from `token0` on. `most_of` is a function that returns the maximum
         number of blocks that a token may select.
         """
         warp, found = self.warp, Tokens([], [], [])
@@ -147,7 +147,7 @@ class BlockBitmap(NamedTuple):
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
-        """Return the number of sequences. The tokens of a sequence are neighbours."""
+        """Return the number of sequences, whose tokens are adjacent."""
         warp = self.warp
         count, before = warp.word(0), warp.word(-1)
         for first_key in tokens.sequence:
@@ -173,7 +173,7 @@ class BlockBitmap(NamedTuple):
         return first_key, own, warp.largest(functools.reduce(warp.larger, own))
 
     def clear(self, bits: Word, window: int, rows: Word) -> None:
-        """Clears `32 * rows` blocks of `bits`, the address of `[words, window]`."""
+        """Clear `32 * rows` blocks of the bitmap `[words, window]` at the address `bits`."""
         warp = self.warp
 
         def clear_row(row):
@@ -183,8 +183,8 @@ class BlockBitmap(NamedTuple):
         warp.repeat(rows, clear_row)
 
     def join(self, bits, window: int, low, token0, own, also=None, *state):
-        """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds `own`
-        selected. Returns the last `state = also(entry, token, block, selected, *state)` of all
+        """Set the bits of the blocks `low .. low + window - 1` that tokens with the bounds `own`
+        selected. Return the last `state = also(entry, token, block, selected, *state)` of all
         entries of their selection, in any window (`each`).
         """
         warp = self.warp
@@ -202,7 +202,7 @@ class BlockBitmap(NamedTuple):
         return self.each(token0, visit, *state)
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
-        """Return whether a token with these bounds may select the block."""
+        """Return whether a token with the bound `own` may select the block."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
@@ -403,7 +403,7 @@ def list_chunk(
     first_bits -= 2**32 if first_bits >= 2**31 else 0
 
     def tile_entries(low, high, seen, low_block, query_tile0):
-        """Counts or writes the entries of the tiles `low .. high - 1`, a lane per tile."""
+        """Count or write the entries of the tiles `low .. high - 1`, a lane per tile."""
         first_key, blocks, last, end_of_bit0 = seen
         tile_from = warp.larger(first_key // ROWS, low)
         tile_to = warp.smaller(cdiv(last, ROWS), high)
@@ -445,7 +445,7 @@ def list_chunk(
     def gather_entries(token0, own, first, count):
         """Write the entries of a sequence that has `count` blocks in `bits`. Every block is a
         tile of keys, and block 0 is the tile `first` of the window. Each lane has an entry of
-        the selection. The bits of earlier tokens determine its index in the list.
+        the selection, whose index in the list follows from the bits of earlier tokens.
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
@@ -474,7 +474,7 @@ def list_chunk(
         warp.repeat(warp.larger(cdiv(end, LANES) - row, 0), advance)
 
     def write_entries(entry, query_tiles, members, offset, query_tile0):
-        """Writes an entry for each bit of `query_tiles`, from index `entry` on."""
+        """Write one list entry for each bit of `query_tiles`, from index `entry` on."""
 
         def write(_, entry, query_tiles):
             exists = warp.different(query_tiles, 0)
@@ -603,19 +603,19 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.fetch_int(refs.edges, tile * chunks + chunk)
 
     def put(index, item, exists):
-        """Writes item `index` of this row and segment."""
+        """Write item `index` of this row and segment."""
         index = warp.where(exists, offset + row * sizes.items + index, 0)
         for column, x in enumerate(item):
             at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
             warp.put(warp.element(refs.table, *at), x, exists)
 
     def items_of(tile, begin, end):
-        """Return the number of items of a list."""
+        """Return the number of work items of a list."""
         return warp.where(tile < tiles, cdiv(end - begin, longest), 0)
 
     def partials_of(tile, count):
-        """Return the first partial of each tile in this segment, and `count` after these 32
-        tiles.
+        """Return the first partial of each tile in this segment, and the value of `count` after
+        these 32 tiles.
         """
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
         counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
@@ -673,7 +673,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
 
 
 def _prefix_sum(warp: Any, x):
-    """Return the sum of the lower lanes."""
+    """Return the sum of `x` over the lower lanes."""
     total, distance = x, 1
     while distance < LANES:
         other = warp.shuffle(total, warp.larger(warp.lane() - distance, 0))
@@ -688,10 +688,11 @@ def _of_segments(sizes, name):
 
 
 def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
-    """Moves 32 work items of row `refs.row` to their sorted positions, one per lane.
+    """Move 32 work items of row `refs.row` to their sorted positions, one per lane.
 
-    An item counts the items of its segment that precede it. These have more entries, or equally
-    many and a lower index. The lanes read 32 others at a time and exchange them.
+    For each item, the items of its segment that precede it are counted. These have more
+    entries, or the same number of entries and a lower index. The lanes read 32 other items at a
+    time and exchange them.
     """
     lane, columns = warp.lane(), WorkItem._fields
     own = (refs.group * WARPS + warp.warp()) * LANES + lane

@@ -1,6 +1,6 @@
 """Defines the loop of forward and dq, in which a tile of queries iterates over blocks of keys.
 
-    interval.py   blocks of an interval of keys, which neighbouring tiles share
+    interval.py   blocks of an interval of keys, which adjacent tiles share
     selected.py   blocks of a tile's list
 
 Per block of keys, formulas as in `softmax.py`:
@@ -8,11 +8,12 @@ Per block of keys, formulas as in `softmax.py`:
     forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
     dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
 
-in which P = 0 for keys that a row must not see and for rows that do not have the block. At the
-end out = gate * O / l + added, and dQ is multiplied by the scale and the gate's sign.
+P = 0 for keys to which a row must not attend, and for rows that do not have the block. At the
+end out = gate * O / l + added, and dQ is multiplied by the scale and the sign of the gate.
 
-A block's matrix (P forward, dS in dq) is multiplied with its values or keys immediately, or, with
-`overlap_pv`, during the work by element on the next block:
+The matrix of a block (P in forward, dS in dq) is multiplied with the values or keys of the
+block immediately. With `overlap_pv` it is multiplied during the elementwise work on the next
+block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
@@ -67,8 +68,8 @@ def rows_of(size: Tile, array, at: TilePlace):
 class Block(NamedTuple):
     """A block of keys and values, at these stages of the ring buffers.
 
-    `free_key` and `free_value` release a stage once. After that the stage is no longer read,
-    and its next block may be copied.
+    `free_key` and `free_value` release a stage, and are called once. Afterwards the stage is
+    not read any more, and its next block may be copied.
     """
 
     key_stage: Any
@@ -86,10 +87,11 @@ class Mainloop(NamedTuple):
     """The operations of a kernel on a tile whose rows have arrived. They wait for `key_ready` and
     `value_ready` of a block's stages, and release both.
 
-    `attend(block, before, state)` returns the next state and the matrix of the block's factor;
-    `multiply(factor, state)` adds the product to the state. With `overlap_pv`, `attend` multiplies
-    the factor `before`, during the work by element; otherwise, and for the first block, `before` is
-    None. `finish(state)` is the result, float32 `[64, width]`.
+    `attend(block, before, state)` returns the next state and a factor, which is the matrix P or
+    dS of the block. `multiply(factor, state)` adds the product of a factor to the state. With
+    `overlap_pv`, `attend` multiplies the factor `before` during its elementwise work. Without
+    it, and for the first block, `before` is None. `finish(state)` returns the result, float32
+    `[64, width]`.
     """
 
     state: Any
@@ -111,11 +113,11 @@ def over_blocks(
     Args:
       block_at: Function that returns a block. Its arguments are whether some keys are masked, and
         the index of the block.
-      boundary: Number of first blocks. These are either all masked or all unmasked, and the
-        remaining blocks are the opposite.
+      boundary: Number of first blocks. Either only the first blocks or only the remaining
+        blocks are masked.
       masked_first: Whether the first blocks are the masked ones.
-      overlap_pv: Whether a factor is multiplied during the next block. At least one block must
-        exist then, and the first one is masked.
+      overlap_pv: Whether a factor is multiplied during the next block. There must then be at
+        least one block, and the first one must be masked.
     """
 
     def step(under_mask, i, carried):
@@ -145,11 +147,12 @@ def over_blocks(
 
 
 class Ring(NamedTuple):
-    """Blocks of `rows` rows and `width` columns.
+    """A ring buffer of blocks with `rows` rows and `width` columns.
 
     Attributes:
       buffers: The `Buffers` object that allocates and multiplies the blocks.
-      by_column: Whether a row is a column of values, and a column a pair of keys.
+      by_column: Whether blocks are transposed: a row is a column of values, and a column is a
+        pair of keys.
     """
 
     buffers: Buffers
@@ -163,12 +166,12 @@ class Ring(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Copies per block."""
+        """The number of copies per block."""
         return self.width // self.buffers.slab
 
     def load(self, array, b, kv_head, first, ref, stage, barrier) -> None:
-        """Starts copies of the block of `array` whose first key is `first`; with `by_column` it is
-        a multiple of `GROUP`.
+        """Start the copies of the block of `array` whose first key is `first`. With
+        `by_column`, `first` must be a multiple of `GROUP`.
         """
 
         def by_token(columns):
@@ -202,7 +205,7 @@ def rings(spec: Any) -> tuple[Ring, Ring]:
 
 
 def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """Return the operations of forward on the tile `at`."""
+    """Return the `Mainloop` of forward for the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, interpret = spec.tile, spec.scale * LOG2E, spec.interpret
     tile_rows = TileRows.of(spec)
@@ -297,7 +300,7 @@ def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns
 
 
 def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """Return the operations of dq on the tile `at`."""
+    """Return the `Mainloop` of dq for the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = spec.interpret

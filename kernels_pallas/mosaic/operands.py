@@ -1,12 +1,12 @@
-"""Manages matrix operands in shared memory. A buffer has one view for the copy engine and one
-for wgmma.
+"""Manages matrix operands in shared memory. A buffer has one view for TMA copies and one for
+wgmma.
 
 A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
-Row `token * G + head` is one head of a token, so no row is wasted on padding heads. Columns are
-stored in slabs of 64 (32 or 16 if a width is not a multiple of 64), each slab one swizzled TMA
-box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]` operand that
-wgmma reads. A `RefUnion` provides both views. Boxes may start at any token or key. Elements
-outside the array read as zero and are not written, so arrays need no padding.
+Row `token * G + head` is one head of a token, so that padding heads use no rows. Columns are
+stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each slab is one
+swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]`
+operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any token or key.
+Elements outside the array read as zero and are not written, so arrays need no padding.
 
 Interpret mode has no such aliases. There each operand is only its box, and products are plain
 `jnp.dot` in float32.
@@ -55,7 +55,7 @@ def matrix_type(shape, dtype=jnp.float32):
 
 
 def load(ref, layout):
-    """Loads memory into registers, element by element."""
+    """Load an array from memory into registers, element by element."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -64,8 +64,8 @@ def barriers(arrivals: int, count: int = 1):
 
 
 def drain(interpret, stages: int, phases, *waits) -> None:
-    """Wait for the last phases of ring buffers. `waits` are functions of a phase. The
-    interpreter requires a wait for every completed phase.
+    """Wait for the last phases of ring buffers. `waits` are functions that wait for a phase.
+    The interpreter requires a wait for every completed phase.
     """
     if interpret:
 
@@ -113,7 +113,7 @@ class Buffers(NamedTuple):
 
     def rows(self, copies: int, width: int, tiles: int = 1):
         """Return the scratch type of `copies` operands of query rows. An operand has `tiles`
-        tiles, one below the other, and padding rows up to a multiple of 64.
+        consecutive tiles, and padding rows up to a multiple of 64.
         """
         slabs = width // self.slab
         if self.interpret:
@@ -141,17 +141,17 @@ class Buffers(NamedTuple):
             yield pl.ds(i * self.slab, self.slab), box
 
     def load_rows(self, source, ref, copy, width, barrier, tile=0):
-        """Starts copies of `source(columns)`, a `[tokens, G, slab]` slice, one per slab."""
+        """Start copies of `source(columns)`, a `[tokens, G, slab]` slice, one per slab."""
         for columns, box in self._row_boxes(ref, copy, width, tile):
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
     def store_rows(self, ref, copy, width, target, tile=0):
-        """Starts copies to `target(columns)`, one per slab."""
+        """Start copies to `target(columns)`, one per slab."""
         for columns, box in self._row_boxes(ref, copy, width, tile):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def clear_rows(self, ref, tiles: int):
-        """Zeroes padding rows, which copies never write."""
+        """Set padding rows to zero, since copies never write them."""
         if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape
@@ -167,17 +167,19 @@ class Buffers(NamedTuple):
             yield pl.ds(i * self.slab, self.slab), box.at[stage, i]
 
     def load_keys(self, source, ring, stage, barrier):
-        """Starts copies of `source(columns)`, a `[keys, slab]` slice, one per slab."""
+        """Start copies of `source(columns)`, a `[keys, slab]` slice, one per slab."""
         for columns, box in self._key_boxes(ring, stage):
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
     def store_keys(self, ring, stage, target):
-        """Starts copies to `target(columns)`, a `[keys, slab]` slice, one per slab."""
+        """Start copies to `target(columns)`, a `[keys, slab]` slice, one per slab."""
         for columns, box in self._key_boxes(ring, stage):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def write_keys(self, ring, stage, value):
-        """Writes float32 registers `[keys, width]` to shared memory, for copies."""
+        """Write float32 registers `[keys, width]` to shared memory, from which they are copied
+        later.
+        """
         ref = ring if self.interpret else ring[0]
         for i in range(self._slabs(ring)):
             part = value[:, i * self.slab : (i + 1) * self.slab]
@@ -212,7 +214,7 @@ class Buffers(NamedTuple):
             self.write_slab(ref, copy, i, part)
 
     def write_slab(self, ref, copy, i, part):
-        """Writes float32 registers `[64, slab]` to slab `i` in shared memory."""
+        """Write float32 registers `[64, slab]` to slab `i` in shared memory."""
         part = part.astype(self.dtype)
         if not self.interpret:
             ref[0].at[copy, i][...] = part
@@ -246,9 +248,9 @@ class Buffers(NamedTuple):
         return side_by_side(parts, interpret=False)
 
     def start_product(self, left, right, some=None):
-        """Starts `left @ right.T` of operands `(ref, copy)`; the left one may be in registers. The
-        narrower width is the number of columns that are summed. The result is pending until
-        `finish`, and until then no iteration of a loop may begin (`wgmma.py`).
+        """Start `left @ right.T` of operands `(ref, copy)`. The left one may be in registers.
+        The product sums over the number of columns of the narrower operand. The result is
+        pending until `finish`, and until then no iteration of a loop may begin (`wgmma.py`).
 
         `some` has the first row and the number of rows of the right operand that are used. None
           means all rows.
@@ -306,8 +308,8 @@ class Buffers(NamedTuple):
         return start(total, left, right[0].at[copy])
 
     def finish(self, *sums, running: int = 0) -> list:
-        """Return the pending sums in registers; the `running` newest products may still be
-        pending.
+        """Wait for pending products and return their sums in registers. The `running` newest
+        products may still be pending.
         """
         if self.interpret:
             return list(sums)
@@ -321,11 +323,11 @@ class Buffers(NamedTuple):
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
         """Return `left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the
-        result of `meanwhile`, which runs during the products. The narrower width is the number of
-        columns.
-
-        Mosaic's own products suit operands at constant addresses, whose descriptors the compiler
-        keeps. With `start_product` such kernels are up to 11 % slower (docs/kernels/gathered.md).
+        result of `meanwhile`, which runs during the products. The products sum over the number
+        of columns of the narrower operand. The products of Mosaic are used here since they are
+        faster for operands at constant addresses, whose descriptors the compiler keeps in
+        registers. With `start_product` such kernels are up to 11 % slower
+        (docs/kernels/gathered.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()
@@ -375,8 +377,8 @@ def column_stats(ref, start: int, interpret, group: int = 0):
       ref: float32 `[columns, 4]` in shared memory.
       start: First column.
       interpret: Whether kernels are interpreted.
-      group: If not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]`, of which the first `group` rows
-        of each token are used; columns after the last token see no key.
+      group: If not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]`, and the first `group` rows
+        of each token are used. Columns after the last token get no keys.
     """
     columns = 8
     if interpret:
@@ -498,7 +500,7 @@ def _index(number: int):
 
 
 def by_warps(count: int, function, varies: bool) -> None:
-    """Calls `function(i)` for each `i` below `count`, distributed over the four warps.
+    """Call `function(i)` for each `i` below `count`, distributed over the four warps.
 
     With `varies` all warps make each call, since `shard_map` does not allow values that vary along
     its mesh in `warp_map`.
@@ -553,7 +555,7 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raises an error unless warpgroups may have these registers per thread.
+    """Raise an error unless warpgroups may have these registers per thread.
 
     If the pool is too small, `setmaxnreg` waits forever and the GPU hangs. The pool is the
     allocation of the launch, `warpgroups` times the largest multiple of 8 that fits.

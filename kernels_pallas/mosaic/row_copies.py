@@ -1,4 +1,4 @@
-"""Copies listed rows by lanes, 16 bytes each, instead of by a TMA copy per token.
+"""Copies the rows in a list with lanes, 16 bytes each, instead of one TMA copy per token.
 
 A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few heads
 per token, 64 rows need more copies than a step has time for. An instruction of a warp with 16
@@ -30,7 +30,7 @@ class RowCopies(NamedTuple):
     """Copies between operands of 64 rows, which are the heads of `64 // group` tokens, and arrays.
 
     Attributes:
-      divisor: An entry of the list is `token * divisor` plus a number below `divisor`.
+      divisor: An entry of the list is `token * divisor` plus a smaller number than `divisor`.
     """
 
     buffers: Buffers
@@ -85,7 +85,7 @@ class RowCopies(NamedTuple):
         self._call(load, [entries, *sources, *stats], targets, [first, end, *place])
 
     def store(self, entries, first, end, place, target, staged, column: int) -> None:
-        """Copies rows of an operand to an array, for each entry from `first` to `end - 1`.
+        """Copy rows of an operand to an array, for each entry from `first` to `end - 1`.
 
         Args:
           place: The batch row b, the number of entries per row of the array, and the number to
@@ -115,11 +115,11 @@ class RowCopies(NamedTuple):
         self._call(store, [entries, target], [ref[0].at[copy]], words)
 
     def commit(self) -> None:
-        """Commits the copies since the last call as a group, which may be empty."""
+        """Commit the copies since the last call as one group, which may be empty."""
         self._call(lambda warp: warp.end_copies(), [], [], [])
 
     def wait(self, left: int) -> None:
-        """Waits until all groups of this thread except the last `left` have arrived."""
+        """Wait until all groups of this thread except the last `left` have arrived."""
         self._call(lambda warp: warp.wait_for_copies(left), [], [], [])
 
     def _call(self, function: Callable, refs: Sequence, operands: Sequence, numbers) -> None:

@@ -1,6 +1,6 @@
 """Loads and stores one value per row, for the 64 query rows of a tile, without shared memory.
 
-    TileRows       rows of neighbouring tokens: their addresses follow from the first one
+    TileRows       rows of adjacent tokens, whose addresses follow from the first one
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
 Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with
@@ -35,9 +35,7 @@ QUAD = 4  # lanes that hold the same row
 
 
 class GatheredRows(NamedTuple):
-    """The rows of the `tokens` tokens that a list names for a step. Each token has `group`
-    rows.
-    """
+    """The rows of the `tokens` tokens that a list has for a step. Each token has `group` rows."""
 
     group: int
     interpret: Any
@@ -59,7 +57,7 @@ class GatheredRows(NamedTuple):
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
     def prefetch_entries(self, lists, first, end):
-        """Prefetches the entries of `load_entries` into L1."""
+        """Prefetch the entries of `load_entries` into L1."""
         if self.interpret:
             return
 
@@ -114,9 +112,9 @@ class GatheredRows(NamedTuple):
 
     def far_slots(self, indices, position, b, kv_head, first, length):
         """Return a word per row, with one bit for each slot of int32 `indices` `[B, T, Hkv,
-        n]`. A bit is set if the slot has a block that the row's token may see and that is far
-        from the tile of tokens from `first` on (`specs/selected.py`). Tokens are at `position`
-        `[B, T]`; `length` is T.
+        n]`. A bit is set if the slot has a block to which the row's token may attend, and which
+        is far from the tile that begins at token `first` (`specs/selected.py`). Tokens are at
+        `position` `[B, T]`; `length` is T.
         """
         _, _, heads, n = indices.shape
 
@@ -163,9 +161,9 @@ class TileRows(NamedTuple):
         return cls(tile.tokens, tile.group, tile.group, spec.interpret)
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
-        """Return the array's value for each row, from token `first` and head `head` on. Padding
-        rows have the value `otherwise`. Rows past the last token have the values of the last
-        token.
+        """Load a value of the array for each row, from token `first` and head `head` on.
+        Padding rows get the value `otherwise`. Rows after the last token get the values of the
+        last token.
         """
 
         def load(warp, row, *place):

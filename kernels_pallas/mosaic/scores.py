@@ -1,4 +1,5 @@
-"""Scores and the best blocks: S = Q K^T, or for groups of more than 16 heads S^T = K Q^T.
+"""Computes the scores of blocks and selects the best blocks, with S = Q K^T, or with S^T = K
+Q^T for groups of more than 16 heads.
 
 Up to 16 heads. Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of the
 compressed branch. The sums of P over phases (`specs/scores.py`) and over the heads of a group are
@@ -81,7 +82,7 @@ def tile_of_cta(spec: Scores, refs) -> tuple:
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """Return lse * log2(e) for the rows of `tokens` tokens from `first_token` on. `length` is
-    T. Padding, and rows that see no key, have +inf, which makes every probability zero.
+    T. For padding, and for rows without keys, it is +inf, so that every probability is zero.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, spec.interpret)
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
@@ -107,8 +108,8 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     Args:
       steps: Steps of the whole tile.
       base: First block of the first step.
-      key_begin, key_end: The begin of the keys that the tile's last row sees, and the end of
-        the keys that its first row sees.
+      key_begin, key_end: The begin of the keys to which the tile's last row attends, and the
+        end of the keys to which its first row attends.
     """
     chunk = spec.tiling.chunk
     step_keys = jnp.int32(KEYS * spec.ratio)
@@ -164,7 +165,7 @@ def best_blocks_qk(kernel: Kernel):
         products = steps * r
 
         def load(q):
-            """Starts the copies of the keys of product `q`."""
+            """Start the copies of the keys of product `q`."""
             load_keys(spec, buffers, refs, (b, g), base, q)
 
         for q in range(stages):
@@ -188,7 +189,7 @@ def best_blocks_qk(kernel: Kernel):
         lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, *places)  # [64]
 
         def refill(q):
-            """Loads the next keys of the stage of product `q`, once all warpgroups have read it."""
+            """Load the next keys of the stage of product `q`, once all warpgroups have read it."""
             stage = rem(jnp.maximum(q, 0), stages)
             turn = rem(stage, warpgroups) == wg
 
@@ -230,8 +231,8 @@ def best_blocks_qk(kernel: Kernel):
                 return own
 
             def shared_phase(phase, carry):
-                """Add a phase of keys that belongs to two blocks. Of `cover` times, `r - phase`
-                count for the block and the rest for the next one.
+                """Add a phase of keys that belongs to two blocks. It is counted `r - phase`
+                times for the block, and the remaining times of `cover` for the next one.
                 """
                 own, following = carry
                 p = probabilities(under_mask, i, phase)
@@ -310,9 +311,9 @@ def best_blocks_qk(kernel: Kernel):
 
 
 def _queries(spec: Scores, query, b, g, token, length):
-    """Return the rows of a warpgroup in registers, `[64, D]`. Its first token is `token`.
-
-    Padding rows and tokens past the end repeat other rows, since their `lse` is +inf.
+    """Load the rows of a warpgroup into registers, `[64, D]`. Its first token is `token`.
+    Padding rows and tokens after the end repeat other rows, which has no effect since their
+    `lse` is +inf.
     """
     dtype = jnp.dtype(spec.dtype)
     if spec.interpret:
@@ -353,8 +354,8 @@ def _queries(spec: Scores, query, b, g, token, length):
 def _product(buffers: operands.Buffers, queries, ring, stage):
     """Return `queries @ keys.T`, float32 `[64, 64]`, for the keys in a stage of `ring`.
 
-    `mgpu.wgmma` fences its left operand, for which ptxas copies the whole operand for each product.
-    Here it never changes and needs no fence.
+    `mgpu.wgmma` would fence its left operand, so that ptxas would copy the whole operand for
+    each product. Here the operand never changes and needs no fence.
     """
     if buffers.interpret:
         return buffers.start_product(queries.astype(jnp.float32), (ring, stage))
@@ -608,7 +609,7 @@ def best_blocks_kq(kernel: Kernel):
             return sums
 
         def store(scores_s, place, sums, add=False):
-            """Adds up each token's `sums` `[64, 8]` and writes them to its score row."""
+            """Add up the `sums` `[64, 8]` of each token and write them to its score row."""
             for t, folded in enumerate(sums):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
                 score = folded.sum(axis=1)  # [64]
@@ -623,8 +624,8 @@ def best_blocks_kq(kernel: Kernel):
             place = i * ROWS - chunk_begin
 
             def one_phase(phase, carry):
-                """Add times * P to own and (cover - times) * P to next, for one phase. This
-                happens during the product of the next phase.
+                """Add times * P to own and (cover - times) * P to next for one phase, during
+                the product of the next phase.
                 """
                 logits, *own = carry
                 times = jnp.minimum(spec.cover, r - phase)
@@ -675,8 +676,8 @@ def best_blocks_kq(kernel: Kernel):
 
         def extract(scores, indices, keep):
             """Call `keep(four, i, value, index)` with the `i`-th best entry of each score row.
-            Among equal scores, the lower index comes first. All rows are handled together, to
-            hide the latency of reductions.
+            If scores are equal, the lower index comes first. All rows are processed together,
+            which hides the latency of reductions.
             """
 
             def one(i, scores):
@@ -750,7 +751,7 @@ def best_blocks_kq(kernel: Kernel):
             extract(scores, indices, choose)
 
         def finish(four):
-            """Adds the forced blocks of four score rows, sorts and writes them out."""
+            """Add the forced blocks of four score rows, sort the blocks and write them."""
             own_block = values_of_rows(refs.own_block.at[mine, four])
             chosen = [values_of_rows(refs.chosen_s.at[i, four]) for i in range(free)]
             for block in range(spec.num_initial):
@@ -826,7 +827,7 @@ def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, lengt
 
 
 def _batcher(n: int):
-    """Return the comparisons of Batcher's odd-even merge sort of `n` elements, in order."""
+    """Return the comparisons of Batcher's odd-even merge sort for `n` elements, in order."""
     p = 1
     while p < n:
         k = p

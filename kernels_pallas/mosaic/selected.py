@@ -1,12 +1,12 @@
-"""Selected attention, forward and dq. Each tile of queries loops over its block list.
+"""Computes selected attention, forward and dq. Each tile of queries loops over its block list.
 
 Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`). Rows
 of tokens that did not select a block have P = 0 and an unchanged maximum, or shift = +inf.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
-share every block that one of them selected (`lists.py`); rows of tokens that did not are masked.
-The warpgroup issues its own copies. A stage of a ring buffer is refilled as soon as all four
-warps have read it.
+share every block that one of them selected (`lists.py`), and the rows of other tokens are
+masked. The warpgroup issues its own copies. A stage of a ring buffer is refilled as soon as all
+four warps have read it.
 
 Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys
 there are three in forward (64 KiB each and the block list) and two in dq (96 KiB each). Batch
@@ -17,9 +17,10 @@ and key/value head are the slowest grid axis, so that the keys of one head stay 
 
 A gathered tile skips the far blocks of its list (`specs/selected.py`).
 
-With `specs.selected.overlap_pv` forward multiplies P V of a block during the work on the next one.
-Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec. They are
-from `specs.selected`: `forward_stages`, `FP8_STAGES` for e4m3, `dq_stages`.
+With `specs.selected.overlap_pv`, forward computes P V of a block during the work on the next
+block.
+Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec, from
+`forward_stages`, `FP8_STAGES` (for e4m3) and `dq_stages` in `specs.selected`.
 
 Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
 L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels/selected.md).
@@ -67,7 +68,7 @@ def list_counts(block_counts, index) -> BlockCounts:
 
 
 class LoopBlocks(NamedTuple):
-    """The blocks that a tile loops over."""
+    """The blocks over which a tile loops."""
 
     full_blocks: Any  # need no mask by key, and come first
     blocks: Any
@@ -80,7 +81,7 @@ class LoopBlocks(NamedTuple):
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Return whether `specs/gathered.py` handles the far blocks of a tile. It does so if the
+    """Return whether `specs/gathered.py` computes the far blocks of a tile. This is so if the
     block list of the previous tile is longer than `gather_limit`. The tile's own list cannot
     decide, since an output must not depend on later tokens.
 
@@ -107,7 +108,7 @@ def _build(
       rows: Widths of the arrays of query rows that are read. The first one's tile also holds
         `added` and the result.
       out, width: The array `[B, T, H, width]` of the result.
-      overlap_pv: Whether a block's factor is multiplied during the work on the next block.
+      overlap_pv: Whether P V of a block is computed during the work on the next block.
     """
     spec: SelectedAttention = kernel.spec
     buffers, size = Buffers.of(spec, spec.tile), spec.tile
@@ -134,7 +135,7 @@ def _build(
         token = div(operands.row_index(), size.group)  # [64]
 
         def load(ring, source, blocks, ready, stages, i):
-            """Starts the copy of block `i`, if it exists."""
+            """Start the copy of block `i`, if it exists."""
 
             @pl.when(i < looped.blocks)
             def _():
@@ -235,7 +236,7 @@ def _build(
 
 
 def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
-    """Return the blocks to loop over. These are all blocks of the list, or the near blocks of a
+    """Return the blocks of the loop: all blocks of the list, or only the near blocks of a
     gathered tile.
     """
     counts = refs.block_counts

@@ -14,7 +14,7 @@ With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
               dS  = +-|g| P * (dP - delta)                delta = rowsum(dO * O) - dlse
               dQ  = scale * dS K                          the sign of the gate g at the end
 
-The callers multiply matrices; this module has the operations by element.
+The callers multiply matrices, and this module has the elementwise operations.
 """
 
 from typing import Any, NamedTuple
@@ -58,11 +58,11 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
     """Return P `[64, keys]` of a block relative to the new maximum, and this maximum.
 
     Args:
-      row_max: Maximum of the blocks before, `[64]`.
+      row_max: Maximum over the previous blocks, `[64]`.
       scores: S, `[64, keys]`.
       c: scale * log2(e), a number or one per row.
       visible: Keys that each row sees, `[64, keys]`; None means all.
-      row_mask: Rows that have this block, `[64]`; None means all.
+      row_mask: Mask of the rows that have this block, `[64]`. None means all.
       offset: P is multiplied by 2^offset.
     """
     if visible is not None:
@@ -91,8 +91,8 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
 
 
 def normalizer(state: SoftmaxState, offset: float = 0.0):
-    """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows that see no key they are
-    0 and -inf. `offset` is as in `block_softmax`.
+    """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows without keys they are 0
+    and -inf. `offset` is as in `block_softmax`.
     """
     _, row_max, row_sum = state
     seen = row_sum > 0

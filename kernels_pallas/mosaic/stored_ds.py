@@ -1,9 +1,9 @@
-"""The memory layout of dS, which `dkv` writes and `stored_ds_dq` reads, and the kernel of dq.
+"""The memory layout of dS, which `dkv` writes and dq reads, and the kernel of dq.
 
-`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq needs dS
-`[64 rows, 64 keys]` as a left operand. A warp holds 16 rows of either, as matrices of 8 x 8. So the
-16 keys x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a
-lane has eight numbers for one lane of dq, and each moves them with one instruction:
+`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product, and dq needs
+dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of either, as matrices of 8 x 8.
+The 16 keys x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. A
+lane then has eight numbers for one lane of dq, and moves them with one instruction:
 
     slot of a token   [group_rows / 16, 4, 32, 8]
 
@@ -62,7 +62,9 @@ NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 
 class StoredDs(NamedTuple):
-    """Access to ds (`specs/stored_ds.py`) of tokens with `group_rows` rows, by a warpgroup."""
+    """Reads and writes ds (`specs/stored_ds.py`) of tokens with `group_rows` rows in a
+    warpgroup.
+    """
 
     group_rows: int
     selection_entries: int
@@ -115,7 +117,8 @@ class StoredDs(NamedTuple):
         warp.each(put, [ds], places, [transposed], MATRIX)
 
     def blocks_of_tile(self, indices, places, b, kv_head, first, length):
-        """Return the blocks that the tokens of 64 rows selected and see, for `read`.
+        """Return the blocks that the tokens of 64 rows selected and to which they attend, for
+        `read`.
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
@@ -176,7 +179,7 @@ class StoredDs(NamedTuple):
 
     def read(self, ds, blocks, block, token):
         """Return dS `[64 rows, 64 keys]` of a block. It is zero for tokens that did not select
-        the block or do not see it.
+        the block or do not attend to it.
 
         Args:
           blocks: The result of `blocks_of_tile`.
@@ -225,7 +228,7 @@ class StoredDs(NamedTuple):
 
     @property
     def _halves(self) -> int:
-        """Return the number of groups of 8 heads of a token that a lane holds."""
+        """Return the number of groups of 8 heads of a token in a lane."""
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
@@ -279,7 +282,7 @@ def dq(kernel: Kernel):
         plgpu.barrier_wait(refs.list_ready)
 
         def load_key(i):
-            """Starts the copy of block `i`, if it exists."""
+            """Start the copy of block `i`, if it exists."""
 
             @pl.when(i < count)
             def _():
@@ -292,7 +295,7 @@ def dq(kernel: Kernel):
                 )
 
         def ds_of(i):
-            """Return dS of block `i`, `[64, 64]`. It is zero past the last block."""
+            """Return dS of block `i`, `[64, 64]`, which is zero after the last block."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
             if not spec.packed:
                 start = div(start, KEYS)

@@ -1,11 +1,10 @@
-"""The instructions of a warp on words. A word has a 32-bit value per lane.
+"""The instructions of a warp on words. A word has a 32-bit value per lane. The instructions are
+for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles nor votes. Addresses are in
+bytes. A program receives the instructions as an argument. It can therefore also run in the
+Pallas interpreter, on an object with the same functions (`interpreter.py`).
 
-They are for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles nor votes. Addresses
-are in bytes. A program with its instructions as an argument also runs in Pallas' interpreter, on an
-object with the same functions (`interpreter.py`).
-
-Clusters of CTAs add asynchronous copies that a lane waits for, products of 16 rows, and stores to
-another CTA's shared memory:
+Programs on clusters of CTAs also use asynchronous copies, products of 16 rows, and stores to
+the shared memory of another CTA:
 
     copy      cp.async of 16 bytes; a lane reads its own copies, so a warp needs no barrier
     multiply  mma.m16n8k16, sums in float32
@@ -105,7 +104,7 @@ def larger(a: Number, b: Number) -> Word:
 
 
 def number(condition: Word) -> Word:
-    """Return 1 where the condition holds, and 0 elsewhere."""
+    """Return 1 in lanes in which the condition is true, and 0 in others."""
     return Word(arith.extui(i32(), condition.value))
 
 
@@ -120,7 +119,7 @@ def ones(x: Word) -> Word:
 
 
 def bits(x: Word) -> Word:
-    """Return a float32 as an integer; numbers from 0 keep their order."""
+    """Return the bits of a float32 as an integer. Non-negative numbers keep their order."""
     return Word(arith.bitcast(i32(), x.value))
 
 
@@ -202,7 +201,7 @@ multiply_add = _to_float32("fma.rn.ftz.f32 $0, $1, $2, $3;")  # `a * b + c`, rou
 
 
 def _do(text: str, *operands: Number, only: "Word | None" = None, together=False) -> None:
-    """Emit an instruction without a result. It runs in the lanes in which `only` holds."""
+    """Emit an instruction without a result, which runs in the lanes in which `only` is true."""
     values = [word(x).value for x in operands]
     predicate = None if only is None else only.value
     utils.inline_ptx(text, *values, predicate=predicate, convergent=together)
@@ -238,7 +237,7 @@ def votes(condition: Word) -> Word:
 
 
 def first_equal(a: Word, b: Word) -> Word:
-    """Return the lowest lane in which both are equal."""
+    """Return the index of the lowest lane in which `a` and `b` are equal."""
     lanes = _ballot("eq", a, b)
     return _ptx("{ .reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t; }", lanes)
 
@@ -250,7 +249,7 @@ def _ballot(kind: str, a: Number, b: Number) -> Word:
 
 
 def sync() -> None:
-    """Makes earlier writes of all lanes visible to all lanes."""
+    """Make earlier writes of all lanes visible to all lanes."""
     _do("bar.warp.sync 0xffffffff;", together=True)
 
 
@@ -265,17 +264,17 @@ def read(address: Word, offset: int = 0) -> Word:
 
 
 def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -> None:
-    """Writes an integer to shared memory, if `only` holds."""
+    """Write an integer to shared memory, if `only` holds."""
     _do(f"st.shared.b32 [$0+{offset}], $1;", address, x, only=only)
 
 
 def join(address: Word, x: Word, only: Word) -> None:
-    """Sets the bits of `x` in shared memory, if `only` holds; lanes may have the same address."""
+    """Set the bits of `x` in shared memory if `only` is true. Lanes may have the same address."""
     _do("red.shared.or.b32 [$0], $1;", address, x, only=only)
 
 
 def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
-    """Writes two neighbouring float32 to shared memory. The address must be a multiple of 8."""
+    """Write two neighbouring float32 to shared memory. The address must be a multiple of 8."""
     _do(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", address, x, y)
 
 
@@ -295,17 +294,17 @@ def fetch(address: Word, offset: int = 0) -> Word:
 
 
 def fetch_int(array, index: Number) -> Word:
-    """Return an element of an int32 array in global memory."""
+    """Load an element of an int32 array from global memory."""
     return fetch(element(array, (index, 4)))
 
 
 def prefetch(address: Word) -> None:
-    """Prefetches the line of global memory with this address into L1."""
+    """Prefetch the line of global memory with this address into L1."""
     _do("prefetch.global.L1 [$0];", address)
 
 
 def put(address: Word, x: Number, only: Word) -> None:
-    """Writes an integer to global memory, if `only` holds."""
+    """Write an integer to global memory, if `only` holds."""
     _do("st.global.b32 [$0], $1;", address, x, only=only)
 
 
@@ -318,7 +317,7 @@ def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
 
 
 def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
-    """Reads 2 or 4 integers from global memory that is read once and not written. The address must
+    """Read 2 or 4 integers from global memory that is read once and not written. The address must
     be a multiple of their total size in bytes. The result is zeros if `only` does not hold.
     """
     load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
@@ -337,7 +336,7 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
 
 
 def when(condition: Word, body) -> None:
-    """Runs `body()` if `condition` holds, which is the same in all lanes."""
+    """Run `body()` if `condition` is true. `condition` must be the same in all lanes."""
     with utils.when(condition.value):
         body()
 
@@ -395,7 +394,7 @@ def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: s
 
 
 def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
-    """Reads 2 or 4 neighbouring integers from shared memory. The address must be a multiple of
+    """Read 2 or 4 neighbouring integers from shared memory. The address must be a multiple of
     their total size in bytes.
     """
     text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
@@ -415,7 +414,7 @@ def read_transposed(address: Word, offset: int = 0) -> list[Word]:
 def write_words(
     address: Word, words: Sequence[Word], offset: int = 0, only: Word | None = None
 ) -> None:
-    """Writes 2 or 4 neighbours to shared memory, if `only` holds."""
+    """Write 2 or 4 neighbours to shared memory, if `only` holds."""
     text = f"st.shared.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *map(_integer, words), only=only)
 
@@ -439,7 +438,7 @@ def fetch_half(address: Word, dtype: str) -> Word:
 
 
 def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
-    """Writes 2 or 4 neighbours to global memory, if `only` holds."""
+    """Write 2 or 4 neighbours to global memory, if `only` holds."""
     text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *words, only=only)
 
@@ -456,7 +455,7 @@ def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> W
 def copy(
     to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
 ) -> None:
-    """Starts a copy of 16 bytes from global to shared memory, if `only` holds. It bypasses L1, so
+    """Start a copy of 16 bytes from global to shared memory, if `only` holds. It bypasses L1, so
     that it reads the writes of other multiprocessors.
     """
     text = "cp.async.cg.shared.global.L2::128B"
@@ -469,21 +468,19 @@ def end_copies() -> None:
 
 
 def wait_for_copies(left: int) -> None:
-    """Waits until all of a lane's groups except the last `left` have arrived."""
+    """Wait until all of a lane's groups except the last `left` have arrived."""
     _do(f"cp.async.wait_group {left};")
 
 
 def sync_cta() -> None:
-    """Makes earlier writes of all warps visible to all warps of the CTA."""
+    """Make earlier writes of all warps visible to all warps of the CTA."""
     _do("bar.sync 0;", together=True)
 
 
 def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
-    """Opens barriers from `address` on, 8 bytes each. Each completes once, when its bytes have
-    arrived.
-
-    With `publish`, this lane's writes to global memory become visible to every warp of the
-    cluster that has called `wait_for_cluster`.
+    """Open barriers from `address` on, 8 bytes each. Each barrier completes once, when its
+    bytes have arrived. With `publish`, the writes of this lane to global memory become visible
+    to every warp of the cluster that has called `wait_for_cluster`.
     """
     first = same(warp_of_cta() * 32 + lane(), 0)
     for i, _ in enumerate(bytes_):
@@ -497,14 +494,14 @@ def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False
 
 
 def wait_for_cluster() -> None:
-    """Waits until all CTAs have opened their barriers; afterwards a warp may push."""
+    """Wait until all CTAs have opened their barriers. Afterwards a warp may push."""
     _do("barrier.cluster.wait.aligned;", together=True)
 
 
 def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
-    """Writes 2 or 4 neighbours to the shared memory of CTA `cta` of the cluster, if `only` holds.
+    """Write 2 or 4 neighbours to the shared memory of CTA `cta` of the cluster, if `only` holds.
     The barrier of that CTA counts them. `barrier` and `address` are this CTA's.
     """
     to, its_barrier = (
@@ -516,7 +513,7 @@ def push(
 
 
 def wait_for_bytes(barrier: Word) -> None:
-    """Waits until all bytes of a barrier of this CTA have arrived."""
+    """Wait until all bytes of a barrier of this CTA have arrived."""
     wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], 0;"
     lines = "AGAIN${:uid}: " + wait + " @!p bra AGAIN${:uid};"
     _do("{ .reg .pred p; " + lines + " }", barrier, together=True)

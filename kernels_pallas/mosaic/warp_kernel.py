@@ -40,10 +40,10 @@ def warp_kernel(
     `interpreter.machine` runs the warps on the host, from NumPy or JAX arrays, also in `jit`.
 
     Args:
-      program: The program described above. Idle lanes must not write.
+      program: The program that the module describes. Unused lanes must not write.
       shared: Function of a spec that returns names and shapes of the int32 arrays in shared
         memory, for the whole CTA.
-      by_head: Whether rows are those of `[B, spec.Hkv]`.
+      by_head: Whether the rows of the grid are those of `[B, spec.Hkv]`.
       in_clusters: Whether the program uses the instructions of clusters. `group` is then the
         CTA's index in its cluster.
       warps: Function of a spec that returns the number of warps per CTA, a multiple of 4.

@@ -7,17 +7,16 @@ Scores of a token are in its score row in shared memory, in stripes of 32 entrie
     stripe 1 ...    scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-A lane owns a column and knows its best entry, or its best two. To extract a winner, a warp finds
-the maximum of its lanes (`redux`) and the lowest entry among equals. Then all lanes read the
-winner's column again, one stripe each, to find its best remaining entry. If two entries were
-known, this happens only after both are extracted.
+Each lane has a column, and stores its best entry or its best two entries in registers. To
+extract a winner, a warp finds the maximum of its lanes (`redux`) and the lowest entry among
+equals. Then all lanes read the winner's column again, one stripe each, to find its best
+remaining entry. If two entries were known, this happens only after both are extracted.
 
-With a single chunk, a token with at most `free` blocks to choose from selects all of them without
-their scores.
-
-The start costs a read and a few instructions per stripe, and more if two entries are known.
-Each winner costs two reductions. Each column that is read again costs a read, and a reduction
-and a vote per known entry. A warp extracts for up to four tokens at once, to hide latency.
+With a single chunk, a token that has at most `free` candidate blocks selects all of them
+without their scores. The start costs a read and a few instructions per stripe, and more if two
+entries are stored. Each winner costs two reductions. Each column that is read again costs a
+read, and a reduction and a vote per known entry. A warp extracts for up to four tokens at once,
+to hide latency.
 
 A single warp does all of this (`warp.py`), without waiting for others. Scores, which are not
 negative, are compared as integers; -1.0 is below all of them.
@@ -61,7 +60,7 @@ class WarpTopK(NamedTuple):
 
     @property
     def front(self) -> int:
-        """The number of entries for the winners of earlier chunks."""
+        """The number of entries that are reserved for the winners of earlier chunks."""
         return self.winner_slots if self.several_chunks else 0
 
     @property
@@ -70,12 +69,12 @@ class WarpTopK(NamedTuple):
 
     @property
     def stripes(self) -> int:
-        """Stripes of 32 entries of a score row."""
+        """The number of stripes of 32 entries per score row."""
         return (self.front + self.chunk) // LANES
 
     @property
     def words(self) -> int:
-        """Words of a score row."""
+        """The number of words per score row."""
         return STRIPE_WORDS * self.stripes + 2
 
     @property
@@ -84,7 +83,7 @@ class WarpTopK(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a warp."""
+        """The number of tokens per warp."""
         return WARP_ROWS // self.heads
 
     def _own_rows(self, wg) -> list:
@@ -123,7 +122,7 @@ class WarpTopK(NamedTuple):
         warp.sync()
 
     def add(self, scores, wg, place, own, following) -> None:
-        """Writes the scores of 64 blocks to the score rows, from index `place` of the chunk on.
+        """Write the scores of 64 blocks to the score rows, from index `place` of the chunk on.
 
         `own` and `following` are sums over phases, in the layout of a product's registers. A
         lane has one token, or two at a distance of 8 rows. For each token and each 8 columns,
@@ -161,7 +160,7 @@ class WarpTopK(NamedTuple):
             )
 
     def extract(self, scores, winners, own_block, base_block, wg, k, begin) -> None:
-        """Extract the best blocks of the score rows of a chunk. Among equal scores, the lower
+        """Extract the best blocks of the score rows of a chunk. If scores are equal, the lower
         block comes first. `own_block` and `base_block` `[score_rows]` are as in
         `specs.scores.best_blocks`. `begin` is the first block of the tile.
         """
@@ -226,11 +225,10 @@ class WarpTopK(NamedTuple):
         warp.sync()
 
     def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
-        """Adds the forced blocks to the winners and writes them, ascending.
-
-        Blocks are distinct, so that the index of a block is the number of smaller blocks.
-        `selection` is `[B, T, Hkv, n]`, and `length` is T. The tile has at most the tokens
-        `first .. end - 1`.
+        """Add the forced blocks to the winners and write all of them in ascending order. Blocks
+        are distinct, so that the index of a block is the number of smaller blocks. `selection`
+        is `[B, T, Hkv, n]`, and `length` is T. The tile has at most the tokens `first .. end -
+        1`.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -278,7 +276,7 @@ class _Columns(NamedTuple):
       of: The sizes of score rows.
       score_row, slots: Addresses of the score row and of the winners.
       shift: Entry of the first block of the token's sequence, minus `of.front`.
-      low, count: First entry that may be chosen, and the number of such entries.
+      low, count: The first entry that may be selected, and the number of such entries.
     """
 
     of: WarpTopK
@@ -290,7 +288,7 @@ class _Columns(NamedTuple):
 
     @property
     def known(self) -> int:
-        """Number of best entries of its column that a lane knows."""
+        """The number of best entries of its column that a lane stores."""
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:
@@ -376,8 +374,8 @@ def _take(warp, hits, known, values, entries):
 
 
 def _sums_of_heads(warp, pairs, lane, sharing: int):
-    """Sum pairs over `sharing` lanes at a distance of 4. Of every `sharing` pairs each lane
-    keeps one.
+    """Sum pairs over `sharing` lanes at a distance of 4. Each lane keeps one of every `sharing`
+    pairs.
     """
     distance = 4
     while distance < 4 * sharing:

@@ -1,20 +1,19 @@
-"""Starts asynchronous products of Hopper's tensor cores, as wgmma instructions in inline PTX.
-
-`plgpu.wgmma` multiplies into accumulators that were zeroed, and adds the offset of every step to
-a 64-bit descriptor in registers. Here a product without a sum to add to needs no zeroed
-accumulator (scale-d 0), and offsets are constants in the text of the instruction.
+"""Starts asynchronous products on the tensor cores of Hopper, as wgmma instructions in inline
+PTX. `plgpu.wgmma` requires accumulators that were set to zero, and adds the offset of every
+step to a 64-bit descriptor in registers. Here a new sum needs no zeroed accumulator (scale-d
+0), and offsets are constants in the text of the instruction.
 
 A product is pending from `product` or `added` until `wait` returns its registers. Until then no
 instruction may access them or the registers of its left operand, and no iteration of a loop may
-begin. Registers that a later product reads may be computed meanwhile if the same iteration fences
-and starts that product; otherwise they must be computed after the wait. If these rules are broken,
-ptxas waits after every instruction (its remarks C7510 to C7514, stored in `Cubin.remarks`). ptxas
-deletes a product whose result is unused.
+begin. Registers that a later product reads may be computed before the wait only if the same
+iteration fences and starts that product. Otherwise they must be computed after the wait. If
+these rules are broken, ptxas waits after every instruction (its remarks C7510 to C7514, stored
+in `Cubin.remarks`). ptxas deletes a product whose result is unused.
 
-Operands are stored in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, each slab one
-swizzled box (`operands.py`). `Q K^T` sums along their rows; the columns of `P V` are the rows of V,
-which is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a column.
-They are never read transposed, which the instruction does not support.
+Operands are stored in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, where
+each slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
+`P V`, V is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a
+column. They are never read transposed, which the instruction does not support.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
@@ -39,12 +38,12 @@ MAX_COLUMNS = 256
 
 
 class Operand(NamedTuple):
-    """A matrix in shared memory. Its slabs are `[slabs, rows / 8, 1, 8, slab]`, in Mosaic's
-    tiling.
+    """A matrix in shared memory. Its slabs are `[slabs, rows / 8, 1, 8, slab]`, in the tiling
+    of Mosaic.
 
     Attributes:
       ref: The memory of the matrix.
-      transposed: Whether it is read as `[width, rows]`; only for right operands.
+      transposed: Whether it is read as `[width, rows]`, which only right operands support.
       some: First row and number of rows that are used, multiples of 8; None means all.
     """
 
@@ -129,7 +128,7 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
 def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
-    """Starts `total + left @ right` if `right` is transposed, otherwise `total + left @ right.T`.
+    """Start `total + left @ right` if `right` is transposed, otherwise `total + left @ right.T`.
     `left` and `total` are registers. The rest is as in `product`.
     """
     columns, depth = right.rows, right.width
@@ -140,8 +139,8 @@ def added(
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:
-    """Return the PTX and the left operand of a step, like `of_step`, for a left operand in
-    registers.
+    """Return the PTX and the left operand of a step for a left operand in registers, as
+    `of_step` in `_start` does.
     """
     first = int(word.removeprefix("$")) + 4 * step
     return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
@@ -159,7 +158,7 @@ def _start(
     """Return the instructions of a product, as a separate group.
 
     Args:
-      total: Registers to add to; may be empty.
+      total: Registers to which the product is added, or empty.
       words: Registers of the left operand.
       of_step: Function that returns the PTX before the instruction of a step, and the left
         operand in this instruction. Its arguments are the step and the first of `words`.
@@ -167,7 +166,10 @@ def _start(
       flags: Which operands are transposed.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
-        raise ValueError(f"no instruction multiplies {columns} columns over a depth of {depth}")
+        raise ValueError(
+            f"columns must have a size that wgmma supports, got {columns} columns and a depth of "
+            f"{depth}"
+        )
     # Operands of the PTX: results, registers to add to, the left operand, the right operand.
     count = columns // 2
     left_word = count + len(total)

@@ -1,8 +1,8 @@
 """Binds a kernel to the sizes of a problem. A launch only adds the addresses.
 
 `BoundKernel` computes everything that does not depend on addresses. The first launch with given
-addresses encodes their tensor maps and lays out the parameters. Allocators return the same
-addresses repeatedly, so later launches reuse both and are a single call of the driver.
+addresses encodes the tensor maps and lays out the parameters. Allocators return the same
+addresses repeatedly, so that later launches reuse both and are a single call of the driver.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from kernels_pallas.runtime.cubin import CLUSTER, MAP_BYTES, Cubin, TensorMap, b
 
 MAP_ALIGNMENT = 64
 WORD = 8  # bytes
-REMEMBERED = 256  # launches of a kernel that differ in stream or addresses
+REMEMBERED = 256  # number of cached launches of a kernel, which differ in stream or addresses
 
 
 class _Bound(NamedTuple):
@@ -37,8 +37,8 @@ class BoundKernel:
       cubin: The kernel's machine code.
       function: The loaded machine code.
       shapes: Shapes of all inputs and outputs, contiguous.
-      sizes: As `Kernel.sizes`; sizes that the cubin does not use are ignored.
-      grid: As `Kernel.grid`.
+      sizes: The same as `Kernel.sizes`. Sizes that the cubin does not use are ignored.
+      grid: The same as `Kernel.grid`.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class BoundKernel:
         self._offsets: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # word, argument
         self._numbers: list[tuple[int, int]] = []  # word, value
-        # Offset, argument; the driver's arguments before the address, and after it.
+        # For each tensor map: its offset, its argument, and the driver's arguments before and
+        # after the address.
         self._maps: list[tuple[int, int, tuple[int, int], tuple[Any, ...]]] = []
         end = 0
         for parameter in cubin.parameters:
@@ -87,7 +88,7 @@ class BoundKernel:
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        """Queues one run.
+        """Queue one run of the kernel.
 
         Args:
           stream: A CUstream of the device; 0 is the default stream.
@@ -130,7 +131,7 @@ class BoundKernel:
         return bound
 
     def _bind(self, key: tuple[int, ...]) -> _Bound:
-        """Lays out the parameters for a stream and addresses, in the kernel's context."""
+        """Lay out the parameters for a stream and addresses, in the context of the kernel."""
         stream, *addresses = key
         for i, address in enumerate(addresses):
             if address % ALIGNMENT:
@@ -169,8 +170,8 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the arguments of a tensor map for a shape. These are type, rank, dims, strides,
-    box, steps, interleave, swizzle, l2 and oob.
+    """Return the arguments of a tensor map for a shape: type, rank, dims, strides, box, steps,
+    interleave, swizzle, l2 and oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank

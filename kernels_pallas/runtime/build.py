@@ -2,9 +2,9 @@
 
 A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's
 plugin. In the child a recorder replaces the CUDA driver. Processes are faster than threads, in
-which only the plugin runs in parallel. On two cores of a server 21 kernels need 20 s in two
-processes and 25 s in two threads. More cores do not shorten the 15 s of Python in the threads
-(2026-11).
+which only the plugin runs in parallel. On two cores of a server, 21 kernels take 20 s in two
+processes and 25 s in two threads. With threads, 15 s of this are Python code, which more cores
+would not shorten.
 """
 
 import base64
@@ -32,7 +32,7 @@ LOG = logging.getLogger("kernels_pallas.runtime")
 RECORDER = Path(__file__).with_name("recorder.c")
 PLUGINS = "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"
 TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
-PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
+PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # packages of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
 
 # Called when a kernel is done, with the number of kernels that are done and the total.
@@ -48,8 +48,8 @@ class Built(NamedTuple):
 
 def progress(waited_for: bool = False) -> Progress | None:
     """Return a function that prints to stderr how many kernels are done and an estimate of the
-    remaining time. On a terminal it overwrites one line. Otherwise it prints a line per kernel
-    if `waited_for`. In all other cases return None.
+    remaining time. On a terminal it overwrites one line. Elsewhere it prints a line per kernel
+    if someone waits for the result (`waited_for`). Otherwise return None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()
 
@@ -65,11 +65,11 @@ def progress(waited_for: bool = False) -> Progress | None:
 def build(
     kernels: Sequence[Kernel], jobs: int | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[int, Built | RuntimeError]]:
-    """Builds `kernels` in `jobs` processes, by default one per processor.
+    """Build `kernels` in `jobs` processes, by default one per processor.
 
     Yields:
-      The index of a kernel in `kernels`, in the order in which they are done, and its machine
-      code, or an error with its name and the compiler's message.
+      For each kernel, in the order of completion: its index in `kernels`, and its machine code
+      or an error. The error has the kernel's name and the compiler's message.
 
     Raises:
       ValueError: A kernel cannot be described to another process.
@@ -91,7 +91,7 @@ def build(
             while todo and len(busy) < jobs:
                 child = idle.pop() if idle else stack.enter_context(started(variables))
                 i = todo.pop()
-                with contextlib.suppress(BrokenPipeError):  # a process that ended
+                with contextlib.suppress(BrokenPipeError):  # a process that has ended
                     print(requests[i], file=child.process.stdin, flush=True)
                 busy[child.process.stdout] = child, i
             for pipe in connection.wait([*busy]):
@@ -132,7 +132,7 @@ def started(variables: dict[str, str]) -> Iterator[Child]:
 
 
 def _read(child: Child) -> Built | str:
-    """Return the reply of a process, which is machine code or the reason of a failure."""
+    """Return the reply of a process, which is machine code or the reason for a failure."""
     assert child.process.stdout
     if not (line := child.process.stdout.readline()).endswith("\n"):
         status = child.process.wait()
@@ -149,17 +149,17 @@ def why_not() -> str | None:
     None.
     """
     if _compiler() is None:
-        return "a C compiler is missing, which builds kernels: install gcc"
+        return "a C compiler is missing, which is needed to build kernels; install gcc"
     if not has_plugin():
-        return f"JAX's CUDA plugin is missing, which builds kernels: {INSTALL}"
+        return f"JAX's CUDA plugin is missing, which is needed to build kernels; {INSTALL}"
     if _ptxas() is None:
-        return f"ptxas is missing, which builds kernels: {INSTALL}"
+        return f"ptxas is missing, which is needed to build kernels; {INSTALL}"
     return None
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return environment variables with which a process finds ptxas, the modules of this
-    process, and the recorder, which is built in `folder`.
+    """Return the environment variables with which a child process finds ptxas, the modules of
+    this process, and the recorder. The recorder is built in `folder`.
 
     Raises:
       RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.

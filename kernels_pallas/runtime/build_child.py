@@ -1,9 +1,9 @@
 """A process that compiles kernels to machine code, with the recorder as its CUDA driver.
 
 `build` starts it with the names of the modules that may describe kernels. It reads one line of JSON
-per kernel and writes one per reply. The launch parameters do not come from Mosaic. The plugin's
-launcher runs with addresses that identify the arguments, and the recorder logs the launcher's
-calls of the driver.
+per kernel and writes one per reply. Mosaic does not return the launch parameters. The launcher
+of the plugin therefore runs with addresses that identify the arguments, and the recorder logs
+its calls of the driver.
 """
 
 import base64
@@ -30,11 +30,12 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import cubin, description, lowering
 from kernels_pallas.runtime.build import PLUGINS
 
-ARGUMENT = 1 << 32  # distance between the addresses that identify arguments
+ARGUMENT = 1 << 32  # difference between the addresses that identify two arguments
 FIRST = 0x7F00 * ARGUMENT
 PARAMETER_INFO = 0x17  # EIATTR_KPARAM_INFO
 NO_BITS = 8  # SHT_NOBITS: a section without content
-DEVICE_SINCE = Version("0.12.0.dev0")  # of jaxlib: launchers also accept kernel and device
+# version of jaxlib from which launchers also accept kernel and device
+DEVICE_SINCE = Version("0.12.0.dev0")
 
 
 class Compiled(NamedTuple):
@@ -42,8 +43,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       start: The launcher, a function of the stream and of an array of addresses.
-      layout: Bytes of each parameter.
-      log: The output of the compiler, with ptxas' figures.
+      layout: Size of each parameter in bytes.
+      log: The output of the compiler, including the statistics of ptxas.
     """
 
     start: Callable[[int, Any], None]
@@ -56,7 +57,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def recorder() -> ctypes.CDLL:
-    """Return the recorder."""
+    """Return the library that records calls of the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.recorder_log.restype = ctypes.c_char_p
     return driver
@@ -64,7 +65,7 @@ def recorder() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _context() -> Iterator[None]:
-    """Makes the recorder's primary context current."""
+    """Make the recorder's primary context current."""
     context = ctypes.c_void_p()
     recorder().cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
     recorder().cuCtxPushCurrent_v2(context)
@@ -96,12 +97,16 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
     clusters = [[cubin.CLUSTER, kernel.cluster, 1, 1]] if kernel.cluster > 1 else []
     grid = [*reversed(kernel.grid), 1, 1, 1][:3] if kernel.grid else launched["grid"]
     if (launched["attributes"], launched["grid"]) != (clusters, grid):
-        raise RuntimeError(f"{kernel.name} must launch {clusters}, {grid}, got {launched}")
+        raise RuntimeError(
+            f"{kernel.name} must launch clusters {clusters} on the grid {grid}, got {launched}"
+        )
 
     def argument(address: int) -> int:
         index, rest = divmod(address - FIRST, ARGUMENT)
         if rest or not 0 <= index < len(arguments):
-            raise RuntimeError(f"{kernel.name} must launch known addresses, got {address:#x}")
+            raise RuntimeError(
+                f"{kernel.name} must launch with addresses of its arguments, got {address:#x}"
+            )
         return index
 
     def parameter(packed: bytes) -> Any:
@@ -129,7 +134,7 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
 
 
 def compile_kernel(kernel: Kernel) -> Compiled:
-    """Compiles `kernel` without running its launcher."""
+    """Compile `kernel` without running its launcher."""
     code = lowering.lower(kernel)
     for name in PLUGINS:
         with contextlib.suppress(ModuleNotFoundError):
@@ -172,8 +177,8 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
     """Run the plugin's launcher with these addresses of inputs and outputs. Return the launch
-    that the recorder logs. It has the numbers that `cuLaunchKernelEx` receives, with parameters
-    in hexadecimal digits.
+    that the recorder logs: the numbers that `cuLaunchKernelEx` receives, with parameters in
+    hexadecimal digits.
     """
     expect(compiled.layout)
     recorder().recorder_clear()
@@ -211,21 +216,21 @@ def unpacked(packed: bytes) -> Iterator[Map]:
 
 
 def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
-    """Return a recorded tensor map of `array`, which is argument `index`. The map has the axis
-    of `array` for each dimension.
+    """Convert a recorded tensor map of `array`, which is argument `index`, to one that names
+    the axis of `array` for each dimension.
     """
     item_bytes = jnp.dtype(array.dtype).itemsize
     strides = cubin.byte_strides(array.shape, item_bytes)
     axes = []
     for dim in zip(found.dims, (item_bytes, *found.strides), strict=True):
-        # The last of the axes that match: they have size 1, as have the axes between them.
+        # The last of the matching axes. These, and the axes between them, have size 1.
         alike = [
             axis
             for axis in range(len(array.shape))
             if (array.shape[axis], strides[axis]) == dim and axis not in axes
         ]
         if not alike:
-            raise RuntimeError(f"{found} must have dimensions that are axes of {array}")
+            raise RuntimeError(f"the dimensions of {found} must be axes of {array}")
         axes.append(alike[-1])
     if any(array.shape[i] > 1 for i in range(len(array.shape)) if i not in axes):
         raise RuntimeError(f"the tensor map {found} of {array} may lack only axes of length 1")
@@ -233,10 +238,10 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """Return the numbers in a log of ptxas, summed over the functions of a kernel.
+    """Return the statistics in a log of ptxas, summed over the functions of a kernel.
 
     Raises:
-      RuntimeError: The numbers are missing or not for Hopper.
+      RuntimeError: The statistics are missing, or are not for Hopper.
     """
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
@@ -265,7 +270,9 @@ def versions() -> dict[str, str]:
 
 
 def _layout(image: bytes, entry: str) -> list[int]:
-    """Return the bytes of the function's parameters, from the ELF image's `.nv.info.<entry>`."""
+    """Return the size in bytes of each parameter of the function, from `.nv.info.<entry>` of
+    the ELF image.
+    """
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
     heads = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
@@ -288,7 +295,7 @@ def _layout(image: bytes, entry: str) -> list[int]:
 
 @contextlib.contextmanager
 def _printing_to(file: IO[bytes]) -> Iterator[None]:
-    """Redirects the output of C code to a file."""
+    """Redirect the output of C code to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 ARCHITECTURE = "sm_90a"
-MAP_BYTES = 128  # of a CUtensorMap
+MAP_BYTES = 128  # bytes of a CUtensorMap
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
@@ -17,12 +17,13 @@ class TensorMap(NamedTuple):
     """The arguments of `cuTensorMapEncodeTiled`, without sizes, strides and address.
 
     Attributes:
-      argument: Argument whose memory it describes, from its first byte on.
+      argument: Index of the argument whose memory it describes, from the first byte.
       item_bytes: Bytes of an element.
-      axes: Axis of the argument for each dimension, the last axis first. Missing axes have size 1.
-      enums: The driver's type, interleave, swizzle, l2, oob.
-      box: Number of elements that a copy moves, by dimension.
-      steps: Distance between these elements, by dimension.
+      axes: Axis of the argument for each dimension, in reverse order. Axes that are not listed
+        have size 1.
+      enums: The values of type, interleave, swizzle, l2 and oob for the driver.
+      box: Number of elements per copy, by dimension.
+      steps: Stride between these elements, by dimension.
     """
 
     argument: int
@@ -39,17 +40,18 @@ class Cubin(NamedTuple):
     Attributes:
       name: Name of the kernel.
       entry: Name of its function in the image.
-      block: Threads of a CTA, by axis.
-      cluster: CTAs of a cluster, neighbours on the grid's first axis (CUDA's).
-      shared_bytes: Dynamic shared memory of a CTA.
+      block: Number of threads per CTA, by axis.
+      cluster: Number of CTAs per cluster, which are neighbours on the first axis of the CUDA
+        grid.
+      shared_bytes: Dynamic shared memory per CTA.
       attributes: Number (a CUfunction_attribute) and value of each attribute that is set before
         the first launch.
       parameters: Parameters of the function, in order. A number stands for the address of an
         argument: inputs, then outputs, without scalar arguments. A name is one of `Kernel.sizes`,
-        passed as an address: `value << 8`. All other parameters are tensor maps, passed by
-        value one after the other.
-      registers: Registers of a thread.
-      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes of a thread, reported by ptxas.
+        passed as an address: `value << 8`. All other parameters are consecutive tensor maps,
+        which are passed by value.
+      registers: Number of registers per thread.
+      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas.
       remarks: Warnings and performance losses reported by ptxas, such as serialised wgmma.
       versions: Versions of jax and ptxas.
     """

@@ -1,8 +1,8 @@
 """Describes a kernel in JSON. Keys are computed from this description, and other processes
 build the kernel from it.
 
-A kernel is a function of its spec. `Kernel.source` names the function; the spec is stored as its
-class and its fields. Only names that modules of `PLACES` define are resolved.
+A function describes a kernel from its spec. `Kernel.source` names that function, and the spec
+is stored as its class and fields. Only names that modules of `PLACES` define are resolved.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ PLACES = ["kernels_pallas.specs"]
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
-    """Return the description of a kernel, in values that JSON supports.
+    """Return the description of a kernel, with values that JSON supports.
 
     Raises:
       ValueError: The kernel has no `source`, or its spec has a value that is not a static size.
     """
     if not kernel.source:
         raise ValueError(
-            f"{kernel.name} must have a source, got none, because another process builds it"
+            f"{kernel.name} must have a source, since another process builds it, got none"
         )
     return {"source": kernel.source, "spec": _plain(kernel.spec, f"the spec of {kernel.name}")}
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """Return the kernel of a description, which is the result of its source for its spec.
+    """Return the kernel of a description, by calling its source with its spec.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.
@@ -76,6 +76,4 @@ def _named(place: str) -> Any:
         found = getattr(importlib.import_module(module), name, None)
         if getattr(found, "__module__", None) == module:
             return found
-    raise ValueError(
-        f"a description must name an object that {', '.join(PLACES)} define, got {place!r}"
-    )
+    raise ValueError(f"a description must name an object of {', '.join(PLACES)}, got {place!r}")

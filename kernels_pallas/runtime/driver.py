@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that load and launch kernels, through ctypes."""
+"""Calls the CUDA driver through ctypes to load and launch kernels."""
 
 import contextlib
 import ctypes
@@ -80,7 +80,7 @@ def quick() -> ctypes.PyDLL:
 
 
 def check(error: int, what: str) -> None:
-    """Raises RuntimeError with CUDA's name and description of an error; 0 means no error."""
+    """Raise RuntimeError with the CUDA name and description of an error. 0 means no error."""
     if error:
         found = []
         for function in (library().cuGetErrorName, library().cuGetErrorString):
@@ -91,20 +91,20 @@ def check(error: int, what: str) -> None:
 
 
 def call(name: str, *arguments: Any, of: str = "") -> None:
-    """Calls the driver.
+    """Call a function of the driver.
 
     Raises:
-      RuntimeError: The call returned an error; `of` names its purpose.
+      RuntimeError: The call returned an error. The message names the purpose `of` the call.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 
 
 def load(cubin: Cubin, image: bytes, device: int) -> Function:
-    """Loads machine code into the primary context of a GPU, which the frameworks also use. Another
-    thread may capture a CUDA graph meanwhile.
+    """Load machine code into the primary context of a GPU, which the frameworks also use.
+    Another thread may capture a CUDA graph at the same time.
 
-    Loaded code stays loaded until the process ends. CUDA graphs and queued launches refer to
-    it, and it is not known when they end.
+    Loaded code stays loaded until the process ends. CUDA graphs and queued launches may refer
+    to it, and it is not known when they end.
 
     Raises:
       RuntimeError: The driver reports an error. If the driver is older than the compiler of the

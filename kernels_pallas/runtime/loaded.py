@@ -2,8 +2,8 @@
 
     Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
 
-Loaded code stays loaded, and its kernel object alive, until the process ends. CUDA graphs and
-queued launches refer to the machine code, and it is not known when they end.
+Loaded code stays loaded, and its kernel object stays alive, until the process ends. CUDA graphs
+and queued launches may refer to the machine code, and it is not known when they end.
 """
 
 import functools
@@ -24,11 +24,11 @@ _lock = threading.RLock()
 def bound(
     kernel: Kernel, device: int, prefetch: Callable[[], Sequence[Kernel]] = lambda: ()
 ) -> BoundKernel:
-    """Return `kernel` on a GPU, loaded.
+    """Return `kernel` as a `BoundKernel` on a GPU, after its code is loaded.
 
     Args:
-      prefetch: Function that returns the kernels that are launched next. If a kernel must be
-        built, these are built and loaded with it.
+      prefetch: Function that returns the kernels that will be launched next. If `kernel` must
+        be built, these are built and loaded together with it.
 
     Raises:
       RuntimeError: The same as in `load`.
@@ -50,11 +50,11 @@ def load(
     jobs: int | None = None,
     prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
-    """Loads kernels for any length, and builds those that are not on disk.
+    """Load kernels for any length, and build those that are not stored on disk.
 
     Args:
       jobs: Number of processes that build. Defaults to one per core.
-      prefetch: As in `bound`.
+      prefetch: The same as in `bound`.
 
     Raises:
       RuntimeError: A kernel could not be loaded, or is not on disk and could not be built.
@@ -66,8 +66,8 @@ def load(
             if reason := build.why_not():
                 name = missing[found.index(None)].name
                 raise RuntimeError(
-                    f"{name} is not on disk, and this machine cannot build it: "
-                    f"{reason}; kernels depend on a layer's scale"
+                    f"{name} is not stored on disk, and this machine cannot build it: {reason}; "
+                    "note that kernels depend on the layer's scale"
                 )
             others = [x.for_any_length() for x in prefetch()]
             others = [x for x in others if not is_loaded(x, device)]

@@ -14,8 +14,8 @@ def lower(kernel: Kernel) -> bytes:
     Hopper GPU, since Mosaic reads its size of shared memory.
 
     Raises:
-      ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments in
-        order and returns all results in order; or the results are not `kernel.outputs`.
+      ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments
+        in order and returns all results in order, or the results are not `kernel.outputs`.
     """
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
     traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)

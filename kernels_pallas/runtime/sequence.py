@@ -9,8 +9,8 @@ its launches:
     ... and again          cuGraphLaunch
 
 The graph is built node by node, not by a capture, since during a capture no other thread may wait
-for the device. Building a graph costs as much as several launches of it save. If addresses rarely
-repeat, few graphs are built.
+for the device. Building a graph costs as much time as several launches of the graph save. If
+addresses rarely repeat, few graphs are built.
 """
 
 import ctypes
@@ -26,15 +26,16 @@ from kernels_pallas.runtime.bound_kernel import BoundKernel
 
 LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER: int = 3  # runs with the same addresses before a graph is built
-COUNTED = 256  # addresses of a sequence whose runs are counted
-GRAPHS = 64  # of a sequence, at most; the oldest is dropped first
-# A sequence with FREE_GRAPHS graphs builds another one if the graphs beyond these were used
-# USES_OF_A_GRAPH times each, or after MANY_RUNS runs with the same addresses.
+COUNTED = 256  # number of address lists of a sequence whose runs are counted
+GRAPHS = 64  # maximum number of graphs per sequence; the oldest is dropped first
+# A sequence that has FREE_GRAPHS graphs builds another one if all graphs beyond these were used
+# USES_OF_A_GRAPH times on average, or after MANY_RUNS runs with the same addresses.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 
 class LaunchSequence:
-    """Plans of one device that run one after the other; any thread may launch them.
+    """A sequence of kernels on one device that run one after the other. Any thread may launch
+    it.
 
     Args:
       kernels: Two or more kernels.
@@ -52,10 +53,10 @@ class LaunchSequence:
         self._runs: dict[Sequence[int], int] = {}
         self._graphs_made = self._graph_uses = 0
         self._lock = threading.Lock()
-        self._off = False  # no graph could be made
+        self._off = False  # a graph could not be made
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Queues one run.
+        """Queue one run.
 
         Args:
           stream, addresses: As in `BoundKernel.launch`.
@@ -137,15 +138,15 @@ class _Graph:
             before, count = node, 1
 
     def launch(self, stream: int) -> bool:
-        """Queues the graph. On a stream that is being captured nothing is queued and the result is
-        False, since it would become a graph in a graph.
+        """Queue the graph. If the stream is being captured, nothing is queued and the result is
+        False, since a graph cannot be part of a graph.
         """
         status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:
             if error := self._push(self._context):
                 driver.check(error, f"{self.of}: cuCtxPushCurrent")
             try:
-                # The default stream gives an error while another stream is captured.
+                # The default stream raises an error while another stream is captured.
                 if self._asked(handle, ctypes.byref(status)) or status.value:
                     return False
                 error = self._start(self._handle, handle)
@@ -157,6 +158,6 @@ class _Graph:
 
 
 def _destroy(handle: ctypes.c_void_p, context: int) -> None:
-    """Destroys a graph; the driver waits until its runs have ended."""
+    """Destroy a graph. The driver waits until its runs have ended."""
     with driver.current(context), driver.relaxed(""):
         driver.library().cuGraphExecDestroy(handle)

@@ -1,15 +1,15 @@
 """Stores the machine code of kernels on disk, so that each kernel is compiled once per machine.
 
-A file holds one kernel. It has a line with a checksum, a line of JSON (the `Cubin`), and the
-image. Its name has a key: the hash of the kernel (source and spec), of the sources that
-determine its machine code, and of the architecture. Any change of these sources, even of a
-comment, rebuilds all kernels. A damaged file counts as missing, so a damaged folder only costs
-a compilation. The same holds for a file that another version of JAX built, if this machine can
-rebuild it. Kernels that are part of the package may have been built with any version of JAX.
-They run with any version, or without JAX.
+A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The
+name of the file contains a key, which is a hash of the kernel (source and spec), of the sources
+that determine its machine code, and of the architecture. Any change of these sources, even of a
+comment, rebuilds all kernels. A damaged file counts as missing, so that its kernel is compiled
+again. The same applies to a file from another version of JAX, if this machine can rebuild it.
+Kernels that are part of the package may have been built with any version of JAX. They run with
+any version, or without JAX.
 
-A folder that others may write to, or that belongs to another user, is refused, since its contents
-are executed. If the folder cannot be used, kernels stay in memory.
+A folder is refused if other users may write to it or if it belongs to another user, since its
+contents are executed. If the folder cannot be used, kernels stay in memory.
 """
 
 import contextlib
@@ -35,12 +35,13 @@ from kernels_pallas.runtime.build import LOG, Built, Progress
 from kernels_pallas.runtime.description import canonical, describe
 
 FORMAT = 3
-PRESETS = Path(__file__).with_name("presets")  # part of the package, or absent
-LIMIT_BYTES = 1 << 30  # of a folder; beyond it the least recently used files are removed
+PRESETS = Path(__file__).with_name("presets")  # kernels that are part of the package, if any
+# maximum bytes of a folder; beyond it the least recently used files are removed
+LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
-LAYERS = "layers.json"  # the layers whose kernels are all in the folder
+LAYERS = "layers.json"  # file with the layers whose kernels are all in the folder
 SOURCES = Path(__file__).parents[1]
-IN_MEMORY = "kernels built here are kept in memory"
+IN_MEMORY = "kernels that are built now stay in memory"
 
 
 def key_of(kernel: Kernel) -> str:
@@ -100,8 +101,8 @@ class Store:
         self._memory: dict[str, Built] = {}
 
     def get(self, kernel: Kernel) -> Built | None:
-        """Return the stored machine code of `kernel`, or None if there is none or it must not
-        be used.
+        """Return the stored machine code of `kernel`. Return None if there is none or if it
+        must not be used.
         """
         key = key_of(kernel)
         if built := self._memory.get(key):
@@ -112,7 +113,7 @@ class Store:
         return _read(self.folder / name, key) if self._is_trusted() else None
 
     def put(self, kernel: Kernel, built: Built) -> None:
-        """Stores the machine code of `kernel`, in memory if the folder cannot be used."""
+        """Store the machine code of `kernel`, in memory if the folder cannot be used."""
         key = key_of(kernel)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,11 +137,12 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """Return the machine code of `kernels`; missing kernels are built, each by one process.
+        """Return the machine code of `kernels`. Missing kernels are built, each by only one
+        process of the machine.
 
         Raises:
           ValueError: The same as in `description.describe`.
-          RuntimeError: Some kernels could not be built; the others were built and stored.
+          RuntimeError: Some kernels could not be built. The others were built and stored.
         """
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}
@@ -176,14 +178,16 @@ class Store:
         return [layer for layers in found for layer in layers]
 
     def add_layers(self, layers: Sequence[dict[str, Any]]) -> None:
-        """Records that all kernels of these layers, described in JSON values, are stored."""
+        """Record that all kernels of these layers are stored. The layers are described by JSON
+        values.
+        """
         known = _layers(self.folder)
         known += [layer for layer in layers if layer not in known]
         _write_whole(self.folder / LAYERS, json.dumps(known, indent=1).encode())
 
     def serves(self, layer: dict[str, Any]) -> bool:
-        """Return whether the kernels of a layer are stored or may be stored. A folder with
-        kernels but without recorded layers may contain them.
+        """Return whether the kernels of a layer are, or may be, stored. A folder that has
+        kernels but no record of layers may contain them.
         """
         if self._presets is not None and layer in _layers(self._presets):
             return True
@@ -198,7 +202,7 @@ class Store:
         return [*presets, *self._files(self.folder, False)]
 
     def clear(self) -> int:
-        """Removes all files except presets, and the kernels in memory. Returns the number of
+        """Remove all files except presets, and the kernels in memory. Return the number of
         removed kernels.
         """
         self._memory.clear()
@@ -217,18 +221,20 @@ class Store:
         status = self.folder.stat()
         if status.st_uid != os.geteuid():
             return (
-                f"{self.folder} is refused: it must belong to user {os.geteuid()}, not to "
-                f"{status.st_uid}, since its contents are executed"
+                f"{self.folder} is refused, since its contents are executed; it must belong to "
+                f"user {os.geteuid()}, got {status.st_uid}"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return (
-                f"{self.folder} is refused: others may write to it, and its contents are "
-                f"executed: chmod go-w '{self.folder}'"
+                f"{self.folder} is refused, since others may write to it and its contents are "
+                f"executed; run chmod go-w '{self.folder}'"
             )
         return None
 
     def _is_trusted(self) -> bool:
-        """Return whether the folder exists and may be trusted; a refusal is logged once."""
+        """Return whether the folder exists and may be trusted. If not trusted, the reason is
+        logged once.
+        """
         if not self.folder.is_dir():
             return False
         if reason := self.refusal():
@@ -264,13 +270,13 @@ class Store:
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Logs a message once."""
+    """Log a message once."""
     LOG.warning("%s", message)
 
 
 def _read(path: Path, key: str, preset: bool = False) -> Built | None:
-    """Return the contents of a file of `Store.put`; None if it is missing, damaged, or must be
-    rebuilt.
+    """Return the contents of a file that `Store.put` has written. Return None if it is missing,
+    damaged, or must be rebuilt.
     """
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
@@ -281,7 +287,7 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
         if not preset:
             made, here = found.versions["jax"], _jax_version()
             if here not in (None, made) and building.why_not() is None:
-                raise ValueError(f"it was made by jax {made}, and jax {here} is installed")
+                raise ValueError(f"it was built with jax {made}, but jax {here} is installed")
             with contextlib.suppress(OSError):
                 os.utime(path)
         return Built(found, image)
@@ -303,7 +309,7 @@ def _layers(folder: Path) -> list[dict[str, Any]]:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically."""
+    """Write a file atomically."""
     with tempfile.NamedTemporaryFile(suffix=".tmp", dir=path.parent, delete=False) as file:
         try:
             file.write(content)

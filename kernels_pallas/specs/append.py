@@ -20,10 +20,10 @@ class Append(TokenWords, Spec):
     """Static sizes.
 
     Attributes:
-      N: New tokens of all rows.
-      B: Rows.
-      pages: Pages of the pool.
-      table_pages: Columns of the page table.
+      N: Number of new tokens of all rows.
+      B: Number of rows.
+      pages: Number of pages in the pool.
+      table_pages: Number of columns of the page table.
       compress_block, stride: `l` and `d` of the windows, in tokens.
       block: Tokens per page.
       ragged: Whether rows have different numbers of new tokens.
@@ -52,7 +52,7 @@ class Append(TokenWords, Spec):
 
     @property
     def per_page(self) -> int:
-        """Compressed slots of a page."""
+        """Number of compressed tokens per page."""
         return self.block // self.stride
 
     @property
@@ -61,7 +61,7 @@ class Append(TokenWords, Spec):
         return BRANCHES if self.separate else BRANCHES[:1]
 
     def pairs(self, name: str, *shape: int) -> dict[str, Array]:
-        """Return the keys and values of each branch. `name` is the format of their names."""
+        """Return the names of keys and values of each branch. `name` is the format of a name."""
         return {
             name.format(branch=branch, kind=kind): Array((*shape, self.Hkv, width), self.dtype)
             for branch in self.branches
@@ -72,11 +72,12 @@ class Append(TokenWords, Spec):
 @described
 def append(spec: Append) -> Kernel:
     """Inputs: new keys and values `[N, Hkv, .]` of each branch, `page_table` int32 `[B, M]`,
-    `lengths` int32 `[B]`, `starts` int32 `[B + 1]` of `ragged` rows, and with `means` the pages of
-    the raw keys and values, which are read where this call does not write.
+    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. With `means` the
+    pages of the raw keys and values follow. They are read at positions that this call does not
+    write.
 
-    Outputs: the pages `[P, block, Hkv, .]` of each branch, then with `means` the compressed ones
-    `[P, block / stride, Hkv, .]`. Slots that receive no token stay unchanged.
+    Outputs: the pages `[P, block, Hkv, .]` of each branch. With `means` the compressed pages
+    `[P, block / stride, Hkv, .]` follow. Slots that receive no token are unchanged.
     """
     pages = spec.pages, spec.block
     inputs = spec.pairs("{branch}_{kind}", spec.N)

@@ -29,27 +29,29 @@ class AttentionSizes(Spec):
     Dv: int
     dtype: str
     scale: float
-    fp8: bool = False  # keys and values are in e4m3, and S counts slots (`specs/fp8.py`)
+    fp8: bool = (
+        False  # whether keys and values are in e4m3; S then counts slots (`specs/fp8.py`)
+    )
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.H // self.Hkv
 
     def rows(self, width: int, tokens: int | None = None) -> Array:
-        """Return the array `[B, tokens, H, width]` of a query, an output or a gradient of one.
-        `tokens` defaults to T.
+        """Describe a query, an output or a gradient of one, `[B, tokens, H, width]`. `tokens`
+        defaults to T.
         """
         return Array((self.B, self.T if tokens is None else tokens, self.H, width), self.dtype)
 
     def by_head(self, tokens: int | None = None) -> Array:
-        """Return the float32 array `[B, tokens, H]` with a value per query head. `tokens`
+        """Describe a float32 array with a value per query head, `[B, tokens, H]`. `tokens`
         defaults to T.
         """
         return float32(self.B, self.T if tokens is None else tokens, self.H)
 
     def keys(self, width: int) -> Array:
-        """Return the array `[B, S, Hkv, width]` of a key, a value or a gradient of one."""
+        """Describe a key, a value or a gradient of one, `[B, S, Hkv, width]`."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
     @property
@@ -61,9 +63,9 @@ class AttentionSizes(Spec):
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
-    """Describe a kernel that returns an output and a log-sum-exp. Its inputs are `inputs`, the
-    gate if `gated`, and the sum if `added`. For keys in e4m3 without `added`, the mean that was
-    subtracted from the keys follows. `more` has further outputs.
+    """Describe a kernel that returns an output and a log-sum-exp. Its inputs are `inputs`, then
+    the gate if `gated`, and the previous sum if `added`. For keys in e4m3 without `added`, the
+    last input is the mean that was subtracted from the keys. `more` has further outputs.
     """
     out = spec.rows(spec.Dv)
     return Kernel.named(
@@ -84,8 +86,8 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
 
 def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
     """Describe a kernel that returns dq. Its inputs are `inputs`, dO, the statistics of query
-    rows in tiles of `spec.stats_tile`, and the sum if `added`. With `before`, dq is written
-    into an existing array.
+    rows in tiles of `spec.stats_tile`, and the previous sum if `added`. With `before`, dq is
+    written into an existing array.
     """
     out = spec.rows(spec.D)
     return Kernel.named(

@@ -1,4 +1,4 @@
-"""The query lists of blocks. The list of a tile of keys states which queries selected keys of
+"""The query lists of blocks. The list of a tile of keys has the queries that selected keys of
 this tile.
 
 The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over them. The tokens are cut into
@@ -6,12 +6,12 @@ chunks, and the lists are stored one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
-    edges  [1 + rows * key_tiles * chunks]  where the entries of (row, tile, chunk) begin: the
-                                            running sum of the counts, which begins with 0
+    edges [1 + rows * key_tiles * chunks] where the entries of (row, tile, chunk) begin, as a
+                                            running sum from 0
     lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
-A list is the same in every run. It has one chunk after the other. Within a chunk it is in the
-order of the queries, unless blocks end within tiles.
+The order of a list is the same in every run. It has one chunk after the other. Within a chunk
+the entries are in the order of the queries, unless blocks end within tiles.
 """
 
 import dataclasses
@@ -20,12 +20,14 @@ from kernels_pallas.kernel import Array, Kernel, Spec, described, int32
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
-# The upper bits of an entry hold first key of its block - first key of the tile, -127 to 63, as a
-# block has at most 128 keys (`capability.BLOCK`). With the bias the number is not negative.
+# The upper bits of an entry have (first key of its block - first key of the tile) plus a bias.
+# The difference is -127 to 63, since a block has at most 128 keys (`capability.BLOCK`). The
+# bias makes it non-negative.
 BLOCK_OFFSET_BIAS = 128
-BLOCK_OFFSET_SHIFT = 16  # below it: one bit per token of the query tile
-CHUNKS = 512  # of the T tokens of a row of [B, Hkv], at most
-BITS = 1024  # blocks of a window at most, about; `BlockQueryLists.bits` is the exact number
+BLOCK_OFFSET_SHIFT = 16  # the lower bits: one per token of the query tile
+CHUNKS = 512  # maximum number of chunks of the T tokens in a row of [B, Hkv]
+# approximate maximum number of blocks per window; `BlockQueryLists.bits` is the exact number
+BITS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +35,15 @@ class BlockQueryLists(Spec):
     """The static sizes of a problem.
 
     Attributes:
-      block: Keys of a selected block.
-      tokens: Neighbouring tokens of a query tile, which the reader of the lists copies together.
-        An entry is a query tile and a block that some of its tokens selected. It is in the list
-        of every tile of keys that the block touches.
+      block: Number of keys per selection block.
+      tokens: Number of adjacent tokens per query tile, which the reader of the lists copies
+        together. An entry is a query tile and a block that some of its tokens selected. The
+        entry is in the lists of all tiles of keys that the block overlaps.
       packed: Whether sequences may begin at any key. Tiles of slots in packed rows
         (`nsa_core.varlen`) are treated like tiles of keys of one sequence.
-      tile, limit: With `limit` only tokens of gathered tiles have entries, for blocks that are far
-        from their tile (`specs/selected.py`). `tile` is the number of tokens of a tile, `limit`
-        the `gather_limit` (`selected.tile_is_gathered`).
+      tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for blocks
+        that are far from their tile (`specs/selected.py`). `tile` is the number of tokens per
+        tile, and `limit` is the `gather_limit` (`selected.tile_is_gathered`).
     """
 
     B: int
@@ -59,8 +61,8 @@ class BlockQueryLists(Spec):
 
     @property
     def aligned(self) -> bool:
-        """Whether tiles and blocks nest. This means that each tile is part of one block, or
-        each block is part of one tile.
+        """Whether tiles and blocks are aligned: each tile is part of one block, or each block
+        is part of one tile.
         """
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 
@@ -71,7 +73,7 @@ class BlockQueryLists(Spec):
 
     @property
     def has_token_bits(self) -> bool:
-        """Whether an entry must name its tokens and its keys."""
+        """Whether an entry must state its tokens and its keys."""
         return self.tokens > 1 or self.clipped
 
     @property
@@ -92,12 +94,12 @@ class BlockQueryLists(Spec):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 64 keys."""
+        """Number of tiles of 64 keys."""
         return cdiv(self.S, ROWS)
 
     @property
     def window(self) -> int:
-        """Tiles of keys that a warp handles together."""
+        """Number of tiles of keys that a warp processes together."""
         return max(min(BITS, BITS * self.block // ROWS) // LANES, 1) * LANES
 
     @property
@@ -131,7 +133,7 @@ class BlockQueryLists(Spec):
 
     @property
     def chunk(self) -> int:
-        """Query tiles of a chunk."""
+        """Number of query tiles per chunk."""
         return self.query_tiles_of_word * self.words_of_chunk
 
     @property
@@ -150,7 +152,7 @@ class BlockQueryLists(Spec):
 
     @property
     def tiles(self) -> int:
-        """Tiles that may be gathered, with `limit`."""
+        """Number of tiles that may be gathered, if `limit` is set."""
         return cdiv(self.T, self.tile) if self.limit else 0
 
     @property

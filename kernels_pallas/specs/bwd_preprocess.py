@@ -1,15 +1,15 @@
-"""Row statistics that the backward kernels read, as in FlashAttention's preprocess.
-
-A row is a query head of a token. The rows of a query tile are contiguous, four float32 each:
+"""Row statistics that the backward kernels read, as in the backward preprocess of
+FlashAttention. A row is a query head of a token. The rows of a query tile are contiguous. A row
+has four float32:
 
     shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
     delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
     first_key, key_end                       gP = 0 before first_key and from key_end on
 
 where delta_c = rowsum(dO * O_c) uses the branch's own output (`specs.combine.deltas`). The gate
-g_c is part of the exponent, so no loop multiplies by it. The last bit of `shift`, at most 2^-23 of
-its value, is 1 if the gate is negative. Without a gate g_c is 1, and only then the log-sum-exp may
-have a gradient dlse.
+g_c is part of the exponent, so that no loop multiplies by it. The last bit of `shift`, at most
+2^-23 of its value, is 1 if the gate is negative. Without a gate, g_c is 1. Only then may the
+log-sum-exp have a gradient dlse.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class RowStats(Spec):
 
     @property
     def tiles(self) -> int:
-        """Query tiles of a sequence."""
+        """Number of query tiles per sequence."""
         return tile.cdiv(self.T, self.tokens)
 
 
@@ -55,15 +55,15 @@ class RowStats(Spec):
 def row_stats(spec: RowStats) -> Kernel:
     """Inputs, float32 `[B, T, H]` but for the bounds of keys:
 
-      lse: Natural log-sum-exp of a branch, -inf if a query sees no key.
+      lse: Natural log-sum-exp of a branch, -inf if a query has no keys.
       delta: delta_c = rowsum(dO * O_c).
-      key_end: int32 `[B, T]`, end of the keys that a token may see.
+      key_end: int32 `[B, T]`, end of the keys to which a token may attend.
       first_key: int32 `[B, T]`, if `interval`.
-      gate: If `gated`.
+      gate: The gate, if `gated`.
       dlse: Gradient of the log-sum-exp, if `lse_grad`.
 
-    Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row that sees
-    no key has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0; its query and dO are zeros too, so it
+    Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row without
+    keys has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0. Its query and dO are zeros, so that it
     adds nothing. If the gate is 0, shift is +inf.
     """
     by_head, key = float32(spec.B, spec.T, spec.H), int32(spec.B, spec.T)

@@ -1,4 +1,4 @@
-"""The gated sum of the branches' outputs and its row sums for the backward pass.
+"""The gated sum of the outputs of the branches, and the row sums that its backward pass needs.
 
 gated_sum   O = sum_c g_c O_c
 deltas      delta_c = rowsum(dO * O_c) = dg_c, the gradient of gate c
@@ -28,18 +28,18 @@ class Combine(Spec):
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Return the sizes and the grid. Each CTA has a tile of 64 rows."""
+        """Return the sizes and the grid of a launch. Each CTA processes a tile of 64 rows."""
         return {"sizes": {"rows": self.rows}, "grid": (cdiv(self.rows, ROWS),)}
 
     @property
     def out(self) -> Array:
-        """The array of O, of dO or of the output O_c of a branch."""
+        """The shape and dtype of O, of dO, and of the output O_c of a branch."""
         return Array((self.rows, self.width), self.dtype)
 
     @property
     def per_row(self) -> Array:
-        """The array of a gate g_c or of a delta_c. Its first and last axis are those of
-        `row_io.TileRows`.
+        """The shape and dtype of a gate g_c and of delta_c. The first and last axis are those
+        that `row_io.TileRows` needs.
         """
         return float32(1, self.rows, 1)
 

@@ -1,15 +1,14 @@
 """Describes compression by means. The kernels compute compressed tokens, and the gradients of
-the tokens that these average.
-
-A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi = mean):
+the raw tokens. A window of `l` tokens begins every `d` tokens, and becomes one compressed token
+(Eq. 7 with phi = mean):
 
     compress_means        Kc_i = sum of K_p over the window i / l,   d i <= p < d i + l
-    merge_key_gradients   dK_p = sum of the dK_p of other branches + sum of dKc_i over the
-                          windows i that p is in / l
+    merge_key_gradients   dK_p = sum of the dK_p of other branches
+                               + sum of dKc_i over the windows i that contain p / l
 
-Each launch handles keys and values. Sums are float32, rounded once to the dtype of the tokens.
-In packed rows compressed tokens are in the slots of their sequences (`nsa_core.varlen`), so no
-window crosses a boundary.
+Each launch computes keys and values. Sums are in float32, and are rounded once to the dtype of
+the tokens. In packed rows compressed tokens are in the slots of their sequences
+(`nsa_core.varlen`), so no window crosses a boundary.
 """
 
 import dataclasses
@@ -18,12 +17,12 @@ from typing import Any
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, int32
 from kernels_pallas.specs import tile
 
-WINDOWS = 4  # of a warp, at most
+WINDOWS = 4  # maximum number of windows per warp
 
 
 class TokenWords:
-    """The distribution of a token's keys and values over the lanes of warps. A word has two
-    16-bit columns.
+    """How the keys and values of a token are distributed over the lanes of warps. A word has
+    two 16-bit columns.
     """
 
     Hkv: int
@@ -32,12 +31,12 @@ class TokenWords:
 
     @property
     def words(self) -> tuple[int, int]:
-        """32-bit words of a token's keys and of its values."""
+        """Number of 32-bit words of the keys, and of the values, of a token."""
         return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Neighbouring warps that hold these words, a word per lane."""
+        """Number of adjacent warps that have these words, one word per lane."""
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
         return key, value
 
@@ -49,7 +48,7 @@ class Means(TokenWords, Spec):
 
     Attributes:
       block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
-      others: Branches whose gradients of the same tokens `merge_key_gradients` adds.
+      others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
       placed: Number of first branches whose gradients are stored by slot.
       multiple: The number of compressed tokens is a multiple of this number. Zeros follow the
         last window.
@@ -88,14 +87,14 @@ class Means(TokenWords, Spec):
 
     @property
     def rows(self) -> int:
-        """Compressed tokens, zeros included."""
+        """Number of compressed tokens, including zeros."""
         if self.packed:
             return self.places // self.stride
         return tile.cdiv(self.C, self.multiple) * self.multiple
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 64 slots."""
+        """Number of tiles of 64 slots."""
         return self.places // tile.ROWS
 
     @property
@@ -148,10 +147,10 @@ def compress_means(spec: Means) -> Kernel:
 
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
-    """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then for
-    each of the `others` `dk` `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` of the `placed` ones, then
-    likewise each `dv`; for packed rows `tile_first` and `tile_end`. Slots without a window have
-    zeros.
+    """Inputs: `compressed_dk` `[B, rows, Hkv, D]` and `compressed_dv` `[B, rows, Hkv, Dv]`, in
+    which slots without a window have zeros. Then for each of the `others` a `dk` `[B, S, Hkv,
+    D]`, or `[B, places, Hkv, D]` if it is `placed`, and then each `dv` in the same way. For
+    packed rows also `tile_first` and `tile_end`.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """

@@ -6,8 +6,9 @@ Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Sl
 index `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
-warp handles strips of 16 keys. `capacity` is the only length that is compiled in. It is the
-maximum number of pages of a row. Shared memory holds their page numbers, scores and logits.
+warp handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`,
+the maximum number of pages per row. Shared memory has the indices, scores and logits of these
+pages.
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ from typing import Any
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
 from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
 
-STRIP = 16  # keys of a warp's product
-HEADS = 16  # query rows of a product; those beyond the group are idle
-WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 each
-TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
+STRIP = 16  # number of keys per product of a warp
+HEADS = 16  # number of query rows per product; rows beyond the group are unused
+WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 bytes per lane
+TILE_BYTES = 4 * HEADS * STRIP  # number of logits per strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
-NEW_PAGES = 2  # pages of a row's new tokens, at most
-BARRIERS = 8  # the last words of shared memory; four are used
+NEW_PAGES = 2  # maximum number of pages for a row's new tokens
+BARRIERS = 8  # number of words at the end of shared memory, of which four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
 FP8 = "float8_e4m3fn"
@@ -35,10 +36,10 @@ class Variant:
     """Resources of one compiled kernel.
 
     Attributes:
-      cluster: CTAs of a cluster.
-      warps: Warps of a CTA.
-      stages: Pipeline stages of a warp's ring buffer.
-      capacity: Maximum number of pages of a row.
+      cluster: Number of CTAs per cluster.
+      warps: Number of warps per CTA.
+      stages: Number of pipeline stages in the ring buffer of a warp.
+      capacity: Maximum number of pages per row.
     """
 
     cluster: int
@@ -47,14 +48,14 @@ class Variant:
     capacity: int
 
 
-# The compiled variants. For each capacity, the first ones have the least latency, the later ones
-# serve more clusters at once.
+# The compiled variants. For each capacity, the first ones have the lowest latency, and the
+# later ones run more clusters at once.
 VARIANTS = (
     Variant(8, 4, 2, 128),
     Variant(4, 4, 4, 128),
     Variant(4, 4, 2, 128),
     Variant(2, 4, 2, 128),
-    Variant(4, 8, 2, 128),  # for D so wide that half an SM is not enough
+    Variant(4, 8, 2, 128),  # for a D that needs more than half of an SM
     Variant(8, 4, 4, 512),
     Variant(3, 8, 4, 512),
     Variant(4, 4, 2, 512),
@@ -70,10 +71,11 @@ VARIANTS = (
     Variant(4, 8, 2, 1024),
     Variant(8, 8, 2, 2560),
 )
-# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster, from
-# `cuOccupancyMaxActiveClusters`; for 4, 8 and 16 one less, since chips differ in their missing SMs.
+# Number of clusters that an H100 runs at once with one CTA per SM, for each cluster size, from
+# `cuOccupancyMaxActiveClusters`. For sizes 4, 8 and 16 it is one less, since chips differ in
+# which SMs are disabled.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 8: 14, 16: 6}
-SMEM = SMEM_BYTES - 1024  # of a CTA, without Mosaic's alignment and its own word
+SMEM = SMEM_BYTES - 1024  # bytes per CTA, without the alignment and the word that Mosaic needs
 HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 
@@ -82,11 +84,11 @@ class Decode(Spec):
     """Static sizes. `B`, `pages` and `table_pages` are not compiled in, but passed at a launch.
 
     Attributes:
-      q_len: Tokens of a row, the last of which is the row's newest.
+      q_len: Number of query tokens per row, which are the newest tokens of the row.
       pages: Pages of the pool.
       table_pages: Columns of the page table.
       gate_dtype: float32 or a 16-bit dtype.
-      variant: Cluster, warps, stages and capacity.
+      variant: The resources of the compiled kernel.
       append: Whether the step writes its new tokens to their pages.
       fp8: Whether all pages except those of compressed keys are in 8 bits, with scales.
       rings: Number of ring buffers for the newest tokens of rows, if a step appends to pages in
@@ -137,12 +139,12 @@ class Decode(Spec):
 
     @property
     def cover(self) -> int:
-        """The number of strides that a compressed token covers."""
+        """The number of stride blocks per compressed token."""
         return self.compress_block // self.stride
 
     @property
     def free(self) -> int:
-        """The number of blocks that are chosen by score."""
+        """The number of blocks that are selected by score."""
         return self.n - self.num_initial - self.num_local
 
     @property
@@ -152,24 +154,24 @@ class Decode(Spec):
 
     @property
     def ring(self) -> int:
-        """Tokens of a ring."""
+        """Number of tokens per ring."""
         return 2 * self.compress_block
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of an element of a token's keys or values, and of compressed values."""
+        """Bytes per element of raw keys, raw values and compressed values."""
         return 1 if self.fp8 else 2
 
     @property
     def scales_at(self) -> int:
-        """Offset in a stage of the scales of a strip of tokens, behind the strip."""
+        """Offset in a stage of the scales of a strip. They follow the tokens of the strip."""
         return STRIP * max(self.D, self.Dv)
 
     @property
     def cluster_warps(self) -> int:
         return self.variant.cluster * self.variant.warps
 
-    # Strips of a warp, at most.
+    # Maximum numbers of strips per warp.
 
     @property
     def compressed_strips(self) -> int:
@@ -183,7 +185,9 @@ class Decode(Spec):
 
     @property
     def spare_strips(self) -> int:
-        """One more strip of the cluster's last warp, if a window can begin within a strip."""
+        """One additional strip for the last warp of the cluster, if a window can begin within a
+        strip.
+        """
         strips = cdiv(self.window + STRIP - 1, STRIP) if self.window else 0
         return cdiv(strips, self.cluster_warps) - self.sliding_strips
 
@@ -195,8 +199,8 @@ class Decode(Spec):
 
     @property
     def kept_strips(self) -> int:
-        """The number of strips whose logits a warp stores. These are compressed strips, which
-        selected strips replace later, then sliding strips.
+        """The number of strips whose logits a warp stores. The first are compressed strips,
+        which selected strips replace later, and sliding strips follow.
         """
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
@@ -219,19 +223,19 @@ class Decode(Spec):
 
     @property
     def found_slots(self) -> int:
-        """Slots for the best blocks of a warp."""
+        """Number of slots for the best blocks of a warp."""
         return 16 if self.free <= 16 else LANES
 
     @property
     def offsets(self) -> dict[str, int]:
         """The offset of each part of shared memory, and the end of all.
 
-        `found` reuses the memory of the scores, which the warps of the CTA have read before.
+        `found` reuses the memory of the scores, which the warps of the CTA have already read.
         The statistics of the selected branch reuse the memory of those of the compressed
-        branch. A warp with compressed strips reads the latter before it pushes scores, and no
-        warp starts the selected branch without all scores. `partial_out` reuses the memory from
-        `sliding_stats` on, since every warp of the cluster has read it before the third
-        exchange ends.
+        branch. A warp with compressed strips reads the latter before it writes scores to other
+        CTAs, and no warp starts the selected branch before it has all scores. `partial_out`
+        reuses the memory from `sliding_stats` on, since every warp of the cluster has read it
+        before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -267,7 +271,7 @@ class Decode(Spec):
 
 
 def why_not(spec: Decode) -> str | None:
-    """Return the reason why there is no such kernel, or None."""
+    """Return the reason why no kernel supports these sizes, or None."""
     limits = {
         "q_len": (spec.q_len, range(1, 9), "1 to 8"),
         "H / Hkv": (spec.G, range(1, HEADS + 1), f"1 to {HEADS}"),
@@ -289,7 +293,7 @@ def why_not(spec: Decode) -> str | None:
     }
     for name, (value, allowed, words) in limits.items():
         if value not in allowed:
-            return f"the decode kernel supports {name} of {words}, got {value}"
+            return f"the decode kernel needs {name} to be {words}, got {value}"
     if spec.H % spec.Hkv:
         return f"the decode kernel needs H to be a multiple of Hkv, got {spec.H} and {spec.Hkv}"
     if spec.fp8:
@@ -318,8 +322,7 @@ def decode(spec: Decode) -> Kernel:
     capacity of the page table.
 
     Inputs:
-
-    - `query` `[tokens, H, D]`: token `t` of row `b`, at `q_len * b + t`, has the position
+    - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and position
       `length - q_len + t`.
     - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
     - `page_table` int32 `[B, table_pages]`: entries past a row's pages may have any value.
@@ -399,9 +402,9 @@ def decode(spec: Decode) -> Kernel:
 def with_variant(spec: Decode) -> Decode:
     """Return `spec` with the variant for its batch and its page table.
 
-    Among the variants with the smallest sufficient capacity, it is the first one with the
-    fewest rounds of clusters. Clusters that wait for others add a round. If no variant fits, it
-    is the one with the most pages, for which `why_not` returns the reason.
+    Among the variants with the smallest sufficient capacity, it is the first one that needs the
+    fewest rounds of concurrent clusters. If no variant is sufficient, it is the one with the
+    largest capacity, for which `why_not` returns the reason.
     """
     clusters, found = spec.tokens * spec.Hkv, []
     for variant in VARIANTS:

@@ -1,9 +1,9 @@
 """Describes the kernels for gradients of keys and values. They are key-stationary, split over
 work items, and merged afterwards.
 
-A work item is a tile of keys and some consecutive query tiles that see it. `partials` sums over
-one work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
-gives the same bits.
+A work item is a tile of keys and some consecutive query tiles that attend to it. `partials`
+sums over one work item. `merge` adds the float32 partials of a tile of keys in a fixed order,
+so that every run has the same bits.
 
 | branch              | query tiles of a work item                       | rows of a query tile |
 |---------------------|--------------------------------------------------|----------------------|
@@ -45,8 +45,8 @@ from kernels_pallas.specs.tile import (
     Tile,
 )
 
-BOTH_WIDTHS = 320  # D + Dv, at most, if registers hold the sums of both gradients
-WHOLE_STEP_WIDTHS = 256  # the same if they also hold the products of all 64 rows of a step
+BOTH_WIDTHS = 320  # maximum of D + Dv for which registers can hold the sums of both gradients
+WHOLE_STEP_WIDTHS = 256  # the same if registers also hold the products of all 64 rows of a step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,18 @@ class Dkv(AttentionSizes):
     """Sizes of the problem and of its work items.
 
     Attributes:
-      work_items: Work items of the table; some may be empty.
+      work_items: Number of work items in the table, some of which may be empty.
       interval_partials: Maximum number of partials of intervals.
-      list_entries: Entries of the query lists, for the selected branch. 0 means intervals.
-      block: Keys of a selected block, if each list entry has token bits: the start of its block
-        and the tokens of the query tile that selected it. 0 means that all tokens of an entry
-        selected all keys of the tile.
+      list_entries: Number of entries of the query lists, for the selected branch. 0 means
+        intervals.
+      block: Number of keys per selection block, if list entries have token bits. These state
+        the start of the block and the tokens of the query tile that selected it. 0 means that
+        all tokens of an entry selected all keys of the tile.
       single_token: Whether a list entry is one token instead of neighbouring tokens that share
         a copy. It applies to groups of up to `ROW_STATS_MIN_ROWS` query heads.
-      want_dk, want_dv: Which gradients this kernel computes.
-      selection_entries: If not 0, list entries are positions in a selection of this number of
-        blocks per token, otherwise query tiles.
+      want_dk, want_dv: Whether this kernel computes dk, and whether it computes dv.
+      selection_entries: If not 0, list entries are indices into a selection with this number of
+        blocks per token. Otherwise they are query tiles.
       stored_rows: If not 0, the number of rows of `[B, Hkv]` whose dS is written
         (`specs/stored_ds.py`). This needs `selection_entries`.
     """
@@ -103,7 +104,8 @@ class Dkv(AttentionSizes):
     @property
     def keys_in_registers(self) -> bool:
         """Whether the first two products read their left operands K and V from registers
-        instead of shared memory. This requires that the sums leave enough registers.
+        instead of shared memory. This requires enough registers in addition to those of the
+        sums.
         """
         return self.D + self.Dv <= 128
 
@@ -119,9 +121,9 @@ class Dkv(AttentionSizes):
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """The rows that one TMA copy per slab moves. They belong to neighbouring tokens, or to
-        a single one. Gathered tiles have the smallest number of rows that holds the tokens of a
-        copy.
+        """The tile of rows that one TMA copy per slab moves. The rows belong to adjacent
+        tokens, or to a single token. Gathered tiles have the smallest number of rows that holds
+        the tokens of a copy.
         """
         slab = tile.slab_width(self.D, self.Dv)
         if self.single_token:
@@ -154,19 +156,19 @@ class Dkv(AttentionSizes):
 
     @property
     def stages(self) -> int:
-        """The number of steps in flight. Gathered rows are scattered in memory, so they use all
-        stages for which two CTAs on one SM have room.
+        """The number of pipeline stages. Gathered rows are scattered in memory, so that they
+        use all stages with which two CTAs fit on an SM.
         """
         if not self.gathered:
             return 2
-        operands = ROWS * (self.D + self.Dv) * 2  # of K and V, and of Q and dO of a stage
+        operands = ROWS * (self.D + self.Dv) * 2  # bytes of K and V, and of Q and dO in a stage
         stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
         return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
 
     @property
     def passes(self) -> list[Self]:
-        """The specs of the kernels. There is one for dk and dv together, or one for each. The
-        kernel of dk writes dS.
+        """The specs of the kernels: one for dk and dv together, or one for each gradient. In
+        the second case the kernel of dk writes dS.
         """
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
@@ -175,21 +177,19 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """The names of the wanted gradients."""
+        """The names of the gradients that are computed."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
     @property
     def widths(self) -> dict[str, int]:
-        """The gradients that are wanted, by name."""
+        """The widths of the gradients that are computed, by name."""
         widths = {"dk": self.D} if self.want_dk else {}
         return widths | ({"dv": self.Dv} if self.want_dv else {})
 
     @property
     def merged_slabs(self) -> int:
-        """The number of slabs of the wanted gradients' columns. A CTA of `merge` has one
-        slab.
-        """
+        """The number of slabs of the columns of these gradients. A CTA of `merge` has one slab."""
         return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
@@ -220,14 +220,16 @@ def partials(spec: Dkv) -> Kernel:
 
     Inputs:
       query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
-      row_stats: of `specs.bwd_preprocess` by `query_tile`; for a single token 8 rows, of which
-        G are used;
-      work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
-      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with
-        `selection_entries` `(token * Hkv + head) * selection_entries + slot`;
-      token_bits: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
-        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit per token that selected it;
-      ds_chunk: with `selection_entries`, of `stored_ds`: partials are counted from its first one.
+      row_stats: The output of `specs.bwd_preprocess` in tiles of `query_tile`. A single token
+        has 8 rows, of which G are used.
+      work_items: int32 `[work_items, 8]`, or `[work_items, 16]` for intervals.
+      query_list: If `gathered`, int32 `[list_entries]`, the query tile of each entry. With
+        `selection_entries` it is `(token * Hkv + head) * selection_entries + slot`.
+      token_bits: If `block`, int32 `[list_entries]`. The lower bits have one bit per token,
+        which is set if the token selected the block. The upper bits are `(BLOCK_OFFSET_BIAS +
+        first key of the block - first key of the tile) << BLOCK_OFFSET_SHIFT`.
+      ds_chunk: With `selection_entries`, the chunk as in `stored_ds`. Partials are counted from
+        its first one.
 
     Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
     `[count, tile_keys, Dv]`, for lists one per work item, for intervals `interval_partials`. An

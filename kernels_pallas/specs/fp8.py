@@ -4,12 +4,12 @@
     fp8_round   K8 = (K - mean) / key_scale,  V8 = V / value_scale
 
 The mean of the keys of a row, by head and column, cancels in the softmax. Scales are powers of
-two, one per head and column. The scale of keys multiplies the query, and the scale of values
-multiplies the output.
+two, one per head and column. The kernels multiply the query by the scale of keys, and the
+output by the scale of values.
 
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Products
-sum over the columns of a key and over the keys of a value's column. These are permuted in
-groups of 16, so that a product's result becomes a left operand without a shuffle
+sum over the columns of keys, and over the keys in a column of values. These axes are permuted
+in groups of 16, so that the result of a product becomes a left operand without a shuffle
 (`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
@@ -25,13 +25,13 @@ from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described
 from kernels_pallas.specs import tile
 from kernels_pallas.specs.compress import TokenWords
 
-GROUP = 16  # numbers that are permuted
-LARGEST = 448.0  # number in e4m3
+GROUP = 16  # size of the groups that are permuted
+LARGEST = 448.0  # largest number in e4m3
 SMALLEST = 2.0**-100  # scale
-OFFSET = 8.0  # of P, which is up to 2^8 if its largest number is 1
-CHUNKS = 64  # of the tokens of a row, summed separately
-LOADS = 32  # of a lane that sums, before it waits for one of them
-TILES = 4  # of 64 slots, rounded by a warp
+OFFSET = 8.0  # factor of P, which is up to 2^8 if the largest probability is 1
+CHUNKS = 64  # number of chunks of a row's tokens, which are summed separately
+LOADS = 32  # number of loads of a lane before it waits for one of them
+TILES = 4  # number of parts of a tile of 64 slots; a warp rounds one part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +97,11 @@ def rounded(B: int, places: int, Hkv: int, D: int, Dv: int) -> dict[str, Array]:
 
 @described
 def sum_tokens(spec: Rounding) -> Kernel:
-    """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`; `end` int32 `[B]`: tokens from
-    there on are ignored.
+    """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`; `end` int32 `[B]`, from which
+    on tokens are ignored.
 
     Outputs: float32 `[B, CHUNKS, Hkv * D / 2, 4]`, `[B, CHUNKS, Hkv * Dv / 2, 4]`, `Rounding.sums`;
-    numbers that are not finite count as 0.
+    values that are not finite count as 0.
     """
     sizes = {"S": spec.S, "chunk": spec.chunk}
     return _kernel("fp8_sums", "sum_tokens", spec, spec.tokens, spec.sums, sizes, CHUNKS)
@@ -114,7 +114,8 @@ def round_tokens(spec: Rounding) -> Kernel:
 
     Outputs, `rounded`:
       key: int16 `[B, places, Hkv, D / 2]`.
-      value: int16 `[B, Hkv, Dv, places / 2]`; 0 for slots without a key and keys from `end` on.
+      value: int16 `[B, Hkv, Dv, places / 2]`. It is 0 for slots without a key, and for keys
+        from `end` on.
       key_scale, value_scale: float32 `[B, Hkv, D]`, `[B, Hkv, Dv]`.
       key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`.
     """

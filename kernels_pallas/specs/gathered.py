@@ -1,10 +1,9 @@
 """Describes selected attention block by block. For each block, the queries that selected it are
-gathered.
-
-These kernels handle tiles whose tokens chose different blocks (`mosaic.selected.tile_is_gathered`),
-so that the block list of a tile would be long. The loop of `specs/selected.py` covers the blocks
-near the tile, which its tokens share; far blocks are gathered. There are two kernels for forward
-(`partials`, `merge`) and two for dq (`partial_dq`, `merge_dq`):
+gathered. These kernels process tiles whose tokens selected different blocks
+(`mosaic.selected.tile_is_gathered`), so that the block list of the tile is long. The loop of
+`specs/selected.py` computes the blocks near the tile, which its tokens share. The far blocks
+are gathered here. There are two kernels for forward (`partials`, `merge`) and two for dq
+(`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block
     merge a result for each token, from the loop's result and those of its far blocks, in a
@@ -30,22 +29,24 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-MERGE_STAGES = 4  # partials that `merge` has in flight
-TILES_OF_CTA = 4  # merged one after the other, so that few CTAs have nothing to merge
-SEGMENT_WORDS = 64  # int32 words that name the segment; 256 bytes, the alignment of launches
+MERGE_STAGES = 4  # number of partials that `merge` loads at a time
+# number of slots that a CTA merges one after the other, so that few CTAs have nothing to merge
+TILES_OF_CTA = 4
+# number of int32 words that identify the segment: 256 bytes, the alignment of launches
+SEGMENT_WORDS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredAttention(AttentionSizes):
-    """Sizes. A selection block has `parts` times 64 keys. Positions count in units of `parts`
-    tokens.
+    """Static sizes. A selection block has `parts` times 64 keys, and positions are in units of
+    `parts` tokens.
     """
 
-    n: int  # selected blocks of a token
+    n: int  # number of selected blocks per token
     gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
-    items: int  # work items of a segment, the same number for each row of [B, Hkv]
+    items: int  # number of work items per segment, the same for each row of [B, Hkv]
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
@@ -74,7 +75,7 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def tile(self) -> Tile:
-        """Neighbouring tokens that are merged by one CTA."""
+        """The tile of adjacent tokens that one CTA merges."""
         return Tile(self.group, slab_width(self.D, self.Dv))
 
     @property
@@ -152,9 +153,9 @@ def partials(spec: GatheredAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      items: int32 `[segments * items, 8]`, `WorkItem`: a block and some of the entries that chose
-        it. Empty items are the last of their row. The tokens see the whole block. Keys count in
-        `parts`.
+      items: int32 `[segments * items, 8]`. A `WorkItem` is a block and some of the entries that
+        selected it. Empty items are the last of their row. The tokens attend to the whole
+        block. Keys are in units of `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`, with the index of the segment, its first token and its first tile.
 
@@ -178,7 +179,7 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
     """Describe the kernel that computes scale dS_j K_j of each token and each far block j that it
     selected.
 
-    Inputs, after those of `partials`:
+    The first inputs are those of `partials`. These follow:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `stats_tile`.
 
@@ -207,7 +208,7 @@ def merge(spec: GatheredAttention) -> Kernel:
     Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
-      partials, partial_lse: of `partials`.
+      partials, partial_lse: The outputs of `partials`.
       items: As in `partials`, if `stays`. A row without work items is skipped.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
@@ -250,9 +251,10 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
     tiles, the sum of dQ_j over the far blocks j is added.
 
     Inputs:
-      partials: of `partial_dq`.
+      partials: The output of `partial_dq`.
       items, block_counts, indices, position, segment: as in `merge`.
-      looped: `[B, segment_tokens, H, D]`, dQ of the loop, with the array that it was added to.
+      looped: `[B, segment_tokens, H, D]`, the sum of dQ of the loop and the array to which it
+        was added.
 
     Output:
       dq: `[B, segment_tokens, H, D]`, in place of `looped`.

@@ -1,7 +1,8 @@
 """Describes attention of every query to one interval of keys, for the compressed and the
 sliding branch.
 
-Token `t` sees the keys `first_key[t] <= i < key_end[t]`; neither bound decreases along `t`.
+Token `t` attends to the keys `first_key[t] <= i < key_end[t]`. Neither bound decreases along
+`t`.
 Bodies: `mosaic/interval.py`.
 """
 
@@ -23,10 +24,11 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-# Keys of a block of the forward pass, if no width is over 128; a product sums 16 at a time.
+# Number of keys per block of the forward pass, if no width is above 128. A product sums 16 keys
+# at a time.
 BLOCKS = 96, 112, 128
-FP8_BLOCKS = 64, 96, 128  # the same for keys in e4m3; a product sums 32 at a time
-SECOND = "second_"  # prefix of the names of the second interval's arrays
+FP8_BLOCKS = 64, 96, 128  # the same for keys in e4m3; a product sums 32 keys at a time
+SECOND = "second_"  # prefix of the names of arrays of the second interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,13 @@ class IntervalAttention(AttentionSizes):
 
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
-    longest_first: bool = False  # later tokens see more keys: start them first
+    # whether later tokens attend to more keys and therefore start first
+    longest_first: bool = False
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
-    second_keys: int | None = None  # keys of a second interval's array, for dq only
-    # dq of two intervals handles these rows of [B, Hkv] on `sms` SMs. With `before` other rows of
-    # an existing array stay unchanged.
+    second_keys: int | None = None  # number of keys of the second interval, only for dq
+    # dq of two intervals computes these rows of [B, Hkv] on `sms` SMs. With `before`, the other
+    # rows of an existing array are unchanged.
     first_row: int = 0
     end_row: int | None = None
     sms: int = SMS
@@ -86,13 +89,13 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def rows_of_keys(self) -> int:
-        """Number of rows of `[B, Hkv]` that are computed."""
+        """The number of rows of `[B, Hkv]` that are computed."""
         end = self.B * self.Hkv if self.end_row is None else self.end_row
         return end - self.first_row
 
     @property
     def work_items(self) -> int:
-        """Number of work items, each `consumers` neighbouring tiles of a CTA."""
+        """The number of work items. Each consists of `consumers` adjacent tiles."""
         return self.rows_of_keys * self.tiles // self.consumers
 
     @property
@@ -113,7 +116,7 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def intervals(self) -> tuple[str, ...]:
-        """Prefixes of the names of each interval's arrays."""
+        """The prefix of the array names of each interval."""
         return ("",) if self.second_keys is None else ("", SECOND)
 
     def has_room(self, *widths: int) -> bool:
@@ -162,23 +165,24 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Maximum number of keys that a query sees. None means many blocks.
+      window: Maximum number of keys per query. None means many blocks.
       fp8: Whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
     sharing = consumers(key_width, value_width)
-    if window is None:  # for three warpgroups larger blocks are slower
+    if window is None:  # larger blocks are slower with three warpgroups
         return {"block": max(BLOCKS) if sharing == 2 else min(BLOCKS), "stages": 2}
-    if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
+    if max(key_width, value_width) > 128:  # larger blocks spill registers if an array is added
         return {"block": 64, "stages": 3}
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
-    if fp8:  # the fewest keys, in the largest blocks
+    if fp8:  # the minimum number of keys, in the largest blocks
         keys += GROUP - 1
         blocks = min(FP8_BLOCKS, key=lambda size: (cdiv(keys, size) * size, -size))
         return {"block": blocks, "stages": 2}
-    # The fewest blocks that cover the keys of a work item, and of these the smallest.
+    # The minimum number of blocks that cover the keys of a work item, and then the smallest
+    # blocks.
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 
@@ -191,7 +195,7 @@ def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
 @described
 def forward(spec: IntervalAttention) -> Kernel:
     """Describe the kernel that computes O = added + gate * softmax(scale Q K^T) V over the keys
-    that each query sees.
+    to which each query attends.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
@@ -205,8 +209,9 @@ def forward(spec: IntervalAttention) -> Kernel:
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
 
     Outputs:
-      out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
-      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf if a row sees no key.
+      out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.
+      lse: float32 `[B, T, H]`, the natural log-sum-exp without the gate, -inf if a row has no
+        keys.
     """
     return attention.forward("interval", spec, spec._inputs)
 
@@ -220,8 +225,8 @@ def dq(spec: IntervalAttention) -> Kernel:
     bounds and statistics. The sum of each interval is rounded, as with two kernels. With
     `first_row` and `end_row` only these rows of an existing array are written.
 
-    Inputs, after `forward`'s first five and the second interval's keys, values, bounds and
-    `row_stats`:
+    The first inputs are the first five of `forward`, then the keys, values, bounds and
+    `row_stats` of the second interval. These follow:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.

@@ -1,8 +1,9 @@
 """Scores of the selection blocks (Eqs. 8 to 10) and the best n of them (Eq. 11), in one kernel.
 
 With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of block
-`j` has phase `c`. It counts `min(cover, r - c)` times for its block (Eq. 9) and the rest of
-`cover` times for the next block, which it overlaps. For r = 4 and cover = 2:
+`j` has phase `c`. It is counted `min(cover, r - c)` times for its block (Eq. 9), and the
+remaining `cover - min(cover, r - c)` times for the next block, which it overlaps. For r = 4 and
+cover = 2:
 
     compressed token     4j    4j+1  4j+2  4j+3 | 4j+4  4j+5 ...
     phase c              0     1     2     3    | 0     1
@@ -13,8 +14,8 @@ With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r
     next[j]  = sum_c (cover - min(cover, r - c)) * p[r * j + c]
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
-A product has the same phase of 64 blocks, so the sum over phases is an addition of registers.
-Groups of up to 16 heads use Q K^T, larger groups K Q^T.
+A product computes one phase of 64 blocks, so that the sum over phases is an addition of
+registers. Groups of up to 16 heads use Q K^T, larger groups K Q^T.
 """
 
 import dataclasses
@@ -24,35 +25,37 @@ from typing import Any
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
-KEYS = 64  # blocks of a product, one phase of each
+KEYS = 64  # number of blocks per product, with one phase of each
 MAX_GROUP_QK = (
-    16  # rows of a product Q K^T per warp, which selects their blocks without other warps
+    # rows per warp of a product Q K^T; a warp selects the blocks of its rows without other
+    # warps
+    16
 )
 
 # A score row of Q K^T is stored in shared memory in stripes of 32 entries, one per lane. Two words
 # of padding follow each stripe, so that lanes that read one column, one stripe each, have only
 # two-way bank conflicts. The carry into the next chunk follows the last stripe.
 STRIPE_WORDS = LANES + 2
-MAX_STRIPES = LANES  # the lanes read one column again together, one stripe each
+MAX_STRIPES = LANES  # stripes are padded so that lanes again read one column without conflicts
 
 # Of K Q^T.
-KQ_ROWS = 128  # query rows of a tile, at most
-KQ_TOKENS = 8  # tokens of a tile, at most
-KQ_SCORES = 4096  # scores in shared memory, at most
-KQ_STAGES = 2  # with more, an SM holds one CTA
+KQ_ROWS = 128  # maximum number of query rows per tile
+KQ_TOKENS = 8  # maximum number of tokens per tile
+KQ_SCORES = 4096  # maximum number of scores in shared memory
+KQ_STAGES = 2  # with more, only one CTA fits on an SM
 KQ_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tiling of a CTA's work.
+    """The tiling of the work of a CTA.
 
     Attributes:
-      heads: Query rows of a token: its heads, and padding.
-      rows: Query rows of a tile.
-      score_rows: Rows of scores of a tile, one per token; some may be padding.
-      chunk: Blocks whose scores are held at a time.
-      stages: Pipeline stages of the ring buffer of keys.
+      heads: Number of query rows per token, including padding.
+      rows: Number of query rows per tile.
+      score_rows: Number of score rows per tile, one per token. Some may be padding.
+      chunk: Number of blocks whose scores are stored at a time.
+      stages: Number of pipeline stages in the ring buffer of keys.
     """
 
     heads: int
@@ -68,13 +71,13 @@ class Scores(Spec):
 
     Attributes:
       blocks: Length of the key array in blocks.
-      candidates: Largest number of blocks that the tokens of one tile can choose from.
-      ratio, cover: l'/d, l/d.
+      candidates: Maximum number of blocks from which the tokens of one tile select.
+      ratio, cover: The quotients l'/d and l/d.
       packed: Whether sequences may begin within a tile.
-      query_tiles: Query tiles of a row, if all tokens of a tile belong to one sequence. 0 means
-        tiles of neighbouring tokens, regardless of their sequences.
+      query_tiles: Number of query tiles per row, if all tokens of a tile belong to one
+        sequence. 0 means tiles of adjacent tokens, regardless of their sequences.
       stages: Maximum number of pipeline stages of the ring buffer of keys.
-      held: Maximum number of blocks whose scores a token holds at a time.
+      held: Maximum number of blocks whose scores are stored per token at a time.
     """
 
     B: int
@@ -107,7 +110,7 @@ class Scores(Spec):
     def most_candidates(self) -> int:
         """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
-        # All lengths whose blocks need several chunks have chunks of one size.
+        # The size of chunks is the same for all lengths that need several chunks.
         return most if self.swap_ab else min(most, 4 * self.held)
 
     @property
@@ -117,14 +120,16 @@ class Scores(Spec):
 
     @property
     def free(self) -> int:
-        """The number of blocks to choose by score. If there are fewer candidates than forced
+        """The number of blocks to select by score. If there are fewer candidates than forced
         blocks, all candidates are forced.
         """
         return self.n - self.num_initial - self.num_local
 
     @property
     def swap_ab(self) -> bool:
-        """Whether the product is K Q^T. This is so if a token has more rows than one warp."""
+        """Whether the product is K Q^T instead of Q K^T. This is so if a token has more rows
+        than one warp.
+        """
         return self.group > MAX_GROUP_QK
 
     @functools.cached_property
@@ -149,12 +154,11 @@ class Scores(Spec):
 def best_blocks(spec: Scores) -> Kernel:
     """Describe the kernel that selects the blocks of each token.
 
-    Inputs:
-      query `[B, T, H, D]`;
-      key `[B, blocks, ratio, Hkv, D]`: compressed keys; each sequence begins with a new block;
-      lse: float32 `[B, T, H]`, natural, -inf if a query sees no key;
-      key_begin, key_end: int32 `[B * tiles, rows]`, the keys `ratio * block + phase` that a row
-        sees, never decreasing;
+    Inputs: query `[B, T, H, D]`, and key `[B, blocks, ratio, Hkv, D]`, the compressed keys, in
+      which each sequence begins with a new block;
+      lse: float32 `[B, T, H]`, natural, -inf if a query has no keys;
+      key_begin, key_end: int32 `[B * tiles, rows]`, the interval of keys `ratio * block +
+        phase` to which a row attends; neither bound decreases;
       own_block, base_block: int32 `[B * tiles, score_rows]`, a token's own block in its sequence
         (-1 is padding) and the block where its sequence begins;
       span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
@@ -199,8 +203,8 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Return the tiling of Q K^T. It has the fewest padding rows with which the scores of all
-    tokens fit, or four rows per token.
+    """Return the tiling of Q K^T. It has the minimum number of padding rows with which the
+    scores of all tokens fit, or four rows per token.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -214,14 +218,15 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
     """Return the tiling with `heads` rows per token. It has the smallest number of chunks that
     fits in shared memory, and then the largest number of stages.
     """
-    sm_bytes = 228 * 1024  # shared memory of an SM; the system uses 1 KB per CTA
-    # Four warpgroups have 128 registers per thread. They are two CTAs if the compiler needs no
-    # limit to stay below that; if it would spill, three warpgroups have more.
+    sm_bytes = 228 * 1024  # shared memory per SM, of which the system uses 1 KB per CTA
+    # Four warpgroups on an SM have 128 registers per thread. They are two CTAs, provided that
+    # the compiler needs no more registers. If it would spill, three warpgroups have more
+    # registers.
     narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
     tokens = warpgroups * ROWS // heads
-    room = sm_bytes // ctas - 2 * 1024  # the system's, and barriers
+    room = sm_bytes // ctas - 2 * 1024  # bytes of the system, and of barriers
     winners = winner_slots(spec.free)
     every = spec.most_candidates
 
@@ -230,7 +235,7 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
         most = _entries_in(words)
         if every <= min(most, spec.held):
             return every
-        # The score row also holds the winners of the chunks before.
+        # The score row also has the winners of previous chunks.
         return max(min(most - winners, spec.held) // KEYS * KEYS, KEYS)
 
     def cost(stages):

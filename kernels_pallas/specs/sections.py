@@ -1,13 +1,12 @@
-"""The sections that one launch writes for a packed row (`kernels_pallas.triton.tables`).
-
-Each table, or a part of it, is a section.
+"""Describes the sections that one launch writes for a packed row
+(`kernels_pallas.triton.tables`). A section is a table, or a part of one.
 """
 
 from typing import NamedTuple
 
 
 class Kinds(NamedTuple):
-    """The content of a section."""
+    """The kinds of content of a section."""
 
     # Of queries, by tiles of neighbouring queries:
     tokens: int  # `nsa_core.varlen.Tokens`
@@ -32,18 +31,21 @@ class Section(NamedTuple):
     """Integers that a kernel reads. `out` and the fields `.._at` are offsets in the output.
 
     Attributes:
-      begin: First program of the section.
+      begin: Index of the first program of the section.
       kind: One of `KINDS`.
-      out: Offset of the section; a second array of the kind is `pitch` numbers after the first.
-      total: Numbers of an array, or items.
-      tokens, group, rows: Sizes of a tile of queries.
+      out: Offset of the section. A second array of the same kind begins `pitch` numbers after
+        the first.
+      total: Number of entries of an array, or of work items.
+      tokens, group, rows: Tokens, heads per group, and rows of a tile of queries.
       first, last: Columns of `Tokens`; negative numbers mean none.
-      runs_at: The tiles of queries before each sequence, its first query and last + 1.
-      ratio, block: Compressed tokens of a block, and its keys.
-      query_tiles: Query tiles of all tokens.
-      parts_at, before_at, firsts_at, counts_at: Arrays of an interval's work items.
-      columns: Numbers of a tile in `parts`.
-      tiles, keys: Tiles of keys, and keys of a tile.
+      runs_at: Offset of three arrays per sequence: the number of query tiles before it, its
+        first query, and its last query + 1.
+      ratio, block: Numbers of compressed tokens and of keys per block.
+      query_tiles: Number of query tiles of all tokens.
+      parts_at, before_at, firsts_at, counts_at: Offsets of the arrays of the work items of an
+        interval.
+      columns: Number of entries per tile in `parts`.
+      tiles, keys: Number of tiles of keys, and number of keys per tile.
       heads, partials, span, segments, segment_tiles, streams: Fields of `IntervalSplit`; `span` is
         the number of query tiles of a segment.
     """
@@ -79,10 +81,10 @@ class Section(NamedTuple):
 
 AT = Section(*range(len(Section._fields)))  # index of each field in a row
 
-SECTIONS = 32  # of a launch, at most
-INTS = 32  # of a row of the table of sections
+SECTIONS = 32  # maximum number of sections per launch
+INTS = 32  # length of a row of the table of sections
 NEVER = 2**31 - 1  # `begin` of an unused row
 PITCH = 64  # rows of `Sequences` and arrays that kernels read begin at multiples of 64 numbers
 RUN_ROWS = 3  # of `runs_at`
-PROGRAM = 512  # numbers of a program
+PROGRAM = 512  # entries per program
 PART_KEYS = 64  # keys of `PARTS`

@@ -1,8 +1,8 @@
 """Describes attention of every query to its selected blocks. A tile loops over its block list.
 
-A tile is gathered if the previous tile has a block list longer than `gather_limit`. Here a
-gathered tile loops only over the blocks near it, which its tokens share. `specs/gathered.py`
-adds the far blocks.
+A tile is gathered if the block list of the previous tile is longer than `gather_limit`. These
+kernels then loop only over the blocks near the tile, which its tokens share, and
+`specs/gathered.py` adds the far blocks.
 
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
@@ -28,22 +28,23 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
-LIST_CHUNK = 64  # entries of a block list that are copied at a time
+# registers per thread for matrices; the rest is for addresses and statistics
+FORWARD_REGISTERS = 192
+LIST_CHUNK = 64  # number of entries of a block list that are copied at a time
 MAX_LIST_BYTES = 48 * 1024  # longest block list: 64 tokens x 64 blocks, 3 int32 per entry
 
 
 class BlockCounts(NamedTuple):
     """One row of `block_counts`, which has counts and positions in a tile's block list."""
 
-    full_blocks: Any  # blocks of the prefix that needs no mask by key
-    blocks: Any  # of the whole list
-    # Begin and end of the far blocks in the list; the first slot of the selection that has a far
-    # block for some token, and one past the last. Read only if tiles may be gathered, and undefined
-    # in packed rows.
+    full_blocks: Any  # number of first blocks that need no mask by key
+    blocks: Any  # number of blocks in the whole list
+    # The begin and end of the far blocks in the list. Then the first slot of the selection in
+    # which some token has a far block, and the last such slot + 1. These are read only if tiles
+    # may be gathered, and are undefined in packed rows.
     far_begin: Any
     far_end: Any
-    far_slot: Any  # of whole blocks
+    far_slot: Any  # the number of whole blocks
     far_slot_end: Any
 
 
@@ -64,7 +65,7 @@ class BlockListSizes(AttentionSizes):
     block list.
     """
 
-    n: int  # selected blocks of a token
+    n: int  # number of selected blocks per token
     parts: int = 1  # blocks that are gathered or skipped together
 
     @property
@@ -90,16 +91,18 @@ class BlockListSizes(AttentionSizes):
 class SelectedAttention(BlockListSizes):
     """Sizes of the problem, of its block lists and of a CTA, and the fused operations."""
 
-    block: int  # keys of a selection block
-    pages: int = 0  # pages of a row, each a block anywhere in `S` keys; 0 means keys in order
+    block: int  # number of keys per selection block
+    # number of pages per row, each of which is a block anywhere in the `S` keys; 0 means
+    # contiguous keys
+    pages: int = 0
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
-    summed: bool = False  # forward also adds up all branches, each times its gate
+    summed: bool = False  # whether forward also computes the gated sum of all branches
     stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = (
-        0  # a tile after a block list longer than this is gathered; 0 means none
+        0  # a tile is gathered if the previous block list is longer than this; 0 means never
     )
-    key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
+    key_stages: int = 1  # stages of attention (`forward_stages`, `dq_stages`), not of the lists
     value_stages: int = 1
 
     @property
@@ -112,7 +115,7 @@ class SelectedAttention(BlockListSizes):
 
     @property
     def overlap_pv(self) -> bool:
-        """Whether forward multiplies P V of a block during the work on the next one."""
+        """Whether forward computes P V of a block during the work on the next block."""
         return overlap_pv(self.D, self.Dv, self.block)
 
     @property
@@ -157,20 +160,20 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
 
 
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
-    """Return whether forward of the selected branch multiplies P V of a block during the work
-    on the next one. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block
+    """Return whether forward of the selected branch computes P V of a block during the work on
+    the next block. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block
     / 4 registers of P for each of two blocks. A CTA needs one more stage of values and one less
     of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
 
-FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # of `forward` in e4m3
+FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # stages of `forward` in e4m3
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the stages for `forward`, with which three CTAs fit on an SM at D = Dv = 128. A loop
-    that overlaps P V frees keys early and values late.
+    """Return the numbers of stages of keys and of values for `forward`, with which three CTAs
+    fit on an SM at D = Dv = 128. A loop that overlaps P V frees keys early and values late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
@@ -200,18 +203,17 @@ def forward(spec: SelectedAttention) -> Kernel:
     Inputs:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
-      value: `[B, S, Hkv, Dv]`.
-      with pages, whose keys are `[1, S, Hkv, .]`:
+      value: `[B, S, Hkv, Dv]`. With pages, the keys are `[1, S, Hkv, .]`, and these follow:
         page_table: int32 `[B * pages]`, the pages of each row.
         lengths: int32 `[B]`, keys of each row.
-        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row; keys after the row's
-          are finite.
+        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, in which keys
+          after those of the row are finite.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32` is
         set if the tile's token `i` selected the block.
       block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. A block needs no mask by key if
-        each token that selected it sees all its keys.
-      key_end: int32 `[B * tiles, 64]`, the last key that each row may see, + 1.
+        each token that selected it attends to all of its keys.
+      key_end: int32 `[B * tiles, 64]`, the last key to which each row may attend, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
@@ -219,9 +221,9 @@ def forward(spec: SelectedAttention) -> Kernel:
         out_0, out_2: `[B, T, H, Dv]`, the outputs of the others; if `summed`.
 
     Outputs:
-      out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
-      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
-      In gathered tiles both cover only the near blocks.
+      out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.
+      lse: float32 `[B, T, H]`, the natural log-sum-exp without the gate, -inf for rows without
+      keys. In gathered tiles, out and lse cover only the near blocks.
       total: `[B, T, H, Dv]`, `combine.gated_sum` of the three outputs; if `summed`.
     """
     if not spec.summed:
@@ -235,17 +237,17 @@ def forward(spec: SelectedAttention) -> Kernel:
 def dq(spec: SelectedAttention) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K, the gradient of `forward`'s query.
 
-    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). shift,
-    which holds the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
+    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift).
+    shift, which includes the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
 
-    Inputs, after `forward`'s first seven:
+    The first inputs are the first seven of `forward`. These follow:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`, computed for
         `dkv`, whose query tiles (`stats_tile`) may differ from the tiles of this kernel.
       added: `[B, T, H, D]`, if `added`.
 
     Output:
-      dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles add only the
+      dq: `[B, T, H, D]`, plus `added`. Rows without keys add 0. Gathered tiles add only the
         gradients of their near blocks.
     """
     return attention.dq("selected", spec, spec._inputs)

@@ -1,13 +1,14 @@
 """Describes dS of the selected branch in memory. `dkv` writes it, and `dq` multiplies it with
 the keys.
 
-    ds  [rows * T * n, group_rows, 64]    index (row * T + token) * n + slot: heads of the group x
-                                          keys of the block in this slot of the token's selection
+    ds  [rows * T * n, group_rows, 64]    at index (row * T + token) * n + slot: heads of the
+                                          group x keys of the block in this slot of the
+                                          token's selection
 
-`group_rows` is G rounded up to 8, 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, are
-stored in the order of registers (`mosaic/stored_ds.py`). Nothing is written for an empty slot, or
-if the token does not see the block. A token must not select a block twice, since only one of
-the slots would be written.
+`group_rows` is G rounded up to 8, 16, 32 or 64. The 2 KB of 16 heads and a block are stored in
+the order of registers (`mosaic/stored_ds.py`). Nothing is written for an empty slot, or if the
+token does not attend to the block. A token must not select a block twice, since only one of the
+slots would be written.
 
 Rows of `[B, Hkv]` are processed in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
 
@@ -23,11 +24,11 @@ from kernels_pallas.specs.selected import COUNTS, BlockListSizes
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, gathered_tile, slab_width
 
 CHUNK_WORDS = 64  # 256 bytes, the alignment of launches
-FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a chunk
+FIRST_ROW, FIRST_PARTIAL = range(2)  # words of `ds_chunk`
 DS_CHUNK = int32(CHUNK_WORDS)
-KEYS = ROWS  # of a block
-HEADS = 8  # of a token, whose numbers are contiguous
-MAX_SELECTION_ENTRIES = LANES  # one per lane of a warp
+KEYS = ROWS  # keys per block
+HEADS = 8  # heads per part of a token, whose numbers are contiguous
+MAX_SELECTION_ENTRIES = LANES  # number of words, one per lane of a warp
 
 
 def array(rows: int, length: int, selection_entries: int, group_rows: int, dtype: str) -> Array:
@@ -40,7 +41,7 @@ class StoredDsQuery(BlockListSizes):
     """Sizes of the problem, of a chunk and of a CTA.
 
     Attributes:
-      stored_rows: Rows of `[B, Hkv]` in the chunk.
+      stored_rows: Number of rows of `[B, Hkv]` in the chunk.
       added: Whether the result is added to an array of its shape.
       packed: Whether sequences may begin at any key.
     """
@@ -57,7 +58,7 @@ class StoredDsQuery(BlockListSizes):
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """The rows of one token, which are its heads and padding rows."""
+        """The tile of one token, whose rows are its heads and padding."""
         slab = slab_width(self.D, self.Dv)
         if self.group == HEADS:
             return Tile(HEADS, slab, HEADS)

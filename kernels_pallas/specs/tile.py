@@ -1,7 +1,7 @@
 """Defines tiles of query rows, and the constants that kernels and descriptions share.
 
 A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
-Row `token * G + head` is one head of a token, so no row is wasted on padding heads.
+Row `token * G + head` is one head of a token, so that padding heads use no rows.
 """
 
 import dataclasses
@@ -12,26 +12,29 @@ from typing import Any
 from kernels_pallas.kernel import Array, float32
 
 LOG2E = math.log2(math.e)
-ROWS = 64  # the M of every wgmma
-SMS = 132  # of an H100 SXM; with fewer SMs, some CTAs run one after the other
-LANES = 32  # of a warp, and bits of a word
-ROW_STATS = 4  # of a query row for the backward pass: shift, delta, first_key, key_end
-ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least size of a TMA copy
-LANE_COPY_HEADS = 4  # groups of up to 4 heads would start too many TMA copies
-WORK_ITEM_INTS = 8  # of a row of the work item table: 32 bytes, so that no row crosses a sector
+ROWS = 64  # the size M of every wgmma
+SMS = 132  # number of SMs of an H100 SXM; with fewer SMs, some CTAs run one after the other
+LANES = 32  # lanes per warp, and bits per word
+ROW_STATS = (
+    4  # statistics per query row for the backward pass: shift, delta, first_key, key_end
+)
+ROW_STATS_MIN_ROWS = 8  # rows whose statistics are 128 bytes, the minimum size of a TMA copy
+LANE_COPY_HEADS = 4  # groups of up to 4 heads, which would start too many TMA copies
+# int32 per row of the table of work items: 32 bytes, so that no row crosses a sector
+WORK_ITEM_INTS = 8
 INTERVAL_ITEM_INTS = 16  # the same for intervals
-SMEM_BYTES = 227 * 1024  # largest shared memory of a CTA
-SMEM_BUDGET = 224 * 1024  # of these, for arrays; the rest is for barriers
+SMEM_BYTES = 227 * 1024  # maximum shared memory per CTA
+SMEM_BUDGET = 224 * 1024  # the part of it for arrays; the rest is for barriers
 SMEM_HALF = 112 * 1024  # the same for each of two CTAs on one SM
 SMEM_THIRD = 74 * 1024  # for each of three
-SELECTED = 64  # blocks of a token, at most
-WARPS = 4  # of a CTA of one warpgroup, the least that Mosaic launches
+SELECTED = 64  # maximum number of blocks per token
+WARPS = 4  # threads of a CTA with one warpgroup, the minimum that Mosaic launches
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile of query rows. It has `tokens` tokens times `group` query heads in `rows` rows,
-    with columns in slabs of `slab`.
+    """A tile of query rows: `tokens` tokens times `group` query heads in `rows` rows, with
+    columns in slabs of `slab`.
     """
 
     group: int
@@ -75,8 +78,8 @@ def parts_of_block(block: int, entries: int) -> int:
 
 
 def warp_grid(rows: int, warps: int) -> tuple[int, int]:
-    """Return the CTAs for `warps` warps in each of `rows` rows; the last CTA of a row may have
-    more.
+    """Return the numbers of CTAs for `warps` warps in each of `rows` rows. The last CTA of a
+    row may have more warps.
     """
     return rows, cdiv(warps, WARPS)
 
@@ -97,7 +100,7 @@ def row_stats(spec: Any, tokens: int, rows: int) -> Array:
 
     Args:
       spec: An object with `B`, `T` and `Hkv`.
-      tokens: Tokens of a tile.
-      rows: Rows of a tile, at least `tokens * G`.
+      tokens: Number of tokens per tile.
+      rows: Number of rows per tile, at least `tokens * G`.
     """
     return float32(spec.B, spec.Hkv, cdiv(spec.T, tokens), rows, ROW_STATS)

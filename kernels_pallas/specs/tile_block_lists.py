@@ -1,17 +1,17 @@
 """Describes the block list of a tile, which has the blocks that the tokens of a tile of query
 rows selected.
 
-Query-stationary selected attention loops over it (`specs.selected`). By tile
-`[B, Hkv, tiles]`:
+Query-stationary selected attention loops over it (`specs.selected`). For each tile `[B, Hkv,
+tiles]`:
 
     starts   [entries]         first key of each block, ascending
     members  [words, entries]  bit `token % 32` of word `token // 32`: the token selected it
-    counts   [6]               `specs.selected.BlockCounts`. Blocks before the first one that ends
-                               after the last key of a member need no mask. A block other than
-                               block 0 is far if it ends before the block before that of the
-                               tile's first token.
+    counts   [6]               `specs.selected.BlockCounts`
 
-Past the count of a list, `starts` and `members` are zero.
+The first blocks of a list need no mask by key, up to the first block that ends after the last
+key of one of its members. All blocks except block 0 are far if they end before the block that
+precedes that of the tile's first token. After the last block of a list, `starts` and `members`
+are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32
@@ -33,10 +33,10 @@ def list_arrays(spec: SelectedAttention) -> dict[str, Array]:
 def tile_block_lists(spec: SelectedAttention) -> Kernel:
     """Inputs, int32:
 
-    - `indices` `[B, T, Hkv, n]`: the blocks that each token selected, in any order; -1 in empty
-      slots; blocks past the token's own do not count.
-    - `position` `[B, T]`: of each token in its sequence; a token with a negative position selects
-      nothing.
+    - `indices` `[B, T, Hkv, n]`: the blocks that each token selected, in any order, with -1 in
+      empty slots. Blocks after the token's own are ignored.
+    - `position` `[B, T]`: the position of each token in its sequence. A token with a negative
+      position selects nothing.
     - `key_start` `[B, T]`: the first key of the token's sequence, never decreasing.
 
     Outputs: `starts`, `members` and `counts`, as above.

@@ -1,12 +1,13 @@
-"""Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`).
+"""Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`). A
+work item is a tile of keys and some of its queries. In the compressed and the sliding branch,
+the queries are an interval of query tiles. In the selected branch, they are entries of a query
+list. A tile of keys with many queries has several work items, so that CTAs have similar amounts
+of work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a
+tile in order.
 
-A work item is a tile of keys and some of its queries. In the compressed and the sliding branch
-these are an interval of query tiles. In the selected branch they are entries of a query list. A
-tile of keys with many queries has several work items, so that the work of CTAs is similar. In
-`dkv` each work item writes a partial, and a second kernel adds the partials of a tile in order.
-
-Tokens are divided into segments. Items that run together read the same queries, so that these
-are in L2. Such items belong to one segment. With `streams` they are neighbours in each segment.
+Tokens are divided into segments. Items of one segment run together and read the same queries,
+so that these stay in L2. With `streams`, items that read the same queries are also neighbours
+within a segment.
 
     table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
@@ -42,33 +43,38 @@ from kernels_pallas.specs.tile import (
     warp_grid,
 )
 
-GPU_ITEMS = 16 * SMS  # work items that fill a GPU
-MAX_ITEMS = 20 * SMS  # of intervals with several segments, since each has its own partial
-SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
-MIN_INTERVAL = 16  # query tiles of a work item of an interval
-# For intervals, the cost of an item's begin, end and merge in steps of 64 rows. If all items run at
-# once, the last item compares all its keys: its steps cost 1.15 times as much.
+GPU_ITEMS = 16 * SMS  # number of work items that fill a GPU
+# minimum number of steps per item of intervals with several segments, since each item has its
+# own partial
+MAX_ITEMS = 20 * SMS
+# maximum number of segments of the tokens, for intervals
+SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+MIN_INTERVAL = 16  # query tiles per work item of an interval
+# For intervals: the cost of an item's begin, end and merge, in units of a step of 64 rows. If
+# all items run at once, the steps of the last item cost 1.15 times as much, since it compares
+# all its keys.
 ITEM_STEPS, COMPARED = 12, 1.15
-MAX_ENTRIES = 2048  # entries of a work item of a list, since each has its own partial
-MIN_ENTRIES = 256  # entries that a work item of a list may always have
+# minimum number of entries per work item of a list, since each has its own partial
+MAX_ENTRIES = 2048
+MIN_ENTRIES = 256  # number of entries that a work item of a list may always have
 MIN_SEGMENT = (
     4096  # query tiles of a segment: 16 rows each have 30 MB of Q and dO, which fit in L2
 )
-MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1  # of query tiles of one token
+MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1  # the same for query tiles of one token
 
 
 class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
-    Queries are counted in query tiles, or in entries from the begin of all lists. In the table of
-    intervals `PART_COLUMNS` follow for each 64 keys of the tile and replace the unmasked columns
-    here.
+    Queries are counted in query tiles, or in entries from the begin of all lists. In the table
+    of intervals, `PART_COLUMNS` follow for each 64 keys of the tile. They replace the columns
+    of unmasked queries.
     """
 
-    row: Any  # of [B, Hkv]; a negative row is no work item
-    first_key: Any  # of the tile of keys
+    row: Any  # row of [B, Hkv]; a negative row means that there is no work item
+    first_key: Any  # first key of the tile
     begin: Any  # of the queries
-    unmasked_begin: Any  # of the queries that see all keys of the tile
+    unmasked_begin: Any  # begin and end of the queries that attend to all keys of the tile
     unmasked_end: Any
     end: Any
     partial: Any  # index of the item's partial; `dkv` only
@@ -90,7 +96,7 @@ def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
     return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
 
-# Intervals: the queries that see a key are neighbours.
+# Intervals: the queries that attend to a key are neighbours.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +105,7 @@ class IntervalSplit:
 
     Attributes:
       segments: Segments of the tokens.
-      tiles: Maximum number of key tiles that the tokens of a segment see.
+      tiles: Maximum number of key tiles to which the tokens of a segment attend.
       partials: Maximum number of partials per row of `[B, Hkv]`.
       streams: Whether the order is `[tile of a segment, segment, row]`. Otherwise it is
         `[segment, tile, row]` with the last segment first.
@@ -116,17 +122,17 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """Return the split for queries that see all earlier keys. Several numbers of segments are
-    tried, and the one with the fewest steps per SM is used. The last segment, which has the
-    most items, comes first.
+    """Return the split for queries that attend to all earlier keys. Several numbers of segments
+    are compared, and the one with the fewest steps per SM is used. The last segment, which has
+    the most items, comes first.
 
     Args:
       spec: A `Dkv`.
-      tiles_seen: Function that returns the largest number of tiles of keys that the tokens
-        `first .. end - 1` see. It accepts arrays, since it is called hundreds of times for each
-        new length.
-      sees: Function that returns approximately how many tiles the token `end - 1` sees.
-        Defaults to all tiles that earlier tokens see.
+      tiles_seen: Function that returns the maximum number of tiles of keys to which the tokens
+        `first .. end - 1` attend. It accepts arrays, since hundreds of values are needed for
+        each new length.
+      sees: Function that returns approximately the number of tiles to which the token `end - 1`
+        attends. Defaults to all tiles to which earlier tokens attend.
     """
 
     heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
@@ -135,8 +141,8 @@ def split_causal(
     total = heads * query_tiles / samples * int(seen.sum())
 
     def steps(split):
-        """Return the steps of the last SM to finish, fitted on an H200
-        (bench/records/log/dkv.md).
+        """Estimate the number of steps of the SM that finishes last. The formula was fitted to
+        measurements on an H200 (bench/records/log/dkv.md).
         """
         items, longest = split.partials * heads, cdiv(query_tiles, split.segments)
         if items <= SMS:
@@ -152,9 +158,10 @@ def split_causal(
 def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
-    """Return the split for queries that see a window. Each segment has one SM for each tile of
-    keys that a query sees. A segment's tiles then follow one another as a stream. Tiles that
-    run together read the same queries at about the same time, so that these are in L2.
+    """Return the split for queries that attend to a window. Each segment has one SM for each
+    tile of keys to which a query attends. The tiles of a segment then follow one another as a
+    stream. Tiles that run together read the same queries at about the same time, so that these
+    stay in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -180,8 +187,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 
     Args:
       ops: A `nsa_core.array_ops.ArrayOps`.
-      bounds: The keys `first .. last - 1` that each token sees. Both arrays are `[B, T]` and
-        never decrease.
+      bounds: The keys `first .. last - 1` to which each token attends. Both arrays are `[B, T]`
+        and never decrease.
       spec: A `Dkv`.
       split: The split of the work.
     """
@@ -190,11 +197,12 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     segments, span = split.segments, cdiv(spec.query_tiles, split.segments)
     xp, integers = ops.xp, ops.to_int32
 
-    # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
+    # The query tiles that attend to some of each 64 keys, and those that attend to all of them:
+    # `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
     begin = ops.searchsorted(last, start, "right")
-    # A tile behind all keys that are seen has no queries, not the queries of the last tile.
+    # A tile after all visible keys has no queries, and not the queries of the last tile.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
     unmasked_begin = cdiv(ops.searchsorted(last, start + ROWS, "left"), tokens)
     unmasked_end = ops.searchsorted(first, start, "right") // tokens
@@ -248,23 +256,24 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     return table.reshape(-1, INTERVAL_ITEM_INTS), integers(firsts), integers(counts)
 
 
-# Lists: the queries that selected a block are entries of a list.
+# Lists: the queries that selected a block are the entries of a list.
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
     """The work items of query lists, as static sizes.
 
-    Segments have `segment` query tiles each, a multiple of those of a chunk, and the same capacity.
-    With `halving` each segment is half of the tokens before the next one, and the first has
-    `segment` query tiles or more, so that the lists of a segment's tiles of keys have similar
-    lengths. If a token's last key is not known, there is a single segment.
+    All segments have the same capacity and `segment` query tiles, a multiple of those of a
+    chunk. With `halving`, each segment is half of the tokens before the next one, and the first
+    has at least `segment` query tiles. The lists of a segment then have similar lengths. If the
+    last key of a token is not known, there is a single segment.
 
     Attributes:
       longest: Maximum number of entries of a work item.
-      first_query: Key of the first query, if the lists are indexed by slots of packed rows
-        (`nsa_core.varlen`), whose keys `first_key` holds. None means lists indexed by keys.
-      gap: Keys between the first half of the queries and the second, with `first_query`.
+      first_query: Key index of the first query, if the lists are indexed by slots of packed
+        rows (`nsa_core.varlen`). `first_key` then has the keys of the slots. None means that
+        the lists are indexed by keys.
+      gap: Number of keys between the two halves of the queries, with `first_query`.
     """
 
     lists: BlockQueryLists
@@ -297,7 +306,7 @@ class WorkItems:
 
     @property
     def square(self) -> bool:
-        """Whether token t sees no key after t."""
+        """Whether token t attends to no key after t."""
         return not self.placed and not self.lists.packed and self.lists.T == self.lists.S
 
     @functools.cached_property
@@ -318,9 +327,9 @@ class WorkItems:
 
     @functools.cached_property
     def capacities(self) -> tuple[int, ...]:
-        """The largest number of work items of a row in each segment. No work item is empty.
-        Each tile of keys that the segment's tokens see has at most one work item that is not
-        full.
+        """The maximum number of work items per row in each segment. No work item is empty. Each
+        tile of keys to which the tokens of the segment attend has at most one work item that is
+        not full.
         """
         lists, capacities = self.lists, []
         tokens = lists.chunk * lists.tokens
@@ -400,8 +409,9 @@ def dkv_work_items(
 
 @described
 def work_items(spec: WorkItems) -> Kernel:
-    """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one per token in
-    rows that are not packed, or `first_key` `[B, key_tiles]` of tiles that are `placed`. Outputs:
+    """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which increases by one per
+    token in rows that are not packed, or `first_key` `[B, key_tiles]` if tiles are `placed`.
+    Outputs:
     `table`, whose empty rows have `row` -1 and no entries; if `halving` also `first` and `count`.
     """
     lists = spec.lists
@@ -416,8 +426,8 @@ def work_items(spec: WorkItems) -> Kernel:
 @described
 def ordered_work_items(spec: WorkItems) -> Kernel:
     """Describe the kernel that sorts the table of a `halving` spec. In each row and segment,
-    work items with more entries come first. Work items with equally many entries keep their
-    order.
+    work items with more entries come first. Work items with the same number of entries keep
+    their order.
     """
     table = {"table": spec.outputs["table"]}
     warps = cdiv(spec.items, LANES)

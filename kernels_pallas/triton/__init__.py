@@ -1,1 +1,1 @@
-"""Kernels in official Triton. Modules here import only Triton."""
+"""Kernels in Triton. The modules of kernels import only Triton."""

@@ -14,12 +14,12 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, itemsize, power, scores_tiling
 
 AMPERE = (8, 0)
-ADA = (8, 9)  # the first capability that converts 8-bit floats
+ADA = (8, 9)  # the lowest capability that converts 8-bit floats
 WIDTH = 256
-BLOCK = 128  # keys of a selection block
-SELECTED = 64  # blocks of a token
+BLOCK = 128  # maximum number of keys per selection block
+SELECTED = 64  # maximum number of selected blocks per token
 DTYPES = ("float16", "bfloat16", "float32")
-NUMBERED = 2**31  # rows that a 32-bit number can count
+NUMBERED = 2**31  # number of rows that 32 bits can count
 
 
 def why_not(problem: Any) -> str | None:
@@ -32,28 +32,28 @@ def why_not(problem: Any) -> str | None:
         return reason
     group, config = problem.H // problem.Hkv, problem.config
     if group > HEADS:
-        return f"takes up to {HEADS} query heads per key/value head, got {group}"
+        return f"supports up to {HEADS} query heads per key/value head, got {group}"
     for name in ("D", "Dv"):
         width = getattr(problem, name)
         if width > WIDTH:
-            return f"takes widths up to {WIDTH}, got {name}={width}"
+            return f"supports widths up to {WIDTH}, got {name}={width}"
     if config.select_block > BLOCK:
-        return f"takes selection blocks up to {BLOCK}, got {config.select_block}"
+        return f"supports selection blocks up to {BLOCK}, got {config.select_block}"
     if config.num_selected > SELECTED:
-        return f"takes up to {SELECTED} selected blocks, got {config.num_selected}"
+        return f"supports up to {SELECTED} selected blocks, got {config.num_selected}"
     found, size = tuple(problem.capability), itemsize(problem.dtype)
     of, rows = (problem.D, problem.Dv, size, found), min(power(group), 64)
     tilings = [choose(kernel, rows, 64, *of) for kernel in ("forward", "dq")]
     tilings += [choose("dkv", 64, 64, *of), scores_tiling(group, problem.D, size, found)]
     if None in tilings:
         return (
-            f"takes widths and groups whose tiles fit in the shared memory of compute capability "
+            f"needs widths and groups whose tiles fit in the shared memory of compute capability "
             f"{found}, got {problem.dtype} with D={problem.D}, Dv={problem.Dv}, "
             f"{group} query heads per key/value head"
         )
     # A block counts twice in the backward pass of packed rows.
     rows = 2 * problem.T * group * config.num_selected
-    return f"takes 2 T G n < 2**31, got {rows}" if rows >= NUMBERED else None
+    return f"needs 2 T G n < 2**31, got {rows}" if rows >= NUMBERED else None
 
 
 def decode_why_not(problem: Any) -> str | None:
@@ -61,8 +61,8 @@ def decode_why_not(problem: Any) -> str | None:
     tokens, or None.
     """
     if problem.packed or not 1 <= problem.T <= QUERIES:
-        rows = "rows of different numbers" if problem.packed else f"{problem.T} per row"
-        return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
+        rows = "different numbers" if problem.packed else f"{problem.T} per row"
+        return f"needs the same number of queries, 1 to {QUERIES}, in all rows, got {rows}"
     return why_not(problem) or (fp8_why_not(problem.capability) if problem.is_fp8 else None)
 
 
@@ -85,7 +85,7 @@ def copies_why_not(
     if found is None or found < AMPERE:
         return f"needs compute capability {AMPERE} or more, got {found}"
     if name not in DTYPES:
-        return f"takes {', '.join(DTYPES)}, got {name}"
+        return f"supports {', '.join(DTYPES)}, got {name}"
     return _missing(framework)
 
 
@@ -109,10 +109,10 @@ def _pair_why_not() -> str | None:
             Version(importlib.metadata.version(x)) for x in ("jax-triton", "triton")
         )
     except importlib.metadata.PackageNotFoundError:
-        return None  # a build with a name of its own
+        return None  # a build with a custom version name
     if caller < Version("0.4") or compiler >= Version("3.7"):
         return None
-    return f"jax-triton {caller} needs triton 3.7, got {compiler}: install jax-triton 0.3.1"
+    return f"jax-triton {caller} needs triton 3.7, got {compiler}; install jax-triton 0.3.1"
 
 
 def launcher_why_not() -> str | None:
@@ -120,8 +120,8 @@ def launcher_why_not() -> str | None:
     torch, or None.
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "needs a C compiler, which builds the launcher of Triton's kernels: install gcc"
+        return "needs a C compiler, with which Triton builds its launcher; install gcc"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
     if not os.path.exists(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
-        return "needs Python.h, with which Triton builds its launcher: install python3-dev"
+        return "needs Python.h, with which Triton builds its launcher; install python3-dev"
     return None

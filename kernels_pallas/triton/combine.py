@@ -24,7 +24,9 @@ def gated_sum(
     count,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: ceil(count / ROWS). Outputs `[count, WIDTH]`, gates float32 `[count]`."""
+    """Compute the gated sum of three outputs `[count, WIDTH]` with gates float32 `[count]`.
+    Programs: ceil(count / ROWS).
+    """
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
     total = _gated(compressed, compressed_gate, row, there, c)
@@ -35,8 +37,8 @@ def gated_sum(
 
 @triton.jit
 def _deltas(do, outputs, results, count, c):
-    """Return delta = rowsum(dO * O) of each output. Where an output is 0, as in padding, dO may
-    be NaN.
+    """Return delta = rowsum(dO * O) of each output. If an output is 0, as in padding, dO may be
+    NaN.
     """
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
@@ -49,7 +51,9 @@ def _deltas(do, outputs, results, count, c):
 
 @triton.jit
 def delta(do, out, count, delta_out, c: tl.constexpr):
-    """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
+    """Compute delta of one output `[count, WIDTH]`, float32 `[count]`. Programs: ceil(count /
+    ROWS).
+    """
     _deltas(do, (out,), (delta_out,), count, c)
 
 

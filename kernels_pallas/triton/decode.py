@@ -1,4 +1,4 @@
-"""Decode: a few queries per row, all branches, over a paged cache, in two launches.
+"""A decode step over a paged cache: all branches, for a few queries per row, in two launches.
 
     partials   a program has one split of the compressed keys, or of the window, of one row and
                key/value head. It stores the logits of the compressed keys for the scores, and the
@@ -7,9 +7,10 @@
                It scores all blocks, selects the best, attends to the blocks of its part and adds
                the outputs of its share of the splits. The last part to finish adds up the parts.
 
-Split-K: a split has a fixed number of keys, so that the order of sums only depends on the length of
-a row, not on the batch or the table. Bandwidth bound: every compressed key and value is read once
-per row, and the keys and values of the window and the blocks.
+The kernels use split-K. A split has a fixed number of keys, so that the order of sums depends
+only on the length of a row, and not on the batch or the page table. The step is bandwidth
+bound. Every compressed key and value is read once per row, and so are the keys and values of
+the window and of the selected blocks.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
     m = max m_s    lse = m + log2(sum l_s exp2(m_s - m))    O = sum exp2(m_s - lse) O_s
@@ -32,12 +33,12 @@ from kernels_pallas.triton.rows import (
 )
 from kernels_pallas.triton.scores import HIGHEST, pack_scores
 
-MERGED = tl.constexpr(8)  # splits whose statistics are read at a time
+MERGED = tl.constexpr(8)  # number of splits whose statistics are read at a time
 
 
 @triton.jit
 def entry_place(table, entry, mask, P, PER_PAGE):
-    """Return the indices of a row's entries in the pool, as if it were one long page."""
+    """Return the indices of a row's entries in the pool, if all pages are counted as one array."""
     page = tl.load(table + entry // PER_PAGE, mask=mask, other=0)
     page = tl.minimum(tl.maximum(page, 0), P - 1).to(tl.int64)
     return page * PER_PAGE + entry % PER_PAGE
@@ -45,8 +46,8 @@ def entry_place(table, entry, mask, P, PER_PAGE):
 
 @triton.jit
 def _row_of(lengths, batch, M, c):
-    """Return the tokens of a row, and the position of its first query, which is negative without a
-    row.
+    """Return the number of tokens of a row, and the position of its first query. The position
+    is negative if the row is unused.
     """
     length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
     return length, tl.where(length > 0, length - c.QUERIES, -c.QUERIES)
@@ -54,22 +55,22 @@ def _row_of(lengths, batch, M, c):
 
 @triton.jit
 def _complete(position, c):
-    """Return the compressed tokens that a query sees."""
+    """Return the number of compressed tokens to which a query attends."""
     complete = tl.maximum(position - c.COMPRESS_BLOCK + 1, -c.COMPRESS_STRIDE)
     return (complete + c.COMPRESS_STRIDE) // c.COMPRESS_STRIDE
 
 
 @triton.jit
 def _scales(scale, place, head, mask, c, PER_PAGE):
-    """Return the scales of tokens of one head, from `[P, HEADS, PER_PAGE]`."""
+    """Load the scales of tokens of one head, from `[P, HEADS, PER_PAGE]`."""
     at = (place // PER_PAGE * c.HEADS + head) * PER_PAGE + place % PER_PAGE
     return tl.load(scale + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
-    """Return the logits of the entries at `place`, base 2, and their values. Keys and values may
-    have scales.
+    """Return the base-2 logits of the entries at `place`, and the values of these entries. Keys
+    and values may have scales.
 
     Args:
       arrays: Keys and values, and the scales of both.
@@ -94,8 +95,8 @@ def _over_split(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Compute attention of the rows to the entries `begin .. end - 1`. Each row sees only `low
-    .. high - 1` of them.
+    """Compute attention of the rows to the entries `begin .. end - 1`. Each row attends only to
+    `low .. high - 1` of them.
     """
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
@@ -130,8 +131,9 @@ def partials(
       compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
-      splits, windows: Splits of the compressed keys and of the window, for the longest row.
-      candidates: Compressed keys of that row.
+      splits, windows: Numbers of splits of the compressed keys and of the window, for the
+        longest row.
+      candidates: Number of compressed keys of the longest row.
       logits: float32 `[B * HEADS, QUERIES * GROUP, candidates]`, base 2.
       maxima, sums: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
       outputs: float32 `[B * HEADS, QUERIES * GROUP, splits + windows, VALUE_WIDTH]`.
@@ -170,7 +172,7 @@ def partials(
         begin = split * c.SPLIT
         end = tl.minimum(begin + c.SPLIT, tl.max(high, axis=0))
         low = tl.full([c.ROWS], 0, tl.int32)
-        scale_of = compressed_value_scale  # keys have none
+        scale_of = compressed_value_scale  # compressed keys have no scales
         compressed = compressed_key, compressed_value, scale_of, scale_of
         of_compressed = (compressed, (low, high, begin, end)) + of_rows
         most, total, acc = _over_split(*of_compressed, c, SLOTS, FIRST, True, False)
@@ -191,7 +193,9 @@ def partials(
 
 @triton.jit
 def _lse_log2(maxima, sums, at, begin, end, real, c):
-    """Return lse of the splits `begin .. end - 1`, base 2, of rows whose statistics are at `at`."""
+    """Return the base-2 log-sum-exp over the splits `begin .. end - 1`, for rows whose
+    statistics are at `at`.
+    """
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
     for first in range(begin, end, MERGED):
@@ -203,7 +207,7 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
         total *= tl.exp2(most - base)
         total += tl.sum(parts * tl.exp2(theirs - base[:, None]), axis=1)
         most = larger
-    # Rows that see no key have +inf, so that exp2(S - lse) is 0.
+    # Rows without keys have +inf, so that exp2(S - lse) is 0.
     return tl.where(
         total == 0.0, float("inf"), most + tl.log2(tl.where(total == 0.0, 1.0, total))
     )
@@ -299,12 +303,13 @@ def finish(
     Args:
       query .. lengths: As in `partials`, with the pages of the selected branch.
       gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
-      logits .. counters: Outputs of `partials`; a counter counts the parts that have finished.
+      logits .. counters: Outputs of `partials`. A counter has the number of parts that have
+      finished.
       out: `[B * QUERIES, H, VALUE_WIDTH]`.
       indices: int32 `[B * QUERIES, HEADS, N]`.
       part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
-      part_outputs, part_added: The same, `[.., VALUE_WIDTH]`: of the selected branch, not
-        normalised, and of the other two, gated.
+      part_outputs, part_added: The same with `[.., VALUE_WIDTH]`. The former are unnormalised
+        outputs of the selected branch, the latter gated outputs of the other two.
     """
     program = tl.program_id(0).to(tl.int64)
     part = (program % c.PARTS).to(tl.int32)
@@ -383,7 +388,7 @@ def finish(
 
 @triton.jit
 def _load_shared(at, mask, other):
-    """Loads numbers that other programs wrote, past L1."""
+    """Load values that other programs wrote, bypassing L1."""
     return tl.load(at, mask=mask, other=other, cache_modifier=".cg")
 
 

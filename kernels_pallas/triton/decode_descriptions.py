@@ -1,4 +1,4 @@
-"""Descriptions of the launches `append` and `gather` on pages. No Triton is needed."""
+"""Describes the launches `append` and `gather` on pages. This module does not import Triton."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import power
 
-QUERIES = 8  # of a row in a decode step, at most
-GATHERED = 8192  # elements that a program copies from pages
+QUERIES = 8  # maximum number of queries per row in a decode step
+GATHERED = 8192  # number of elements that a program copies from pages
 
 
 def gather(
@@ -22,9 +22,9 @@ def gather(
     last: bool = False,
 ) -> TritonKernel:
     """Describe the launch that gathers pages. Its arrays are the pages of keys and of values,
-    the scales of both (any array if there are none), page_table and lengths. Results: `[rows,
-    S, heads, width]` of both. S is the number of entries of a row's pages, so that the scores,
-    which read whole blocks, need no copy.
+    the scales of both, page_table and lengths. Without scales, pass any arrays. The results are
+    keys and values `[rows, S, heads, width]`. S is the number of entries in the pages of a row,
+    so that the scores, which read whole blocks, need no copy.
 
     Args:
       key, value: The pages.
@@ -33,7 +33,7 @@ def gather(
       reach: Number of last tokens of a row whose entries are copied; other entries are zeros.
       margin: Number of tokens before these whose entries are zeros; earlier ones are not written.
         Defaults to all tokens.
-      last: Whether only the last page of each row is copied, for raw tokens.
+      last: Whether only the last page of each row is copied. This is for raw tokens.
     """
     (pool, _, heads, width), (rows, pages) = key.shape, page_table.shape
     widths = width, value.shape[3]
@@ -63,7 +63,7 @@ def append(
     cache: Any, key: Any, value: Any, page_table: Any, *, ragged: bool, means: bool, slots: bool
 ) -> list[TritonKernel]:
     """Describe one or two launches that write in place. `paged_append.append` lists the arrays.
-    Pass any array in place of one that is not read.
+    For arrays that are not read, pass any array.
 
     If the new tokens of a row of a cache in fp8 may overwrite ring buffer slots whose tokens the
     means still need, a separate launch writes the ring buffer.
@@ -73,7 +73,7 @@ def append(
       key, value: The new tokens `[N, Hkv, .]` of all rows.
       ragged: Whether rows have different numbers of tokens.
       means: Whether compressed tokens are means, which the launch computes.
-      slots: Whether the rows name their ring buffers.
+      slots: Whether the caller passes the index of each row's ring buffer.
     """
     (tokens, heads, width), rows, config = key.shape, page_table.shape[0], cache.config
     rings = cache.recent_key.shape[0] if cache.is_fp8 else 0

@@ -11,14 +11,14 @@ from kernels_pallas.triton import tiling as tilings
 from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import Tiling, power, precision
 
-SPLIT_NUMBERS = 4096  # numbers of a head in a program of `split_heads`
+SPLIT_NUMBERS = 4096  # number of elements of a head per program of `split_heads`
 
 
 class Problem(NamedTuple):
-    """Sizes of one branch (shapes: `nsa_core.types`), and its GPU.
+    """The sizes of one branch and its GPU. `nsa_core.types` explains the letters.
 
     Attributes:
-      capability: Capability of the GPU, which bounds the tiles.
+      capability: Compute capability of the GPU, which limits the size of tiles.
     """
 
     B: int
@@ -47,7 +47,8 @@ class Problem(NamedTuple):
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
         """Return the tiling of a kernel (`tiling.needed`) with at most this number of rows and keys
-        per tile. A bound of the rows replaces the default; a bound of the keys can only lower it.
+        per tile. A bound of the rows replaces the default. A bound of the keys can only reduce
+        the default.
         """
         largest = tilings.most(kernel, self.capability, self.D, self.Dv)
         limits = rows or largest[0], min(keys or largest[1], largest[1])
@@ -107,27 +108,29 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """Columns of the projection."""
+        """Number of columns of the projection."""
         heads = self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
         return heads + self.gate_columns
 
     @property
     def gate_columns(self) -> int:
-        """Columns of the gates, including padding."""
+        """Number of columns of the gates, including padding."""
         return cdiv(self.H * self.gates, 8) * 8
 
     @property
     def rows(self) -> int:
-        """Tokens of a program."""
+        """Number of tokens per program."""
         return max(SPLIT_NUMBERS // max(power(self.D), power(self.Dv)), 1)
 
     def partials(self, tokens: int) -> tuple[int, int, int]:
-        """Return the shape of the gradients of the norms' weights, to be summed."""
+        """Return the shape of the partial gradients of the norm weights, which are summed
+        later.
+        """
         return cdiv(tokens, self.rows), self.H + self.branches * self.Hkv, self.D
 
     def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Return the shapes of query, three keys, three values, mean, gates; absent arrays are
-        empty.
+        """Return the shapes of query, three keys, three values, mean and gates. Arrays that do
+        not exist are empty.
         """
         absent = [(0,)] * (3 - self.branches)
         keys, values = (
@@ -141,10 +144,9 @@ class Heads:
 def split_heads(
     heads: Heads, tokens: int, back: bool, norm_eps: float | None = None
 ) -> TritonKernel:
-    """Describe the launch that splits a projection into heads. With `back` it joins the
-    gradients of heads. It writes in place.
-
-    `split_heads.split_heads` lists the arrays. Pass any array in place of one that is not read.
+    """Describe the launch that splits a projection into heads. With `back` the launch joins the
+    gradients of heads instead. The launch writes in place. `split_heads.split_heads` lists the
+    arrays. Pass any array in place of one that is not read.
     """
     means = 0 if back else heads.means
     of_row = heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)

@@ -1,12 +1,13 @@
-"""Computes dk and dv of a branch, key-stationary and with transposed products (keys x queries).
+"""Computes dk and dv of a branch. The kernels are key-stationary, and their products are
+transposed (keys x queries).
 
     S^T = scale K Q^T    P^T = exp(S^T - lse)    dS^T = P^T * (g V dO^T - g delta)
     dv = (g P)^T dO      dk = scale dS^T Q
 
-A program has one tile of keys and a segment of the query rows that see it. The segment is an
-interval of tokens (`of_intervals`), or a part of the list of the tokens that chose the block
-(`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their order.
-The products already sum over the heads of a group.
+A program has one tile of keys and a segment of the query rows that attend to it. The segment is
+an interval of tokens (`of_intervals`), or a part of the list of the tokens that selected the
+block (`of_blocks`). If there are several segments, their sums are float32 partials, which
+`merge` adds in order. The products already sum over the heads of a group.
 
 The sums of dk and dv have one term per query, and grow with the number of queries. In float32
 the sums are compensated. Otherwise one multiply-add per query row would round a large sum
@@ -28,8 +29,8 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _add_product(a, b, acc, lost, c):
-    """Return acc + A B, and in float32 also the rounding error of the sum so far (Kahan's sum
-    of the tiles).
+    """Return acc + A B. In float32 also return the rounding error of the sum so far, as in
+    Kahan summation over tiles.
     """
     if c.PRECISION != "ieee":
         return dot(a, b, c, acc), lost
@@ -43,13 +44,13 @@ def _over_queries(
     tile, arrays, lists, item, at, edges, stop, scale, head, c, LISTED
 ):  # fmt: skip
     """Return dk / scale and dv of a tile, summed over the rows between the first and the last
-    of four `edges`. Rows between the second and the third edge see the whole tile. Rows belong
-    to the tokens from `item` on, or if `LISTED` to the entries of a query list.
+    of four `edges`. Rows between the second and the third edge attend to the whole tile. Rows
+    belong to the tokens from `item` on or, if `LISTED`, to the entries of a query list.
 
     Args:
       tile: Keys and values `[KEYS, .]`.
       arrays: query, do, lse, delta, gate, dlse.
-      lists: first, last; or order, indices, position, key_start.
+      lists: Either first and last, or order, indices, position and key_start.
       at: Indices of the keys in the array.
     """
     keys, values = tile
@@ -114,8 +115,8 @@ def of_intervals(
 
     Args:
       query .. dlse: As in `interval.dq`.
-      bounds: int32 `[B, tiles, 4]`: begin and end of the tokens that see some key of a tile, then
-        of the tokens that see all its keys.
+      bounds: int32 `[B, tiles, 4]`: begin and end of the tokens that attend to some key of a
+        tile, then of the tokens that attend to all of its keys.
       scale_dk: The scale without log2(e).
       DIRECT: Whether there is one segment.
       dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; otherwise float32 partials
@@ -165,17 +166,17 @@ def of_blocks(
     T, S, tiles, items, entries, scale, scale_dk,
     dk_out, dv_out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list of
-    a tile, which is a block of keys; a program has KEYS of them.
+    """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list
+    of a tile. A tile is a block of keys, and a program has KEYS of these keys.
 
     Args:
       query .. key_start: As in `selected.forward`; do .. dlse: As in `interval.dq`.
       order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other. An
         entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
         begins after its token.
-      starts: int32 `[B * HEADS, tiles + 1]`: begin of each list.
+      starts: int32 `[B * HEADS, tiles + 1]`: the begin of each list.
       ends: int32 `[B * HEADS, tiles]`: end of the items of each tile.
-      tile_of: int32 `[B * HEADS, items]`: the tile of each item; `tiles` is no tile.
+      tile_of: int32 `[B * HEADS, items]`: the tile of each item. The value `tiles` means none.
       COPIES: 2 if sequences may begin at any key, so that a block is part of two tiles.
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
@@ -197,7 +198,7 @@ def of_blocks(
         row = (batch * S + at) * c.HEADS + head
         keys = load_rows(key, row, inner, c.WIDTH)
         values = load_rows(value, row, inner, c.VALUE_WIDTH)
-        # A tile's own tokens come first, and see a part of the tile.
+        # The first entries are the tile's own tokens, which attend to a part of the tile.
         own = first + c.BLOCK if c.COPIES == 1 else stop
         begin = start * c.GROUP
         stop *= c.GROUP
@@ -219,7 +220,7 @@ def of_blocks(
 
 @triton.jit
 def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
-    """Add each tile's partials in their order. The results are dk and dv `[B, S, HEADS, .]`.
+    """Add the partials of each tile in order. The results are dk and dv `[B, S, HEADS, .]`.
 
     Programs: B * HEADS * tiles * (KEYS / PART).
 

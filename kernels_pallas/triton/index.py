@@ -1,14 +1,14 @@
 """Computes the scores of an indexer, their maximum over each block, and the top n blocks. No
 score leaves the chip.
 
-    z[t, h, j] = max of iq[t, h] . ik[r] over the rows r of block j that the query sees
+    z[t, h, j] = max of iq[t, h] . ik[r] over the visible rows r of block j
 
-A program keeps the rows of `TOKENS` tokens with all their heads, and loops over the keys, which
+A program has the rows of `TOKENS` tokens with all their heads. It loops over the keys, which
 all heads share, `KEYS` at a time. Each step computes one product, with many columns per thread,
-and its maximum. A step of the selection has `BEST` blocks. A candidate is one 64-bit integer.
-It has the bits of the score in the order of integers, followed by the complemented index. The
-greatest candidates are the best, and the lower block wins among equal scores. The best so far
-stay in registers.
+and its maximum. The selection processes `BEST` blocks per step. A candidate is one 64-bit
+integer. It has the bits of the score in the order of integers, followed by the complemented
+index. The greatest candidates are selected, and the lower block wins if scores are equal. The
+best candidates so far stay in registers.
 
 If more blocks are selected than registers hold, if blocks have few keys, or if scores are added
 over heads, `index_scores` writes z instead. `paged_blocks.best` then selects the blocks.
@@ -36,14 +36,14 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
 
     Args:
       query: `[B, T, HEADS, WIDTH]`.
-      key: `[B, S, WIDTH]`, a row for each ENTRY tokens.
+      key: `[B, S, WIDTH]`, with one row per ENTRY tokens.
       position: int32 `[B, T]`; negative positions are padding.
       out: int32 `[B, T, HEADS, N]`.
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch = (program // tiles).to(tl.int64)
-    tile = tiles - 1 - program % tiles  # the longest first
+    tile = tiles - 1 - program % tiles  # the longest rows first
     index = tl.arange(0, c.ROWS)
     token, head = tile * c.TOKENS + index // c.HEAD_ROWS, index % c.HEAD_ROWS
     real = (token < T) & (head < c.HEADS)
@@ -56,7 +56,7 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     end = tl.max(at // (c.POOL * c.ENTRY) + 1, axis=0)
     end = tl.where(tl.max(at, axis=0) >= 0, end, 0)
     lowest = tl.min(tl.where(at >= 0, at, HIGHEST - 1), axis=0)
-    # Up to here each query sees all keys of a block.
+    # Up to here each query attends to all keys of a block.
     plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
     key += batch * S * c.WIDTH
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
@@ -98,7 +98,8 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
 
     Args:
       query, key, position: As in `index_blocks`.
-      out: float32 `[B, count, HEADS or 1, blocks]`; written if a key is seen.
+      out: float32 `[B, count, HEADS or 1, blocks]`; not written for blocks without visible
+        keys.
     """
     MADE: tl.constexpr = c.KEYS // c.POOL
     tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)

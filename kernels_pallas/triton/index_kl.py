@@ -1,11 +1,12 @@
-"""Computes the divergence of an indexer's scores from an attention over listed blocks, and its
-gradients.
+"""Computes the KL divergence between an attention over listed blocks and the scores of an
+indexer, and its gradients.
 
     t_j = mean over the heads of exp(scale q . k_j - lse)     p = softmax of index_scale iq . ik_j
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
-Key-stationary: a program keeps the keys of a block, and has a part of its query list, for one index
-head. It gathers queries: 32 bytes for each key that a query-stationary loop would read.
+The kernels are key-stationary. A program has the keys of a block and a part of its query list,
+for one index head, and it gathers the queries. This reads 32 bytes for each key that a
+query-stationary loop would read.
 
     kl_targets     t and sum t for each entry (query, slot)
     kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and
@@ -48,7 +49,7 @@ def _part_of(item, starts, ends, tile_of, tiles, items, c):
 
 @triton.jit
 def _entries(order, at, end, COUNT, EACH):
-    """Return the entries from `at` on, each repeated `EACH` times. Entries past the end are
+    """Return `COUNT` entries from `at` on, each repeated `EACH` times. Entries past the end are
     0.
     """
     place = at + tl.arange(0, COUNT * EACH) // EACH
@@ -76,8 +77,8 @@ def kl_targets(
       position: int32 `[B, T]`; negative positions are padding.
       order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
-      masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
-      targets: `[B, T, INDEX_HEADS, N * BLOCK]`, the targets `t` of the loss.
+      masses: float32 `[B, T, INDEX_HEADS, N]`, the sums of t, written for listed blocks.
+      targets: `[B, T, INDEX_HEADS, N * BLOCK]`, the values t of listed keys.
     """
     at_row, batch, head, tile, begin, end = _part_of(
         tl.program_id(0), starts, ends, tile_of, tiles, items, c
@@ -90,8 +91,9 @@ def kl_targets(
         keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, c.WIDTH)
         row = tl.arange(0, c.TOKENS * c.GROUP_ROWS)
         member = row % c.GROUP_ROWS
-        # Numbers that a step needs after its product are loaded one step ahead, their entries two
-        # steps ahead. The queries' entries are loaded again, since Triton prefetches queries.
+        # Values that a step needs after its product are loaded one step ahead, and their
+        # entries two steps ahead. The entries of the queries are loaded again, since Triton
+        # prefetches queries.
         mine = _entries(order, begin, end, c.TOKENS, c.GROUP_ROWS)
         following = _entries(order, begin + c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
         entry = _entries(order, begin, end, c.TOKENS, 1)
@@ -139,7 +141,7 @@ def kl_entries(
       index_query: `[B, T, INDEX_HEADS, WIDTH]`.
       index_key: `[B, S, WIDTH]`.
       targets, position, order, ..: as in `kl_targets`.
-      maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
+      maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written for listed blocks.
     """
     at_row, batch, head, tile, begin, end = _part_of(
         tl.program_id(0), starts, ends, tile_of, tiles, items, c
@@ -180,7 +182,7 @@ def kl_entries(
 
 @triton.jit
 def _listed(indices, position, number, real, c, slot):
-    """Return whether the query list of a block has the slot `slot` of a query."""
+    """Return whether the slot `slot` of a query is in the query list of a block."""
     upto = tl.load(position + number // c.INDEX_HEADS, mask=real, other=-1)
     block = tl.load(indices + number * c.N + slot, mask=real, other=-1)
     return (block >= 0) & (block * c.BLOCK <= upto)
@@ -196,11 +198,12 @@ def kl_loss(
 
     Args:
       maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.
-      indices: int32 `[B, T, INDEX_HEADS, N]`, negative without a block.
+      indices: int32 `[B, T, INDEX_HEADS, N]`, negative in empty slots.
       position: int32 `[B, T]`.
       loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`.
-      index_lse: log-sum-exp of z, +inf if no
-        block is listed; mass: sum t.
+      index_lse: The log-sum-exp of z, +inf if no block is listed.
+
+        mass: The sum of t.
     """
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count
@@ -237,7 +240,8 @@ def kl_gradients(
       index_query, index_key, targets, position, order, ..: as in `kl_entries`.
       index_lse, mass: Outputs of `kl_loss`. `grad`, float32 `[B, T, INDEX_HEADS]`, is the
         gradient of the loss.
-      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, for a gradient of 1, written if listed.
+      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, for a loss gradient of 1, written for
+        listed blocks.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """
     program = tl.program_id(0)
@@ -297,7 +301,7 @@ def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr
 
 @triton.jit
 def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
-    """Add each block's partials in their order. The result is `[B, S, WIDTH]`.
+    """Add the partials of each block in order. The result is `[B, S, WIDTH]`.
 
     Programs: B * tiles * (BLOCK / PART).
 

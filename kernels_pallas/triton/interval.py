@@ -1,9 +1,10 @@
 """Computes attention of each query to one interval of keys, and its dq, for the compressed and
 the sliding branch.
 
-Query-stationary: a program has `ROWS` rows of one key/value head and loops over the blocks of
-`KEYS` keys that any of them sees. Only blocks that some row sees in part are masked. Blocks
-begin at multiples of `KEYS` of the array, so that a row's sums do not depend on its tile.
+The kernels are query-stationary. A program has `ROWS` rows of one key/value head, and loops
+over all blocks of `KEYS` keys to which any of the rows attends. A block is masked only if some
+row attends to a part of it. Blocks begin at multiples of `KEYS` of the array, so that a row's
+sums do not depend on its tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -45,9 +46,9 @@ def _tile(first, last, T, c):
 
 @triton.jit
 def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
-    """Loop over the keys that some row sees. Blocks up to `plain` are masked, blocks from there
-    up to `tail` are seen by all rows, and blocks up to `end` are masked. Returns the last state
-    of `rows.start`.
+    """Loop over the keys to which some row attends. Blocks before `plain` and from `tail` to
+    `end` are masked. All rows attend to the blocks in between. Return the last state of
+    `rows.start`.
     """
     origin = batch * S * c.HEADS + head
     key += origin * c.WIDTH
@@ -86,9 +87,9 @@ def forward(
 
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`; key, value: `[B, S, HEADS, .]`.
-      first, last: int32 `[B, T]`: query `t` sees the keys `first .. last - 1`.
+      first, last: int32 `[B, T]`: query `t` attends to the keys `first .. last - 1`.
       gate: float32 `[B, T, H]`, read if `GATED`.
-      added: as `out`, read if `ADDED`.
+      added: The same shape as `out`, read if `ADDED`.
       scale: Scale of the logits, times log2(e).
       out: `[B, T, H, VALUE_WIDTH]`: gate * O + added.
       lse: float32 `[B, T, H]`, natural.
@@ -110,7 +111,7 @@ def dq(
     Args:
       do: `[B, T, H, VALUE_WIDTH]`, of the gated output.
       lse, delta: float32 `[B, T, H]`; gate, dlse: the same, read if `GATED`, `LSE_GRAD`.
-      added: as `out`, read if `ADDED`.
+      added: The same shape as `out`, read if `ADDED`.
       scale_dq: The scale without log2(e).
       out: `[B, T, H, WIDTH]`: dq + added.
     """

@@ -1,4 +1,4 @@
-"""The description of a Triton kernel, which needs no Triton.
+"""Describes a Triton kernel without importing Triton.
 
 The steps are written once for both frameworks. A framework's `ArrayOps.run` launches the described
 kernels on its own arrays.
@@ -22,14 +22,14 @@ class TritonKernel:
 
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
-      programs: Programs of the launch's only axis, at least 1.
+      programs: Number of programs of the launch, which has one axis. At least 1.
       scalars: The numbers that depend on lengths, and the scale. Their values are not compiled
         in.
-      outputs: Shapes and dtypes.
+      outputs: Shapes and dtypes of the outputs.
       constants: The compiled numbers, which are the only `tl.constexpr` of the function. They
         are a NamedTuple with the sizes of a layer, sizes of tiles, and switches.
-      warps: Warps of a program.
-      stages: Pipeline stages of the loops' loads.
+      warps: Number of warps per program.
+      stages: Number of pipeline stages for the loads of loops.
     """
 
     function: str
@@ -44,8 +44,8 @@ class TritonKernel:
     def of(
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
-        """Return a kernel with `launch`, its warps and stages, and compiled constants by name. Each
-        launch of a function has the same names.
+        """Return a kernel with compiled constants by name. `launch` also has warps and stages.
+        The names of constants are the same in all launches of a function.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)

@@ -1,11 +1,9 @@
 """Copies rows between an array and a contiguous buffer, and computes the sums that are the
-gradients of these copies.
-
-The array is viewed as `[batch, tokens, heads, width]` with any strides; the buffer is
-`[rows, width]`. A range has consecutive tokens of one head of one batch row. It is described by
-a first token, a length, and the first row in the buffer. Ranges are listed in the order
-`[batch, query, head, slot]`, so a range's index in the list determines its batch row and its
-head, and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
+gradients of these copies. The array is `[batch, tokens, heads, width]` with any strides, and
+the buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. It
+is described by a first token, a length, and the first row in the buffer. Ranges are listed in
+the order `[batch, query, head, slot]`, so a range's index in the list determines its batch row
+and its head, and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
@@ -15,11 +13,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-SIZES = ["tokens", "heads", "slots", "per_batch", "tiles"]  # that compile nothing again
+# arguments whose values cause no new compilation
+SIZES = ["tokens", "heads", "slots", "per_batch", "tiles"]
 
 
 class Tile(NamedTuple):
-    """Compiled constants; TERMS: tiles of `sum_ranges`, HEADS: of `gather_rows`."""
+    """The compiled constants. TERMS is the number of tiles of `sum_ranges`, and HEADS the
+    number of heads of `gather_rows`.
+    """
 
     WIDTH: int
     ROWS: int
@@ -40,12 +41,12 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
     """Return the tile of the gathers and of `add_ranges`, at most 8192 elements.
 
     Columns are the largest power of two that divides `width`, so that 192 is three times 64 and no
-    lane is idle. A divisor below 32 is not used, since its pieces of a row would be too small for
-    one warp.
+    lane is idle. A divisor below 32 is not used, since the parts of a row would be too small
+    for one warp.
 
     Args:
-      longest: Rows of the longest range.
-      width: Elements of a row.
+      longest: Number of rows of the longest range.
+      width: Number of elements per row.
     """
     columns = width & -width
     columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
@@ -54,11 +55,11 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
 
 
 def sum_tile(longest: int, width: int) -> Tile:
-    """Return the tile for `sum_ranges`, which holds TERMS tiles at a time and loops over long
+    """Return the tile for `sum_ranges`, which has TERMS tiles in registers and loops over long
     lists.
 
     A program has few rows, so that many programs share the list of the block that all queries
-    read. A step has several ranges, so that their reads are in flight together.
+    read. A step has several ranges, so that their loads overlap.
     """
     rows = min(triton.next_power_of_2(longest), 8)
     return tile(longest, width)._replace(ROWS=rows, TERMS=8)
@@ -66,8 +67,8 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 @triton.jit
 def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
-    """Return the indices for a part of a range. These are the batch row and head, which the
-    range's index in the list determines, the rows in the range, the columns, the tokens of the
+    """Return the indices for a part of a range: the batch row and the head, which the index of
+    the range in the list determines, the rows in the range, the columns, the tokens of the
     rows, and which tokens exist in the array.
     """
     batch, head = item // per_batch, item // slots % heads
@@ -84,7 +85,7 @@ def gather_ranges(
     tokens, heads, slots, per_batch, tiles,
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tokens of every range to the buffer, from row `place` on.
+    """Write the tokens of every range to the buffer, from row `place` on.
 
     Grid: (ranges * tiles, columns); `tiles * ROWS` covers the longest range.
 
@@ -92,7 +93,7 @@ def gather_ranges(
       source: `[batch, tokens, heads, WIDTH]` with the strides `source_*`, in elements.
       packed: contiguous `[rows, WIDTH]`; rows outside all ranges are not written.
       start, length, place: int64, contiguous, one entry per range.
-      slots, per_batch: ranges of one (query, head) and of one batch row.
+      slots, per_batch: Numbers of ranges per query and head, and per batch row.
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head, row, column, token, there = _tile_of(
@@ -115,14 +116,14 @@ def gather_rows(
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
     """Write row `rows[i]` of the `[batches * tokens]` rows, with all heads, to row i. If the
-    index is no row, write 0.
+    index is invalid, write 0.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
 
     Args:
       source: `[batches, tokens, HEADS, WIDTH]` with the strides `source_*`, in elements.
       packed: contiguous `[count, HEADS, WIDTH]`, every row written.
-      rows: int64 `[count]`; an index outside the array, such as -1, is no row.
+      rows: int64 `[count]`. An index outside the array, such as -1, is invalid.
     """
     item = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
@@ -144,8 +145,8 @@ def add_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of every range to its tokens by atomics. This is fast, but has no fixed
-    order.
+    """Add the rows of every range to its tokens by atomics. This is fast, but the order of sums
+    is not fixed.
 
     Grid and ranges as in `gather_ranges`.
 
@@ -177,13 +178,13 @@ def sum_ranges(
 
     The inverse list groups ranges that begin at the same token. A single program sums their
     rows in the order of the list and adds the sum to `total`. Two ranges must therefore begin
-    at the same token or have no token in common.
-
-    Grid as in `gather_ranges`; only the first of the ranges of a block has work.
+    at the same token or share no token. The grid is the same as in `gather_ranges`. Only the
+    first of the ranges of a block has work.
 
     Args:
-      block: int64, ascending: the begin of the range of each entry of the list, -1 if it is empty.
-      order: int64: the range of each entry.
+      block: int64, ascending: the first token of the range of each entry of the list, -1 if the
+        range is empty.
+      order: int64: the index of the range of each entry.
       end: int64: for each entry, the end of the entries of its block.
     """
     entry, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles

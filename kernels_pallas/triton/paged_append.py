@@ -1,12 +1,12 @@
 """Appends tokens to a paged cache, with the means that they complete, in one launch and in place.
 
-A program has one token and one key/value head. It writes the token to its page. If the token is the
-last of a compressed one, position i d + l - 1, it also writes the mean of the last `l` tokens.
-It reads tokens of this call from the inputs, since other programs may not have written them
-yet, and the others from their pages. Bound by the launch.
+A program has one token and one key/value head. It writes the token to its page. If the token is
+the last one of a window, at position i d + l - 1, the program also writes the mean of the last
+`l` tokens. It reads tokens of this call from the inputs, since other programs may not have
+written them yet, and earlier tokens from their pages. The time is bound by the launch.
 
-A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its mean uses the older tokens in the
-row's ring buffer, if these round to the tokens of the page.
+A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its means use the older tokens in
+the row's ring buffer, if these round to the tokens in the page.
 """
 
 import triton
@@ -40,15 +40,15 @@ def _row_of(starts, token, B):
 def _rounded(rows):
     """Return the codes and scales of rows in float32."""
     largest = tl.maximum(tl.max(tl.abs(rows), axis=1), LEAST)
-    largest += tl.sum(rows * 0.0, axis=1)  # NaN where an element is not finite
+    largest += tl.sum(rows * 0.0, axis=1)  # NaN if an element is not finite
     inverse = tl.math.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
     return (rows * inverse[:, None]).to(tl.float8e4nv), largest * (1.0 / LARGEST)
 
 
 @triton.jit
 def _restored(codes, scales, like):
-    """Convert codes and scales to numbers. They are rounded to the dtype of `like` and returned
-    as float32.
+    """Convert codes and scales to values. The values are rounded to the dtype of `like` and
+    returned as float32.
     """
     return (codes.to(tl.float32) * scales[:, None]).to(like.dtype.element_ty).to(tl.float32)
 
@@ -75,7 +75,8 @@ def append(
     c: tl.constexpr,
 ):  # fmt: skip
     """Programs: N * HEADS. `new` and `pages` are tuples of keys and values of the selected, the
-    sliding and the compressed branch; without `SEPARATE` the last four are the first two.
+    sliding and the compressed branch. Without `SEPARATE`, the last four entries are equal to
+    the first two.
 
     Args:
       page_table: int32 `[B, M]`.

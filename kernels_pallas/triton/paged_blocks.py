@@ -33,7 +33,7 @@ from kernels_pallas.triton.rows import (
 )
 from kernels_pallas.triton.scores import HIGHEST
 
-LOWEST = tl.constexpr(-(2**31))  # the order of a block that is no candidate
+LOWEST = tl.constexpr(-(2**31))  # the sort key of a block that is no candidate
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _place_of(token, places, c):
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE):
-    """Return the page of the entries `index` of a row, their index in this page, and which of
-    the `seen` entries are in an existing page.
+    """Return the pages of the entries `index` of a row, the indices in these pages, and which
+    of the `seen` entries are in an existing page.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
@@ -70,17 +70,19 @@ def scores(
 
     Args:
       query: `[tokens, HEADS, WIDTH]`.
-      pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each;
-        the distance of pages is `stride` keys.
+      pages: `[P, PER_PAGE, WIDTH]`, with one key per ENTRY tokens. The stride between pages is
+        `stride` keys.
       page_table: int32 `[B, M]`.
-      lengths: int32 `[B]`, of `queries` queries each.
+      lengths: int32 `[B]`. Each row has `queries` queries.
       rows, positions: int32 `[tokens]`, read if `RAGGED`.
       most: Capacity of a row's table in tokens.
-      blocks: The number of blocks of these tokens.
+      blocks: The maximum number of blocks of these tokens.
       out: float32 `[tokens, HEADS or 1, blocks]`; written if a key is seen.
     """
     program = tl.program_id(0)
-    token = program % tokens  # tokens of a row read its keys at about the same time
+    token = (
+        program % tokens
+    )  # the tokens of a row read the keys of the row at about the same time
     first = program // tokens * c.CHUNK
     row, at = _place_of(token, (lengths, rows, positions, queries, most), c)
     seen = (at + 1) // c.ENTRY
@@ -123,7 +125,7 @@ def _count(mask):
 
 @triton.jit
 def _order(scores, block, blocks, at, c):
-    """Return int32 values that have the same order as the blocks' scores, for a query at
+    """Return int32 sort keys with the same order as the scores of the blocks, for a query at
     `at`.
     """
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
@@ -139,7 +141,7 @@ def _write(out, count, block, better, equal, left):
     """Write the blocks that are `better` and the first `left` blocks that are `equal`, in their
     order, after the first `count` blocks of a list. Return which blocks are written.
     """
-    both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
+    both = tl.cumsum(better | (equal << 16), axis=0)  # running counts, in one pass
     equals = both >> 16
     taken = (better > 0) | ((equal > 0) & (equals <= left))
     slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
@@ -149,7 +151,7 @@ def _write(out, count, block, better, equal, left):
 
 @triton.jit
 def _write_empty(out, count, c):
-    """Writes -1 after the `count` blocks of a list."""
+    """Write -1 after the `count` blocks of a list."""
     rest = tl.arange(0, c.SLOTS)
     none = tl.full([c.SLOTS], -1, tl.int32)
     tl.store(out + rest, none, mask=(rest >= count) & (rest < c.N))
@@ -160,7 +162,8 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
     """Programs: tokens * LISTS.
 
     Args:
-      scores: Output of `scores`, `[tokens, LISTS, blocks]`; the others as in `scores`.
+      scores: The output of `scores`, `[tokens, LISTS, blocks]`. Other arguments are as in
+        `scores`.
       out: int32 `[tokens, LISTS, N]`, ascending, then -1.
     """
     program = tl.program_id(0)
@@ -170,7 +173,7 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
     everything = tl.arange(0, c.BLOCKS)
     orders = _order(here, everything, blocks, at, c)
     enough = _count(orders >= 0) >= c.N
-    least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
+    least = tl.where(enough, 0, LOWEST)  # the greatest sort key that at least N blocks reach
     bit = tl.full([], 2**30, tl.int32)
     for _ in range(31):
         enough = _count(orders >= least + bit) >= c.N
@@ -202,7 +205,7 @@ def _found(counts, item, need, c, VALUES):
     total = tl.zeros([VALUES], tl.int32)
     for part in tl.static_range(PARTS):
         total += tl.load(counts + (item * PARTS + part) * VALUES + value)
-    # The number of entries of each value and all above it.
+    # The number of entries with this value or a greater one.
     reached = tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total
     last = _count(reached >= need) - 1
     return last, need - tl.sum(tl.where(value > last, total, 0), axis=0)
@@ -210,8 +213,8 @@ def _found(counts, item, need, c, VALUES):
 
 @triton.jit
 def _part(scores, blocks, places, c):
-    """Return the list of a program, its part of the list, its blocks, and their uint32 order,
-    which grows with the scores. An order of 0 means no candidate.
+    """Return the list of a program, its part of the list, its blocks, and their uint32 sort
+    keys, which increase with the scores. A sort key of 0 means no candidate.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS
@@ -231,9 +234,9 @@ def digits(
     """Programs: tokens * LISTS * PARTS.
 
     Args:
-      scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and `now_known` of
-        the launch before, if any, whose bits are the `BITS_BEFORE` higher bits; the others as in
-        `scores`.
+      scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
+        `now_known` of the previous launch, if any, whose bits are the `BITS_BEFORE` higher
+        bits. Other arguments are as in `scores`.
       out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: number of blocks of a part with each value of
         the bits from `SHIFT` on, among the blocks whose higher bits equal those of the least
         selected score.
@@ -278,7 +281,7 @@ def chosen(
     above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
     found, need = _found(counts, item, need, c, VALUES)
     least = (above.to(tl.uint32) << c.BITS) + found.to(tl.uint32)
-    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # of the parts before
+    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # of the previous parts
     value = tl.arange(0, VALUES)
     for other in range(0, part):
         of_part = item * c.PARTS + other
@@ -286,7 +289,8 @@ def chosen(
         more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
         count += more + tl.load(before + of_part)
         equals += tl.load(counts + of_part * VALUES + found)
-    none = least == 0  # fewer candidates than wanted blocks: the others are no candidates
+    # there are fewer candidates than requested blocks, so that the others are no candidates
+    none = least == 0
     need = tl.where(none, 0, need)
     left = tl.maximum(need - equals, 0)
     better = (order > least).to(tl.int32)
@@ -310,8 +314,8 @@ def partials(
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have
         a distance of `key_stride` and `value_stride` tokens.
-      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also sees its own block if that is
-        not complete. The others as in `scores`.
+      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also attends to its own block if
+        that block is not complete. Other arguments are as in `scores`.
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """

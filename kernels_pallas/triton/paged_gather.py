@@ -1,9 +1,9 @@
 """Copies the entries of each row from its pages to contiguous memory, for attention over rows.
 
-A program has some entries of one row, all heads, of keys and of values. Entries that no query sees
-are written as zeros, so that the contents of their pages are neither read nor multiplied; entries
-far before the visible ones are not written. Bandwidth bound: each entry is read once and written
-once. Entries in fp8 are written in 16 or 32 bits.
+A program has some entries of one row, all heads, of keys and of values. Entries to which no
+query attends are written as zeros, so that the contents of their pages are neither read nor
+multiplied. Entries far before the visible ones are not written. The kernel is bandwidth bound,
+since each entry is read once and written once. Entries in fp8 are written in 16 or 32 bits.
 """
 
 import triton
@@ -26,12 +26,13 @@ def gather(
         `[P, HEADS, PER_PAGE]`, read if `.._FP8`.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
-      S: Entries of a row; entry `i` is at index `FIRST + i` of the row's pages and covers the
-        tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
+      S: Number of entries per row. Entry `i` has index `FIRST + i` in the row's pages, and
+        covers the tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
       reach: Number of last tokens of a row that are visible.
-      margin: Number of tokens before them whose entries are zeros; earlier ones are not written.
+      margin: Number of tokens before the visible ones whose entries are zeros. Earlier entries
+        are not written.
       key, value: `[B, S, .._ELEMENTS]`.
-      LAST: Whether `S` only covers a row's last page, with FIRST 0.
+      LAST: Whether `S` covers only the last page of a row. FIRST is then 0.
     """
     tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -59,7 +60,7 @@ def gather(
 
 @triton.jit
 def _scales(scale, place, seen, WIDTH, c):
-    """Return float32 `[entries, columns]`."""
+    """Load scales and repeat them over columns, float32 `[entries, columns]`."""
     head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
     at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
     mask = seen[:, None] & (head < c.HEADS)[None, :]

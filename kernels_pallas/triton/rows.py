@@ -1,7 +1,6 @@
-"""Rows of query heads, and the functions that kernels share.
-
-The rows of a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r
-// GROUP`. A tile therefore has no unused row, regardless of the size of a group.
+"""Functions on rows of query heads, which the kernels share. The rows of a key/value head are
+numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A tile therefore has
+no unused row, regardless of the size of a group.
 
 `c`, the last argument of a kernel, is the NamedTuple of compiled constants from the
 descriptions. In Triton 3.6 and 3.7 its fields are plain numbers. Functions written in Triton
@@ -35,8 +34,8 @@ def pair_of(pair, HEADS):
 
 @triton.jit
 def load_rows(array, row, mask, WIDTH):
-    """Return `[rows, columns]` of the `[.., WIDTH]` array; zeros if the mask is not set. None means
-    that all rows exist.
+    """Load `[rows, columns]` of the `[.., WIDTH]` array, with zeros for rows that are not in
+    the mask. A mask of None means all rows.
     """
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
@@ -47,7 +46,7 @@ def load_rows(array, row, mask, WIDTH):
 
 @triton.jit
 def load_columns(array, row, mask, WIDTH):
-    """Return the transpose of `load_rows`, which is `[columns, rows]`."""
+    """Load the transpose of the result of `load_rows`, `[columns, rows]`."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[None, :] * WIDTH + column[:, None]
     if mask is not None:
@@ -66,7 +65,7 @@ def _load(at, mask, inside, WIDTH):
 
 @triton.jit
 def store_rows(array, row, values, mask, WIDTH):
-    """Writes `[rows, columns]` if the mask is set."""
+    """Store `[rows, columns]` for the rows in the mask."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
     mask = mask[:, None] & (column < WIDTH)[None, :]
@@ -75,7 +74,7 @@ def store_rows(array, row, values, mask, WIDTH):
 
 @triton.jit
 def dot(a, b, c, acc=None):
-    """Return A B, plus `acc`."""
+    """Return A B + `acc`."""
     return tl.dot(a, b, acc, input_precision=c.PRECISION)
 
 
@@ -92,7 +91,7 @@ def softmax_start(ROWS, COLUMNS):
 @triton.jit
 def raised(most, theirs):
     """Return the greater of two maxima, and the value to subtract from exponents. The latter is
-    this maximum, or 0 if no key was seen.
+    this maximum, or 0 if there were no keys.
     """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
@@ -118,7 +117,7 @@ def softmax_step(logits, values, state, c):
 
 @triton.jit
 def store_attention(out, lse, gate, added, row, mask, state, c):
-    """Store O = acc / l, times the gate, plus the sum so far, and lse = ln 2 * (m + log2 l).
+    """Store the output, gate * acc / l plus the sum so far, and lse = ln 2 * (m + log2 l).
     `state` is the result of `softmax_step`.
     """
     most, total, acc = state
@@ -198,8 +197,8 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 @triton.jit
 def in_base_2(lse):
-    """Return lse in base 2. It is +inf for rows that see no key, so that every probability
-    exp2(S - lse) is 0.
+    """Return lse in base 2. For rows without keys it is +inf, so that every probability exp2(S
+    - lse) is 0.
     """
     return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
 
@@ -209,7 +208,7 @@ def row_statistics(lse, delta, gate, dlse, row, mask, c):
     """Return lse_log2, g and g * delta - dlse of each row, for dS = P * (g * dP - (g * delta -
     dlse)).
 
-    For rows that see no key lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
+    For rows without keys lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
     """
     log2 = in_base_2(tl.load(lse + row, mask=mask, other=float("-inf")))
     shift = tl.load(delta + row, mask=mask, other=0.0)
@@ -224,7 +223,7 @@ def row_statistics(lse, delta, gate, dlse, row, mask, c):
 
 @triton.jit
 def rows_back(query, do, lse, delta, gate, dlse, row, mask, c):
-    """Return the rows of the query and of dO, and their `row_statistics`."""
+    """Load the rows of the query and of dO, and their `row_statistics`."""
     rows = load_rows(query, row, mask, c.WIDTH)
     do_rows = load_rows(do, row, mask, c.VALUE_WIDTH)
     lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, mask, c)

@@ -10,7 +10,8 @@ of a thread, which adds them:
 `r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own` sub-blocks with
 it and `carry` with the next one. A candidate is one 64-bit integer. It has the bits of the
 score (which is not negative), followed by the complemented index. The greatest candidates are
-the best, and the lower block wins among equal scores. The best so far stay sorted in registers.
+selected, and the lower block wins if scores are equal. The best candidates so far stay sorted
+in registers.
 """
 
 import triton
@@ -24,14 +25,15 @@ from kernels_pallas.triton.rows import (
     pair_of,
 )
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also no block, and a forced score
+# complements an index; also the value of no block, and a forced score
+HIGHEST = tl.constexpr(2**31 - 1)
 FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 
 @triton.jit
 def pack_index(order, index):
-    """Return a candidate. The candidate with the greater order wins, or the one with the lower
-    index if orders are equal.
+    """Pack a sort key and an index into a candidate. The candidate with the greater sort key
+    wins, or the one with the lower index if the keys are equal.
     """
     return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
 
@@ -48,7 +50,9 @@ def pack_scores(score, block, own, c):
 
 @triton.jit
 def unpacked(best, least, c):
-    """Return the blocks of the candidates `best` from `least` on, ascending, then -1."""
+    """Return the blocks of the candidates `best` that are at least `least`, ascending, followed
+    by -1.
+    """
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
     found = tl.where((best >= least) & (rank < c.N)[None, :], found, HIGHEST)
@@ -64,9 +68,9 @@ def best_blocks(
 
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`.
-      key: compressed `[B, count, HEADS, WIDTH]`; a sequence begins at a multiple of RATIO.
+      key: Compressed keys `[B, count, HEADS, WIDTH]`. A sequence begins at a multiple of RATIO.
       lse: float32 `[B, T, H]`, natural, of the compressed branch.
-      first, last: int32 `[B, T]`: which compressed keys each query sees.
+      first, last: int32 `[B, T]`, the interval of compressed keys to which each query attends.
       position: int32 `[B, T]`; negative positions are padding. base: int32 `[B, T]`: the block of
         `key` at which a token's sequence begins.
       out: int32 `[B, T, HEADS, N]`.
@@ -74,7 +78,7 @@ def best_blocks(
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch, head = pair_of(program // tiles, c.HEADS)
-    tile = tiles - 1 - program % tiles  # the longest first
+    tile = tiles - 1 - program % tiles  # the longest rows first
     token = tile * c.TOKENS + tl.arange(0, c.TOKENS)
     item = batch * T + tl.minimum(token, T - 1)
     own = tl.load(position + item)
@@ -95,7 +99,7 @@ def best_blocks(
     begin = tl.min(begins, axis=0)
     end = tl.max(begins + own + 1, axis=0)
     end = begin + (tl.maximum(end - begin, 0) + c.BLOCKS - 1) // c.BLOCKS * c.BLOCKS
-    # Up to here each query that sees anything sees all keys.
+    # Up to here each query that has keys attends to all keys.
     lowest = tl.max(tl.where(sees, low, 0), axis=0)
     plain = tl.min(tl.where(sees, high, count), axis=0) // c.RATIO - begin
     plain = tl.where(lowest <= begin * c.RATIO, tl.maximum(plain, 0), 0)

@@ -1,9 +1,9 @@
 """Computes attention of each query to its selected blocks, and its dq.
 
-Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. If a group fills
-a tile (`TOKENS` = 1), the program loops over the token's blocks. Otherwise it loops over the
-tile's block list, and rows of tokens that did not select a block are masked. Bound by L2: one
-read of a block's keys and values per tile.
+The kernels are query-stationary. A tile has the `GROUP` heads of `TOKENS` adjacent tokens. If a
+group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. Otherwise it loops
+over the tile's block list, and rows of tokens that did not select a block are masked. The
+kernels are bound by L2, since each tile reads the keys and values of its blocks.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -23,13 +23,17 @@ from kernels_pallas.triton.rows import (
     store_dq,
 )
 
-NONE = tl.constexpr(2**31 - 1)  # no block, after every key
-KEYS_MOST = tl.constexpr(2**30)  # a block from here on has no key, as it may begin after 2**31
+NONE = tl.constexpr(2**31 - 1)  # means no block, and is larger than every key index
+KEYS_MOST = tl.constexpr(
+    2**30
+)  # blocks from here on have no keys; their start may exceed 2**31
 
 
 @triton.jit
 def _starts(indices, key_start, item, mask, head, c):
-    """Return the first key of each token's blocks, `[tokens, SLOTS]`; NONE in empty slots."""
+    """Return the first key of each block of the tokens, `[tokens, SLOTS]`, with NONE in empty
+    slots.
+    """
     slot = tl.arange(0, c.SLOTS)
     at = indices + ((item * c.HEADS + head) * c.N)[:, None] + slot[None, :]
     block = tl.load(at, mask=mask[:, None] & (slot < c.N)[None, :], other=-1)
@@ -40,7 +44,8 @@ def _starts(indices, key_start, item, mask, head, c):
 
 @triton.jit
 def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.constexpr):
-    """Write the union of the blocks of a tile's tokens, ascending and without duplicates.
+    """Write the union of the selected blocks of a tile's tokens, ascending and without
+    duplicates.
 
     Programs: B * HEADS * ceil(T / TOKENS). The rank of an entry is the number of other blocks
     before it. It is counted for one chunk of the entries at a time.
@@ -64,7 +69,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
         repeated += tl.sum(same.to(tl.int32), axis=1)
     kept = (mine != NONE) & (repeated == 0)
     place = starts + tl.cast(program, tl.int64) * c.ENTRIES
-    # All threads of the program read the kept entries, since the ranks need them transposed.
+    # All threads of the program read the stored entries, since the ranks need them transposed.
     tl.store(place + entry, tl.where(kept, mine, NONE))
     tl.debug_barrier()
     rank = tl.full([c.ENTRIES], 0, tl.int32)
@@ -95,8 +100,8 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 @triton.jit
 def _tile(position, key_start, T, c):
     """Return the tile of this program. The result has its index, batch row and head, the tokens
-    of its rows, their rows of `[B, T, H]`, which rows exist, and the end of the keys that each
-    row may see (0 means none).
+    of its rows, their rows of `[B, T, H]`, which rows exist, and the end of the keys to which
+    each row may attend (0 means none).
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
@@ -118,8 +123,8 @@ def _tile(position, key_start, T, c):
 def _attend(
     rows, key, value, indices, key_start, lists, counts, at_tile, T, S, scale, c, BACK
 ):  # fmt: skip
-    """Loop over a tile's block list, or a token's blocks. Returns the last state of
-    `rows.start`.
+    """Loop over the block list of a tile, or over the blocks of a token. Return the last state
+    of `rows.start`.
     """
     tile, batch, head, item, there, end = at_tile
     origin = batch * S * c.HEADS + head
@@ -143,7 +148,7 @@ def _attend(
             some = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
             found = tl.where(some, begin + found * c.BLOCK, NONE - c.BLOCK)
         inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
-        at = found + inside  # may be after the block
+        at = found + inside  # the query may be after the block
         inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
         skip = tl.cast(found, tl.int64) * c.HEADS
         block = load_tile(key, value, skip, inside * c.HEADS, inner, c, BACK)

@@ -1,24 +1,26 @@
-"""Splits a fused QKV projection into rotated heads, and back for the gradient; bound by HBM.
-
-A row of the projection has, one after the other, the query heads, the heads of each branch's keys
-and the heads of each branch's values. A program has one of these heads of `ROWS` tokens. It rotates
-pairs of columns of query and keys by their token's angle:
+"""Splits a fused projection into rotated heads, and joins the gradients of heads. The kernel is
+bound by HBM. A row of the projection has the query heads, then the key heads of each branch,
+then the value heads of each branch. A program processes one of these heads for `ROWS` tokens.
+It rotates pairs of columns of query and keys by the angle of the token:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
 
-If the layer has norms, a head x of query and keys is normalised before, with weights w of all query
-or of all key heads:
+If the layer has norms, a head x of query or keys is normalised before the rotation. All query
+heads share weights w, and all key heads share other weights:
 
     r = rsqrt(mean(x^2) + eps),  x' = x r w
     dx = r (dx' w - x r mean(dx' w x r)),  dw = sum(dx' x r)
 
-A program's dw is a partial of its tokens and its head. The backward pass reads x again.
+Each program computes a partial of dw for its tokens and its head. The backward pass reads x
+again.
 
-Gates may depend on the mean of a group's query heads. Forward, separate programs compute it from
-rows that are still in L2; backward, each head's gradient includes its share, dmean / G.
+Gates may depend on the mean of the query heads of a group. In the forward pass, separate
+programs compute the mean from rows that are still in L2. In the backward pass, the gradient of
+each head includes its share, dmean / G.
 
-Gates of the layer's input follow the values. A program has the gates of all heads of its tokens.
-Backward, it also fills the row with zeros, since a gradient is read to its end.
+Gates that are computed from the layer's input follow the values. One program processes the
+gates of all heads for its tokens. In the backward pass it also fills the rest of the row with
+zeros, since gradients are read as whole rows.
 """
 
 import triton
@@ -39,7 +41,7 @@ def _of_branch(heads, branch, FIRST):
 
 @triton.jit
 def _turned(x, angles, there, WIDTH):
-    """Rotates float32 rows `x` [ROWS, columns] by the tokens' cos and sin `[.., width / 2]`."""
+    """Rotate float32 rows `x` [ROWS, columns] by cos and sin `[.., width / 2]` of the tokens."""
     cos, sin, token = angles
     PAIRS: tl.constexpr = columns(WIDTH) // 2
     pair = tl.arange(0, PAIRS)
@@ -76,7 +78,8 @@ def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROU
     """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of
     `heads`. It is normalised by `norm`, and with `TURN` it is rotated if `turning`.
 
-    Backward includes a part of the mean's gradient if a mean of `GROUP` heads was computed.
+    The backward pass includes a share of the gradient of the mean, if a mean of `GROUP` heads
+    was computed.
     """
     projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))
@@ -136,7 +139,7 @@ def split_heads(
       cos, sin: float32 `[count, WIDTH / 2]`.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
-    PAIRS: tl.constexpr = c.BRANCHES * c.HEADS  # a branch and a head of it
+    PAIRS: tl.constexpr = c.BRANCHES * c.HEADS  # a branch, and a head of this branch
     GROUP: tl.constexpr = c.GROUP
     QUERIES: tl.constexpr = GROUP * c.HEADS
     OWN: tl.constexpr = QUERIES + 2 * PAIRS + (1 if c.GATES > 0 else 0)
@@ -149,7 +152,7 @@ def split_heads(
     head = program % ALL
     partial = partials
     if c.NORMS and c.BACK:
-        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # unused for values
+        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # not used for values
     arrays = projection, mean, given, eps, partial, (cos, sin, token), there
     if head < QUERIES:
         at, row = begin + head * c.WIDTH, token * QUERIES + head
@@ -161,7 +164,7 @@ def split_heads(
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
         at, row = begin + head * c.WIDTH, token * c.HEADS + pair % c.HEADS
-        # Masked angles are 0, so that keys without rotation stay unchanged.
+        # Masked angles are 0, so that keys without rotation do not change.
         turning = there & (pair >= c.RAW_KEYS * c.HEADS)
         _head(arrays, key, key_norm, at, row, row, turning, c.WIDTH, True, 0, c)
     elif head < QUERIES + 2 * PAIRS:
@@ -182,7 +185,7 @@ def split_heads(
             else:
                 _head(arrays, gates, key_norm, at, token, token, there, c.GATES, False, 0, c)
     else:
-        # The mean of `GROUP` query heads, each rounded like the query.
+        # The mean of `GROUP` query heads, which are rounded like the query before.
         group = head - OWN
         at, row = begin + group * (GROUP * c.WIDTH), token * c.HEADS + group
         column = tl.arange(0, columns(c.WIDTH))

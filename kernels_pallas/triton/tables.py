@@ -1,10 +1,10 @@
-"""Computes tables of packed rows (`nsa_core.varlen`), bounds by kernel row, and work items of
-intervals, as int32 in one array `out`. `sequences` runs first, then `tables` for all sections
-that depend only on its output. The work items of intervals need `partials` and a second launch
-of `tables`.
+"""Computes the tables of packed rows (`nsa_core.varlen`), the bounds of kernel rows, and the
+work items of intervals, as int32 in one array `out`. `sequences` runs first, then `tables` for
+all sections that depend only on its output. The work items of intervals need `partials` and a
+second launch of `tables`.
 
-`kernels_pallas.specs.sections` describes the output of each launch. The numbers are equal to
-those of the array operations that the tests use as a reference.
+`kernels_pallas.specs.sections` describes the output of each launch. The results are equal to
+those of the array operations in `nsa_core`, with which tests compare them.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,10 @@ from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, WORK_ITEM_INTS
 INTS = tl.constexpr(specs.INTS)
 MOST = tl.constexpr(specs.SECTIONS)
 PART_KEYS = tl.constexpr(specs.PART_KEYS)
-SIZE = tl.constexpr(specs.PROGRAM)  # numbers of a program
-FIXED = tl.constexpr(WORK_ITEM_INTS)  # columns of a work item before those of parts
+SIZE = tl.constexpr(specs.PROGRAM)  # entries per program
+FIXED = tl.constexpr(
+    WORK_ITEM_INTS
+)  # number of columns of a work item before those of its parts
 ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
 
 
@@ -32,12 +34,14 @@ class Capacity(NamedTuple):
     STRIDE: int
     WINDOW: int
     UNIT: int = 0
-    ROOM: int = 0  # of `sequences`, at least their number
+    ROOM: int = 0  # entries per program of `sequences`, at least the number of sequences
 
 
 @triton.jit
 def _last_before(starts, at, inside, count, steps):
-    """Return the last of `count` ascending `starts` that is not larger than `at`, or the first."""
+    """Return the index of the last of `count` ascending `starts` that is not larger than `at`,
+    or of the first one.
+    """
     low = at * 0
     high = low + count - 1
     for _ in range(steps):
@@ -81,8 +85,8 @@ def _column(column, token, c):
 
 @triton.jit
 def _queries_before(key, T, half, gap):
-    """Return the number of queries before a key. The key is counted from the key of the first
-    query.
+    """Return the number of queries before a key. The index of the key is relative to the key of
+    the first query.
     """
     behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
     return tl.minimum(tl.maximum(key, 0), half) + behind
@@ -123,8 +127,9 @@ def sequences(
 ):
     """Write the values of the sequences. Program 0 writes start, length, end, first slot and
     first compressed token of `count` sequences, `[5, pitch]` at the begin of `out`. The last
-    sequence is padding. The others write, for the tile size of their section, the number of
-    tiles before each sequence, its first query and the end of its queries, `[3, pitch]`.
+    sequence is padding. Each other program has one section, with a size of tiles. It writes the
+    number of tiles before each sequence, its first query and the end of its queries, `[3,
+    pitch]`.
 
     Args:
       cu_seqlens: `[given]`.
@@ -178,17 +183,17 @@ def tables(
     k: tl.constexpr,
     c: tl.constexpr,
 ):
-    """Compute the numbers of one section.
+    """Compute the entries of one section.
 
     Args:
       sections: `[MOST, INTS]`.
       out: The output of `sequences`, followed by the output of this launch.
       offset, half, gap: Query t has the key index `t + offset`, and `t + offset + gap` from
         query `half` on.
-      count, pitch: Number of sequences, and the distance between rows of the output of
+      count, pitch: The number of sequences, and the stride between rows of the output of
         `sequences`.
-      f, k: `specs.AT`, `specs.KINDS`.
-      token_steps, steps: Steps of a search among tokens, and among sequences.
+      f, k: `AT` and `KINDS` of `specs.sections`.
+      token_steps, steps: Numbers of steps of a search among tokens, and among sequences.
     """
     rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)
@@ -263,7 +268,8 @@ def tables(
             column = tl.where(number < 2, last, first)
             token = _tokens_below(key, column, rows_of, T, token_steps, inside, c)
             tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
-            # A tile behind all visible keys has no queries, not the queries of the last tile.
+            # A tile after all visible keys has no queries, and not the queries of the last
+            # tile.
             tile = tl.where((number == 0) & (token >= T), query_tiles, tile)
             begin = tl.where(number == 0, tile, begin)
             tl.store(

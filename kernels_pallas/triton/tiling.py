@@ -1,10 +1,10 @@
-"""Chooses the sizes of tiles, the warps and the stages. The first ones that fit in the memory
-of an architecture are used.
+"""Chooses the sizes of tiles, the number of warps and the number of stages. The first
+combination that fits in the shared memory of the architecture is used.
 
-The model of shared memory is an upper bound of Triton's usage for these loops. It counts the
-tiles of the rows that stay, one set of streamed tiles per stage, and one tile of products that
-changes its layout. Without fitting tiles a launch would fail, so `capability.why_not` checks
-them first.
+The model of shared memory is an upper bound of Triton's usage for these loops. The model counts
+the tiles of the rows that stay in memory, one set of streamed tiles per stage, and one tile of
+products that changes its layout. A launch would fail without tiles that fit, so that
+`capability.why_not` checks them first.
 """
 
 import functools
@@ -20,14 +20,15 @@ SMEM = {
 }
 SMEM_LEAST = 99 * 1024  # 8.6, 8.9, 12.0
 SPARE = 1024  # barriers and reductions
-LEAST = 16  # rows and columns of an operand of a product
-# Rows and keys in float32, whose products use no tensor core and hold operands in registers.
+LEAST = 16  # minimum numbers of rows and columns of an operand
+# Rows and keys in float32. Products then use no tensor core, and their operands are in
+# registers.
 FLOAT32 = 32
-HEADS = 128  # of a group, which must fit in one tile of the scores
+HEADS = 128  # maximum number of heads per group, which must fit in one tile of the scores
 
 
 class Tiling(NamedTuple):
-    """The numbers of query rows and keys of a tile, of warps of a program, and of stages of its
+    """The numbers of query rows and keys per tile, of warps per program, and of stages of its
     loop.
     """
 
@@ -38,17 +39,18 @@ class Tiling(NamedTuple):
 
     @property
     def launch(self) -> tuple[int, int]:
-        """Warps and stages of a launch."""
+        """The numbers of warps and stages of a launch."""
         return self.warps, self.stages
 
 
-# Major versions whose products read their operands from shared memory and not from registers.
+# Major versions of capability whose products read operands from shared memory and not from
+# registers.
 WIDE = (9, 10)
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Return the rows and keys of the largest useful tiles of intervals, for forward, dq or
-    dkv. Their sums and operands fit in registers.
+    """Return the numbers of rows and keys of the largest useful tiles of intervals, for
+    forward, dq or dkv, whose sums and operands fit in registers.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
@@ -72,7 +74,7 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     width, value_width = power(D), power(Dv)
     rows, keys, _, stages = tiling
     both = width + value_width
-    held, streamed = {  # elements of the rows that stay, and of the streamed rows
+    held, streamed = {  # elements of the rows that stay in memory, and of the streamed rows
         "forward": (rows * width, keys * both),
         "dq": (rows * both, keys * both),
         "dkv": (keys * both, rows * both),
@@ -95,7 +97,7 @@ def precision(dtype: str) -> str:
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
-    """Return the number of warps of a program that holds a float32 sum of `elements` elements,
+    """Return the number of warps of a program that has a float32 sum of `elements` elements,
     with at most `a_thread` elements per thread.
     """
     return 4 if elements <= a_thread * 128 else 8
@@ -111,11 +113,9 @@ def choose(
     itemsize: int,
     capability: tuple[int, int],
 ) -> Tiling | None:
-    """Return the largest tiles up to these that fit, or None.
-
-    If operands are in shared memory, the stages leave room for two programs on a
-    multiprocessor, or for three of 16 rows. An H100 runs these up to twice as fast as one
-    program with more stages.
+    """Return the largest tiles up to these bounds that fit, or None. If operands are in shared
+    memory, the number of stages leaves room for two programs per multiprocessor, or for three
+    with 16 rows. On an H100 these are up to twice as fast as one program with more stages.
 
     Args:
       kernel: forward, dq or dkv.
@@ -126,7 +126,7 @@ def choose(
         most_rows, most_keys = min(rows, FLOAT32), min(keys, FLOAT32)
     width, value_width = power(D), power(Dv)
     wide = capability[0] in WIDE and itemsize == 2
-    # In float32 a thread has few sums, as operands and corrections need registers too.
+    # In float32 a thread has few sums, since operands and corrections also need registers.
     a_thread = 64 if kernel != "dkv" else 128 if itemsize == 2 else 16
     while True:
         if kernel == "dkv":
@@ -146,7 +146,7 @@ def choose(
                 tiling = tiling._replace(stages=stages)
                 if needed(kernel, tiling, D, Dv, itemsize) <= limit:
                     return tiling
-        # The streamed tile shrinks first.
+        # The streamed tile is reduced first.
         streams_rows = kernel == "dkv"
         streamed, held = (most_rows, most_keys) if streams_rows else (most_keys, most_rows)
         if streamed > 2 * LEAST or held == LEAST:
@@ -166,7 +166,8 @@ def scores_tiling(
     fit.
     """
     group = power(group, 1)
-    # With few heads, few tokens, so that their best blocks stay in registers.
+    # If there are few heads, a tile has few tokens, so that their best blocks stay in
+    # registers.
     rows = max(min(HEADS, max(group * 32, LEAST)), group)
     if itemsize == 4:
         rows = max(min(rows, 32), group)

@@ -1,4 +1,4 @@
-"""The plan of a call: its steps on numbered buffers, traced before it runs.
+"""The plan of a call consists of steps on numbered buffers. It is traced before the call runs.
 
     buffers    Buffer, View, Launch, Derived, Join, Plan
     planner    PlanOps, the `ArrayOps` that records the operations of the steps, and the offsets of

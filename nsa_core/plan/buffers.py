@@ -1,4 +1,4 @@
-"""The parts of a plan. A framework runs it (`nsa_torch.plans`)."""
+"""The parts of a plan. `nsa_torch.plans` runs plans on torch tensors."""
 
 import enum
 import math
@@ -54,7 +54,7 @@ class View(NamedTuple):
     """A part of a buffer, stored row by row, with the array attributes that the steps read.
 
     Attributes:
-      buffer: number of the buffer.
+      buffer: The index of the buffer.
       offset: The first byte of the part, a multiple of `kernels_pallas.kernel.ALIGNMENT`.
     """
 
@@ -81,9 +81,8 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel. An `in_place` kernel overwrites its last input.
-
-    It runs concurrently with the next steps until the `Join` whose number is `beside`.
+    """A launch of a kernel. An `in_place` kernel overwrites its last input. If `beside` is set,
+    the kernel runs concurrently with the next steps, until the `Join` with the same number.
     """
 
     kernel: Kernel | TritonKernel
@@ -133,12 +132,12 @@ type Step = Launch | Derived | Join
 
 
 def by_address(step: Step) -> TypeGuard[Launch]:
-    """Return whether the step needs only addresses, and no tensors of a framework."""
+    """Return whether the step needs only addresses of buffers, and no tensors."""
     return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 
 def touched_by_torch(steps: Iterable[Step]) -> set[int]:
-    """Return the buffers that must be tensors."""
+    """Return the buffers that must be tensors, since torch reads or writes them."""
     steps = (x for x in steps if not by_address(x) and not isinstance(x, Join))
     return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
 
@@ -147,11 +146,11 @@ class Plan(NamedTuple):
     """The steps of a call.
 
     Attributes:
-      buffers: by number; the arguments come first.
-      constants: derived steps that make the constants, in order. They run once.
-      batch: derived steps that make the batch buffers, in order. They run once for each
-        argument `shared`.
-      results: whole buffers, each with a separate allocation.
+      buffers: The buffers by index. The arguments come first.
+      constants: The derived steps that compute the constants, in order. They run once.
+      batch: The derived steps that compute the batch buffers, in order. They run once for each
+        `shared` argument.
+      results: The results, which are whole buffers with separate allocations.
       begins: For each step, the buffers `ALONE` that it writes first.
       ends: For each step, the `ALONE` buffers and the arguments that no later step uses.
       released: Arguments whose memory may be freed after the last step that uses them.

@@ -1,4 +1,4 @@
-"""Lists the Mosaic kernels of a problem. It plans the steps and runs no kernel."""
+"""Lists the Mosaic kernels of a problem by planning its steps. No kernel runs."""
 
 import types
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from nsa_core.steps.params import Params
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 
-SEQUENCES = 8  # of a packed row; kernels are the same for any number
+SEQUENCES = 8  # maximum number of sequences of a packed row; kernels do not depend on it
 
 
 def kernels_of(
@@ -34,7 +34,8 @@ def kernels_of(
     compresses: bool = False,
     shared: bool = False,
 ) -> list[Kernel]:
-    """Return the kernels of `attention` for `batch` sequences of `length` tokens, each once.
+    """Return the kernels of `attention` for `batch` sequences of `length` tokens, without
+    repetitions.
 
     Args:
       heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
@@ -90,8 +91,8 @@ def kernels_of_layer(
     compresses: bool = True,
     **layer: Any,
 ) -> list[Kernel]:
-    """Return the kernels of the calls of a layer, each once. With `gradients`, the kernels of
-    calls with gradients are included.
+    """Return the kernels for the calls of a layer, without repetitions. With `gradients`, they
+    include the kernels of calls with gradients.
 
     Args:
       lengths: Lengths of sequences.
@@ -100,7 +101,8 @@ def kernels_of_layer(
     """
     calls = [(length, each, True) for length in lengths for each in {False, gradients}]
     if gradients and compresses:
-        # Whether the branches share their tokens matters to one kernel, of any length.
+        # Only one kernel, which serves all lengths, depends on whether branches share their
+        # tokens.
         calls += [(length, True, False) for length in lengths[:1]]
     found: dict[Kernel, None] = {}
     for length, each, shared in calls:

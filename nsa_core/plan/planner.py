@@ -20,13 +20,16 @@ from nsa_core.plan.buffers import (
     touched_by_torch,
 )
 
-# Of what is derived before the first launch, so that launches stay together.
+# Maximum bytes of results that are derived before the first launch, so that launches stay
+# adjacent.
 SMALL_BYTES = 4 * 2**20
 
-# Read and written by launches that take as long as the host for a step of torch: about 10 us.
+# Bytes that launches read and write in the time that the host needs for a step of torch, about
+# 10 us.
 BUSY_BYTES = 32 * 2**20
 
-# Of an argument. A release ends a row of launches, which costs the host one more.
+# Minimum bytes of an argument that is released. A release interrupts a sequence of launches,
+# which costs the host another launch.
 LEAST_RELEASED = 64 * 2**20
 
 
@@ -50,15 +53,16 @@ class PlanOps(ArrayOps):
         self._steps: list[Any] = []
         self._released: set[int] = set()
         self._known: dict[Hashable, tuple[View, ...]] = {}
-        self._written: dict[int, int] = {}  # how often a buffer was written over
-        self._own: set[int] = set()  # what no other name stands for: these may be written
+        self._written: dict[int, int] = {}  # how often each buffer was overwritten
+        # arrays without another reference, which may be overwritten
+        self._own: set[int] = set()
 
     def _refused(self, *arguments, **options):
         raise TypeError("a step may compute with arrays only in nsa_core.array_ops.derived")
 
     arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 
-    # What steps ask
+    # The operations that steps use
 
     def run(self, kernel, *arrays):
         if isinstance(kernel, Kernel):
@@ -108,7 +112,7 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """Return a new array with separate memory, which may be written."""
+        """Run `function` and return a new array with separate memory, which may be overwritten."""
         named = tuple(sorted(static.items()))
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
@@ -132,7 +136,7 @@ class PlanOps(ArrayOps):
     def write(self, x, index, part):
         there = _view_at(x, index)
         if there is not None and there[:2] == part[:2] and there.bytes == part.bytes:
-            return x  # the kernel has written it there
+            return x  # the kernel has written it in place
         x = self._writable(x)
         self._steps.append(Derived(_assign, (("index", index),), (x, part), (x,)))
         self._write_over(x)
@@ -143,7 +147,9 @@ class PlanOps(ArrayOps):
 
     def copied(self, x, dtype):
         if str(dtype) == x.dtype:
-            return x  # no result is another one, an argument or a constant: see `plan`
+            # `plan` ensures that no result shares memory with another result, an argument or a
+            # constant
+            return x
         return self._made(_copied, x, dtype=str(dtype))
 
     def side_by_side(self, arrays):
@@ -166,7 +172,7 @@ class PlanOps(ArrayOps):
             given = [self._buffers[x.buffer].memory is Memory.ARGUMENT for x in arrays]
             return self.derive(_all_float32, *arrays) if any(given) else arrays
         if any(self._buffers[x.buffer].memory is not Memory.ARGUMENT for x in arrays):
-            return arrays  # each when it is read: `to_float32`
+            return arrays  # each array is cast when it is read (`to_float32`)
         return self._rows_of(_float32_rows, arrays, arrays[0].shape)
 
     def unstacked_float32(self, x):
@@ -191,7 +197,7 @@ class PlanOps(ArrayOps):
     def per_batch(self, x):
         if self._shared not in (None, x.buffer):
             raise ValueError(
-                "a plan can have only one argument that many calls share (per_batch)"
+                "a plan must have at most one argument that many calls share (per_batch)"
             )
         self._shared = x.buffer
         return x
@@ -203,7 +209,7 @@ class PlanOps(ArrayOps):
     # Buffers
 
     def argument(self, shape: Sequence[int], dtype: str) -> View:
-        """Declare an array of the caller. All of them must be declared before the first
+        """Declare an array of the caller. All such arrays must be declared before the first
         step.
         """
         return self._new(Array(tuple(shape), dtype), Memory.ARGUMENT)
@@ -245,7 +251,7 @@ class PlanOps(ArrayOps):
             memory = self._buffers[n].memory
             if memory is Memory.ALONE:
                 begins[first[n]].append(n)
-            # Arguments too, since an argument with another layout was copied.
+            # This includes arguments, since an argument with another layout was copied.
             if memory in (Memory.ALONE, Memory.ARGUMENT) and n not in kept:
                 ends[last[n]].append(n)
         return Plan(
@@ -277,7 +283,9 @@ class PlanOps(ArrayOps):
         return final
 
     def _fill_workspace(self, steps, first, last, kept) -> int:
-        """Place buffers that only kernels read and write in the workspace. Returns its bytes."""
+        """Place buffers that only kernels read and write in the workspace. Return the size of
+        the workspace in bytes.
+        """
         tensors, others, lives = kept | touched_by_torch(steps), [0] * len(steps), {}
         for n in sorted(first, key=first.__getitem__):
             if self._buffers[n].memory is Memory.ALONE:
@@ -293,13 +301,13 @@ class PlanOps(ArrayOps):
         return size
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
-        """Move steps that depend only on arguments and constants, so that launches stay
+        """Move derived steps that depend only on arguments and constants, so that launches stay
         adjacent.
 
         A large result is computed right before its first read, or at the end if no step reads
-        it. A small result is computed before the first launch. If the launches that do not read
-        it keep the device busy for longer than the host needs, it is computed after these
-        launches. Launches with tensors are separate in any case.
+        it. A small result is computed before the first launch. It is computed later if the
+        launches that do not read it keep the device busy for longer than the host needs.
+        Launches that need tensors are never adjacent to others.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -364,7 +372,7 @@ def _view_at(x: View, index: Slices) -> View | None:
 
 
 def _row_length(shape: Sequence[int], dtype: str) -> int:
-    """Return the row length of a buffer in which each row begins with an array of this
+    """Return the length of the rows of a buffer in which each row begins with an array of this
     shape.
     """
     size = BYTES[dtype]
@@ -454,11 +462,12 @@ def _all_float32(ops, *arrays):
 
 # Offsets in one allocation for buffers that only kernels read and write, by their lifetimes
 
-# The limit. A buffer that does not fit has its own memory, which is freed after its last read.
+# Maximum size of the workspace. A buffer that does not fit has its own memory, which is freed
+# after its last read.
 MAX_BYTES = 64 * 2**20
-FEW_BYTES = 16 * 2**20  # the limit if most of it would be idle at the call's peak of memory
+FEW_BYTES = 16 * 2**20  # maximum size if most of it would be unused at the peak of memory
 
-# For each buffer its bytes, and the steps from its first to its last use.
+# For each buffer: its bytes, its first step and its last step.
 type Lives = Mapping[int, tuple[int, range]]
 
 
@@ -487,7 +496,7 @@ def _offsets(lives: Lives, most: int) -> tuple[dict[int, int], int]:
     """Place buffers within `most` bytes, the largest first, each at the first offset that is
     free during its lifetime.
     """
-    places: dict[int, tuple[int, int]] = {}  # by number: from, to
+    places: dict[int, tuple[int, int]] = {}  # first and last step by buffer
     for number in sorted(lives, key=lambda number: -lives[number][0]):
         bytes, steps = lives[number]
         size, offset = -(-bytes // ALIGNMENT) * ALIGNMENT, 0

@@ -1,3 +1,3 @@
 """The steps of attention on kernels, forward and backward. A step describes kernels and passes
-them to an `ArrayOps`, with which each framework runs them on its arrays.
+them to an `ArrayOps`, which runs them on the arrays of a framework.
 """

@@ -5,9 +5,9 @@ framework and any kernels.
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
 `forward_with_residuals` also stores each branch separately. The kernel of the selected branch then
-computes the sum. Triton, and Mosaic where tiles are gathered, use a separate kernel (`gated_sum`).
-Residuals that are `recomputed` contain only the selection. From these, `backward` runs the
-branches again, one after the other, so that only one output exists at a time.
+computes the sum. A separate kernel (`gated_sum`) computes it on Triton, and on Mosaic if tiles
+are gathered. If residuals are `recomputed`, they contain only the selection. `backward` then
+runs the branches again, one after the other, so that only one output exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ class Steps(NamedTuple):
       backward: a module with the functions of `mosaic_backward`.
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
-      narrowest: Function of the width of keys. It returns the fewest columns of values with which
-        the compressed branch runs if only its log-sum-exp is needed.
-      compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
-        are made elsewhere.
+      narrowest: Function that returns, for a width of keys, the minimum width of values for the
+        compressed branch. It is used if only the log-sum-exp is needed.
+      compression: A module with the functions of `mosaic_compress`, or None if the framework
+        compresses tokens before the steps.
       reads_places: Whether the kernels read the keys of packed rows from the slots of
         `nsa_core.varlen`.
       reads_pages: Whether `forward.selected` supports `pages`.
@@ -57,8 +57,8 @@ class Steps(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays that have a gradient, or their gradients, which have the same shapes.
 
-    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or
-    value that a query may not see is NaN.
+    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. Keys and
+    values to which no query may attend are not NaN.
     """
 
     query: Any  # [B, T, H, D]
@@ -73,13 +73,13 @@ class Inputs(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The positions of selected keys and values that are stored in pages of select_block tokens,
-    `[1, P select_block, Hkv, .]`, instead of rows.
+    """Where the selected keys and values of each row are stored, if they are in pages of
+    select_block tokens, `[1, P select_block, Hkv, .]`, instead of rows.
     """
 
-    page_table: Any  # int32 [B, M], of pages that exist
+    page_table: Any  # int32 [B, M], indices of pages that exist
     lengths: Any  # int32 [B], keys of each row, at most M select_block
-    # [B, select_block, Hkv, .]: the page of a row's last key; keys behind that are finite.
+    # [B, select_block, Hkv, .]: the page with a row's last key, in which later keys are finite.
     last_key: Any
     last_value: Any
 
@@ -90,7 +90,7 @@ class Residuals(NamedTuple):
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
-    block_lists: Any  # of the tiles (`Steps.lists`); or None
+    block_lists: Any  # lists of the tiles (`Steps.lists`), or None
     out: Any  # Branches of [B, T, H, Dv], not gated; or None
     lse: Any  # Branches of [B, T, H], float32; or None
 
@@ -101,7 +101,7 @@ class Residuals(NamedTuple):
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
-    """Return the bounds of the keys that queries see in the compressed or in the sliding
+    """Return the bounds of the keys to which queries attend in the compressed or in the sliding
     branch.
     """
     return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
@@ -129,7 +129,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
     ]
 )
 def _nothing_seen(ops, query, *, width: int):
-    """Return the output and log-sum-exp of queries that see no key."""
+    """Return the output and log-sum-exp of queries without keys."""
     shape = (*query.shape[:3], width)
     out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
     return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
@@ -157,8 +157,8 @@ def gradients_of_tokens(
 
     Args:
       length: S.
-      shared: whether all branches read the same tokens. The compressed field is then their
-        gradient, and the other fields are None.
+      shared: whether all branches read the same tokens. The compressed field of the result is
+        then the gradient of these tokens, and the other fields are None.
     """
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
@@ -183,7 +183,7 @@ def forward(
     """Compute `(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
-      block_indices: None means that they are selected from the compressed scores.
+      block_indices: None means that the scores of the compressed branch select them.
       num_blocks: The maximum number of blocks per sequence.
       pages: Pages of the selected keys and values.
     """
@@ -196,13 +196,13 @@ def forward(
         gate = getattr(gates, name)
         return attend(steps, ops, name, getattr(qkv, name), params, *indices, gate=gate, **how)
 
-    # `added` is the sum of the branches before, to which each adds its gated output.
+    # `added` is the sum of the previous branches, to which each branch adds its gated output.
     out, lse = branch("compressed")
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, lse, params, num_blocks
         )
-    # In 8 bits tokens that both branches look at are rounded once.
+    # In 8 bits, tokens that both branches read are rounded once.
     rounded: dict[str, Any] = {}
     if params.config.compute_dtype is not None and key.sliding is key.selected:
         if value.sliding is value.selected:
@@ -261,8 +261,8 @@ def backward(
     """Return the gradients of the inputs, given the gradient `do` `[B, T, H, Dv]` of the
     output. The gradients of gates are float32.
 
-    dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels read dO, g_c and delta_c.
-    dq is one array, to which the branches add in place, in a fixed order.
+    With dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c, the kernels read dO, g_c and
+    delta_c. dq is one array, to which the branches add in place, in a fixed order.
 
     Args:
       by_places: Whether kernels that read slots of packed rows may return the gradients of the
@@ -325,7 +325,7 @@ def of_slots(layout, count, *arrays):
 def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x):
     """Compute `(out, lse)` of one branch. Args:
     block_indices: A tuple with one array for the selected branch, otherwise empty.
-    visible: A function that zeroes keys or values that no query sees.
+    visible: A function that sets keys or values to zero to which no query attends.
     """
     query, key, value = qkv
     if name == "compressed":
@@ -363,7 +363,7 @@ def select_blocks(steps, ops, query, key, params, num_blocks):
     computed in a separate pass.
     """
     (key,) = in_slots(params.layout, key)
-    # Only the log-sum-exp is read: the narrowest values do.
+    # Only the log-sum-exp is read, so that the narrowest values are sufficient.
     (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))
     _, lse = attend(steps, ops, "compressed", Qkv(query, key, value), params)
     return steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)
@@ -371,7 +371,7 @@ def select_blocks(steps, ops, query, key, params, num_blocks):
 
 @derived(lambda dlse, lse: [like(dlse)])
 def _of_rows_with_keys(ops, dlse, lse):
-    """Zero the gradient of the log-sum-exp for queries that see no key."""
+    """Set the gradient of the log-sum-exp to zero for queries without keys."""
     return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
 
 

@@ -1,8 +1,6 @@
-"""Computes the keys that each query sees, as an interval `first .. last - 1`, per token and per
-kernel row.
-
-A kernel's tile has `tokens` tokens times the `G` query heads of a group; row `token * G + head`
-(`kernels_pallas.specs.tile`).
+"""Computes the keys to which each query attends, as an interval `first .. last - 1`, per token
+and per row of a kernel tile. A tile has `tokens` tokens times the `G` query heads of a group.
+Row `token * G + head` belongs to this token and head (`kernels_pallas.specs.tile`).
 """
 
 import dataclasses
@@ -19,9 +17,9 @@ from nsa_core.varlen import Capacity, taken
 
 
 def visible_compressed(position: Any, start: Any, config: NSAConfig) -> tuple[Any, Any]:
-    """Return the first compressed token that each query sees, and the end of those that it
-    sees, both `[B, T]`. Position `p` sees compressed token `i` if and only if `p >= i*d + l -
-    1`.
+    """Return the interval of compressed tokens to which each query attends, as its first token
+    and its end, both `[B, T]`. A query at position `p` attends to compressed token `i` if and
+    only if `p >= i*d + l - 1`.
 
     Args:
       start: The first compressed token of the query's sequence.
@@ -72,12 +70,12 @@ class VisibleCompressed:
         )
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """Return an upper bound for the number of tiles of `tile` keys that the tokens
-        `first .. end - 1` see, in a row that is not packed. The arguments may be arrays.
+        """Return an upper bound for the number of tiles of `tile` keys to which the tokens
+        `first .. end - 1` attend, in a row that is not packed. The arguments may be arrays.
         """
         stride = self.config.compress_stride
-        # No more compressed tokens than of the queries' own: fewer than `compress_block` tokens
-        # came before them, so that no query before `end` is at `end + compress_block - 1`.
+        # The position of a query before `end` is less than `end + compress_block - 1`, since
+        # fewer than `compress_block` tokens precede the first query.
         most = cdiv(end, stride) if keys <= tokens // stride else np.full_like(end, keys)
         return cdiv(np.minimum(keys, most), tile)
 
@@ -85,7 +83,8 @@ class VisibleCompressed:
         """Return the same bound as `tiles_seen` for a packed row, whose compressed tokens are
         in slots.
         """
-        # The first one's sequence may begin so long before; each has slots of its own.
+        # The sequence of the first query may begin this long before it. Each sequence has its
+        # own slots.
         keys = np.minimum(
             capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
         )
@@ -110,7 +109,7 @@ class Window:
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
         """Return an upper bound for the number of key tiles, as in `VisibleCompressed`."""
         seen = np.minimum(keys, end - first + self.config.window - 1)
-        return cdiv(seen - 1, tile) + 1  # which may begin anywhere in a tile
+        return cdiv(seen - 1, tile) + 1  # a window may begin anywhere in a tile
 
 
 type Bounds = VisibleCompressed | Window
@@ -147,12 +146,12 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 
     Args:
       start: `[B, T]`, the index of the first compressed token of each query's sequence.
-      first, last: The first and last compressed token that the query sees.
+      first, last: The first and last compressed token to which the query attends.
 
     Returns:
-      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. Then three arrays `[B, T]`,
-      with the first block of each query's sequence, and the first and the last of the moved
-      keys that the query sees.
+      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. Then three arrays `[B, T]`: the
+      first block of each query's sequence, and the first and the last of the moved keys to
+      which the query attends.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
     if not count:
@@ -173,7 +172,7 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
     """Return the key of each slot, or -1 if the slot is empty. Also return, for each query, the
-    first block of its sequence and the moved keys that it sees.
+    first block of its sequence and the interval of moved keys to which it attends.
     """
     xp, batch = ops.xp, start.shape[0]
     source, target = (
@@ -185,7 +184,7 @@ def _aligned(ops, start, first, last, *, count, length, ratio):
     local = xp.where(owner < 0, 1, local)
     opens = xp.where(local % ratio == 0, 1, 0)
     opened = xp.cumsum(opens, axis=1)
-    aligned = (opened - 1) * ratio + local % ratio  # where each token goes, ascending
+    aligned = (opened - 1) * ratio + local % ratio  # the new index of each token, ascending
     first_block = xp.concatenate([opened - opens, opened[:, -1:]], axis=1)
     at = ops.searchsorted(aligned, target, "left").clip(0, count - 1)
     at = xp.where(ops.take_rows(aligned, at) == target, at, -1)

@@ -10,13 +10,13 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dV_c    = gP_c^T dO
 
 If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
-dq is query-stationary and has the loop of the forward pass. The kernel of dk and dv is
-key-stationary. The queries that saw a key tile are found on the device. If queries see
-intervals, they are found by search. If queries chose blocks, they are read from query lists. A
-long list is divided into several work items, and another kernel merges their partial sums. For
-groups from 8 heads, `dkv` of the selected branch also stores dS, and dq is the product of dS
-with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and selection. Every
-sum has a fixed order.
+dq is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
+key-stationary, and finds the queries of a key tile on the device. In branches with intervals of
+keys, a search finds them. In the selected branch, they are read from query lists. A long list
+is divided into several work items, and another kernel merges their partial sums. For groups
+from 8 heads, `dkv` of the selected branch also stores dS, and dq is the product of dS with the
+keys (`mosaic_stored_ds.py`). No gradient passes through scores and selection. Every sum has a
+fixed order.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class NumpyOps:
 NUMPY_OPS: Any = NumpyOps()
 
 
-# 2 MiB as a constant of a program.
+# Maximum number of entries of a constant of a program, 2 MiB.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
@@ -79,8 +79,8 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
-    """Return the gradients of one or two branches whose queries see intervals of keys. These
-    are dq, as one array or a `LaterDq`, and dk and dv of each branch.
+    """Return the gradients of one or two branches in which each query attends to an interval of
+    keys. These are dq, as one array or a `LaterDq`, and dk and dv of each branch.
 
     Args:
       do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
@@ -124,7 +124,9 @@ def intervals(
 
 
 def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
-    """Return dk and dv of a branch. `seen` has the bounds of the visible keys per token."""
+    """Return dk and dv of a branch. `seen` has the bounds of the keys to which each token
+    attends.
+    """
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
@@ -150,8 +152,8 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """Return `_interval_items` of rows that are not packed, as constants of a program. If the
-    program computed them, compiling that code would take longer than the rest of a backward
+    """Return `_interval_items` of rows that are not packed, as constants of a program.
+    Compiling code that computes them would take longer than compiling the rest of a backward
     pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
@@ -183,7 +185,7 @@ def _interval_split(
     stride = bounds.config.compress_stride
 
     def sees(end):
-        """Return the keys that a query sees if all sequences have the maximum length."""
+        """Return the keys to which a query attends if all sequences have the maximum length."""
         last = (capacity.key_end(end) - 1) % capacity.max_seqlen
         return cdiv(cdiv(last + 1, stride), base.tile_keys)
 
@@ -202,6 +204,7 @@ def selected(
     by_places: bool = False,
 ) -> Qkv:
     """Return the gradients of the selected branch.
+
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
       by_places: Whether dk and dv of packed rows may be returned in slots, `[B, places, Hkv,
@@ -278,7 +281,8 @@ def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> lis
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
     """Return the result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
-    `first` and `last` `[B, T]` bound the keys that each query sees. None as `first` means 0.
+    `first` and `last` `[B, T]` bound the keys to which each query attends. If `first` is None,
+    the bound is 0.
     """
     keys = [ops.to_int32(x) for x in (last, first) if x is not None]
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]

@@ -12,9 +12,9 @@ from nsa_core.validate import dtype_name
 
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """Return the means of the windows of tokens `[B, S, Hkv, .]`, as `[B, C, Hkv, D]` and `[B,
-    C, Hkv, Dv]`. Zeros follow them up to a whole selection block. No query sees these zeros,
-    but the scores' kernel needs them. In packed rows the means are in the slots of their
-    sequences.
+    C, Hkv, Dv]`. Zeros follow the means up to a whole selection block. No query attends to
+    these zeros, but the kernel of the scores reads them. In packed rows the means are in the
+    slots of their sequences.
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
@@ -54,7 +54,7 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """Return the gradient of tokens that no window contains. It is the sum of the gradients
+    """Return the gradient of tokens if there are no windows. It is the sum of the gradients
     from the other branches.
     """
     if arrays:

@@ -28,9 +28,9 @@ def attention(
 ):
     """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
-    The arguments are those of `nsa_torch.paged_attention`. In a framework with mutable arrays,
-    `new` may have keys and values that the step appends first. `slots` then has the ring of
-    each row in an fp8 cache.
+    The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
+    `new` may have keys and values that the step appends first. `slots` then has the index of
+    each row's ring in an fp8 cache.
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
@@ -108,7 +108,7 @@ def why_not(problem: Any) -> str | None:
     None.
     """
     if problem.packed:
-        return "takes the same 1 to 8 queries for each row, got rows of different numbers"
+        return "needs the same number of queries, 1 to 8, in all rows, got different numbers"
     if not interpret.get() and problem.platform not in ("gpu", "cuda"):
         return f"needs a Hopper GPU, got {problem.platform}"
     if not interpret.get() and problem.capability != HOPPER:
@@ -169,8 +169,8 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _decode_spec(config: NSAConfig, **sizes: Any) -> Decode:
-    """Return the spec of a decode kernel. `sizes` are the fields of `Decode` that `config` does not
-    determine.
+    """Return the spec of a decode kernel. `sizes` has the fields of `Decode` that `config` does
+    not determine.
     """
     spec = Decode(
         **sizes,

@@ -3,10 +3,10 @@
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)
 
-Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
-log-sum-exp `[B, T, H]`, float32. It may also add its output to the gated sum. In that case
-`gate` `[B, T, H]` scales the output, and `added` `[B, T, H, Dv]`, the sum of earlier branches,
-is added to it, possibly in place. The log-sum-exp is then None.
+Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its
+natural log-sum-exp `[B, T, H]` in float32. It may also add its output to the gated sum. The
+output is then scaled by `gate` `[B, T, H]` and added to `added` `[B, T, H, Dv]`, the sum of
+earlier branches, possibly in place. The log-sum-exp is then None.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """Return the rounded keys and values. They are the argument if it is given, and are
-    computed otherwise. Without `compute_dtype` the result is None.
+    """Return keys and values rounded to `compute_dtype`. They are `rounded` if it is given, and
+    are computed otherwise. Without `compute_dtype` the result is None.
     """
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
@@ -57,7 +57,7 @@ def interval(
     `rounded` is the result of `round_tokens` for key and value, or None.
     """
     query, key, value = qkv
-    longest_first = isinstance(bounds, VisibleCompressed)  # later queries see more keys
+    longest_first = isinstance(bounds, VisibleCompressed)  # later queries attend to more keys
     if not longest_first and (rounded := _rounded(ops, qkv, params, rounded)) is not None:
         bounds = Window(params.config, rounded.key.shape[1])
     blocks: dict[str, Any] = interval_spec.forward_blocks(
@@ -91,8 +91,8 @@ def _operands(qkv: Qkv, layout, rounded):
 
 
 def _last_inputs(ops, gate, added, rounded):
-    """Return the optional last inputs of a branch's kernel, which `attention.forward` adds to
-    the output.
+    """Return the optional last inputs of a branch's kernel, in the order of
+    `specs.attention.forward`.
     """
     arrays = [] if gate is None else [ops.to_float32(gate)]
     if added is not None:
@@ -122,7 +122,9 @@ def selected(
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
-    if not spec.gather_limit:  # what is merged later is gated and added then
+    if (
+        not spec.gather_limit
+    ):  # if partial outputs are merged later, gates and sum are applied then
         fused = {"gated": gate is not None, "added": added is not None}
         spec = dataclasses.replace(spec, **fused)
     operands, layout = _operands(qkv, params.layout, rounded)
@@ -184,9 +186,9 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. The
-    result is None if far blocks of small groups are gathered, which needs keys in order, or if
-    a page has several blocks.
+    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. Return
+    None if far blocks are gathered, which needs contiguous keys, or if a page has several
+    blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -243,7 +245,7 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
     if key.shape[1] == 0:
-        key = ops.zeros(query, (batch, 1, kv_heads, width))  # no query sees it
+        key = ops.zeros(query, (batch, 1, kv_heads, width))  # no query attends to it
     key = ops.extend(key, 1, blocks * ratio, 0.0)
     spec = scores.Scores(
         B=batch,
@@ -285,9 +287,9 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the layout that `scores.best_blocks` reads. It consists of the bounds of the
-    compressed tokens per row, each token's own block, the first block of its sequence, and the
-    number of blocks that the tokens of a tile span.
+    """Return the arrays that `scores.best_blocks` reads: the bounds of the compressed tokens
+    per row, each token's own block, the first block of its sequence, and the number of blocks
+    that the tokens of a tile span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -323,7 +325,9 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """Return the fields that all attention kernels have. `rounded` is as in `interval`."""
+    """Return the fields that the specs of all attention kernels have. `rounded` is as in
+    `interval`.
+    """
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return {
@@ -342,7 +346,7 @@ def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """Return the `scale`, which defaults to `D**-0.5`."""
+    """Return `scale`, or `D**-0.5` if it is None."""
     scale = float(width**-0.5 if scale is None else scale)
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")

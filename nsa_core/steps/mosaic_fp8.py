@@ -20,7 +20,7 @@ class Rounded(NamedTuple):
     value: Any
     key_scale: Any
     value_scale: Any
-    key_mean: Any  # what keys are less by, float32 [B, Hkv, D]
+    key_mean: Any  # the mean that was subtracted from keys, float32 [B, Hkv, D]
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
     """Round `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, and move them to slots.
 
     Raises:
-      NotImplementedError: The row is packed, and its sequences have no slots.
+      NotImplementedError: The rows are packed, and their sequences have no slots.
     """
     batch, count, kv_heads, width = key.shape
     places, tiles = cdiv(count, ROWS) * ROWS, ()
@@ -62,7 +62,7 @@ def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
 
 @derived(lambda causal_end: [int32(causal_end.shape[0])])
 def _end(ops, causal_end):
-    """Return the end of the keys that some query sees."""
+    """Return the end of the keys to which at least one query attends."""
     return [ops.to_int32(ops.xp.amax(causal_end, axis=-1).clip(0, None))]
 
 

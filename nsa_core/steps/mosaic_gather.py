@@ -1,11 +1,11 @@
 """Computes selected attention for tokens whose neighbours selected other blocks, for both
 frameworks.
 
-If the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
-loops only over the blocks near it, and `kernels_pallas.specs.gathered` processes the far
-blocks. The list of one tile decides for the next tile, since neighbouring tiles select similar
-blocks and no output may depend on later tokens. The device makes this decision, so that the
-host never waits. Each kernel skips the blocks of the other kernel.
+If the block list of a tile is long, the next tile loops only over the blocks near it
+(`kernels_pallas.specs.selected`), and `kernels_pallas.specs.gathered` processes its far blocks.
+The list of the previous tile decides, since neighbouring tiles select similar blocks and no
+output may depend on later tokens. The device makes this decision, so that the host never waits.
+Each kernel skips the blocks of the other kernel.
 
 The gathering kernel is key-stationary. Another kernel merges its partial outputs, one for each far
 block of a token, with those of the loop. Tokens are split into segments to limit the partials.
@@ -25,12 +25,17 @@ from kernels_pallas.specs.work_items import WorkItems, entries_of_item
 from nsa_core.array_ops import ArrayOps, Places, derived
 from nsa_core.steps import mosaic_lists
 
-# Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
+# Gathering is faster if the list of a tile has more than this number of blocks per block that a
+# token selects.
 LONG_LIST = 4
-MAX_HEADS = 8  # of a group, of blocks of 64 keys: with more, partials are as much to move
-MAX_BYTES = 2**30  # of partials at a time; or half an output's, or of one run of list chunks
-MAX_SELECTION_ENTRIES = 31  # of a token: each has a bit
-# The fields that the gathering kernel has in common with the one that leaves far blocks to it.
+# maximum number of heads per group for blocks of 64 keys; with more heads, partials cost as
+# much traffic as they save
+MAX_HEADS = 8
+# bytes of partials that exist at a time, if this is more than half an output and one run of
+# list chunks
+MAX_BYTES = 2**30
+MAX_SELECTION_ENTRIES = 31  # maximum number of entries per token, each of which has a bit
+# The fields that the gathering kernel shares with the kernel that skips far blocks.
 SHARED_FIELDS = (
     *("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "scale", "parts"),
     *("gather_limit", "stats_tile", "interpret"),
@@ -49,11 +54,11 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     (`SelectedAttention.gather_limit`).
 
     0 means that nothing is gathered, since no list is too long or the gathering kernel cannot
-      run.
+    run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     block, most = config.select_block, int(LONG_LIST * n)
-    # A block of 128 keys is a partial for twice as many bytes of the loop.
+    # A block of 128 keys has one partial for twice the bytes in the loop.
     parts = parts_of_block(block, n)
     if packed or block != parts * ROWS or group > max_heads(block) or n > MAX_SELECTION_ENTRIES:
         return 0
@@ -86,7 +91,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     alone = not any(merges.values())
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
-        # Of `out`, not what it began as, which is gone then.
+        # The log-sum-exp of `out`, whose initial memory is then freed.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         merging = dataclasses.replace(kernel, **merges)
         merge = _staying(ops, gathered.merge, merging) if alone else gathered.merge(merging)
@@ -96,7 +101,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
         out = ops.write(out, tokens, merged[0])
         if added is None:
             lse = ops.write(lse, tokens, merged[1])
-        del partials, merged  # or those of two segments would exist at once
+        del partials, merged  # otherwise the partials of two segments would exist at once
     return out, lse if added is None else None
 
 
@@ -123,8 +128,8 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """Return the kernel `merge` for an output that already has values. It does not change rows
-    that are not gathered.
+    """Return the kernel `merge` for an output that already has values. The kernel does not
+    change rows that are not gathered.
     """
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
@@ -134,7 +139,7 @@ def _in_parts(ops, spec, block_indices, counts, layout):
     if spec.parts == 1:
         return block_indices, counts, layout
     (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
-    # Key tiles of split blocks are blocks.
+    # If blocks are split, key tiles are the blocks.
     return block_indices, counts, Places(position, layout.key_start)
 
 
@@ -144,7 +149,7 @@ def _positions_in_parts(ops, position, *, parts):
 
 
 class _Segment(NamedTuple):
-    """A segment of tokens. The partials of these tokens exist at the same time."""
+    """A segment of tokens. The partials of all its tokens exist at the same time."""
 
     kernel: GatheredAttention
     segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile

@@ -2,10 +2,10 @@
 
 | structure | read by | contents |
 |---|---|---|
-| block list of a tile | `selected` | which blocks its tokens chose, and who each |
-| query list of a block | `dkv` | which queries chose the block |
-| the same where dS is stored | `dkv` | which queries, which slot |
-| the same of far blocks of gathered tiles | `gathered` | which queries, which slot |
+| block list of a tile | `selected` | the selected blocks, and the tokens of each |
+| query list of a block | `dkv` | the queries that selected the block |
+| the same if dS is stored | `dkv` | these queries, and the slot of the block in their selection |
+| the same for far blocks of gathered tiles | `gathered` | the same |
 | work items | `dkv`, `gathered` | segments of query lists |
 """
 
@@ -22,7 +22,7 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """Return the selection, expressed in the blocks over which kernels loop, and the number of
+    """Convert the selection to the blocks over which kernels loop. Return it with the number of
     keys per such block.
     """
     parts = parts_of_block(block, block_indices.shape[-1])
@@ -38,7 +38,9 @@ def _shape_of_parts(block_indices, *, parts):
 
 @derived(_shape_of_parts)
 def _parts_of_blocks(ops, block_indices, *, parts):
-    named = (block_indices >= 0) & (block_indices < 2**31 // parts)  # the rest would overflow
+    named = (block_indices >= 0) & (
+        block_indices < 2**31 // parts
+    )  # larger indices would overflow
     first = ops.xp.where(named, block_indices, -1)[..., None] * parts
     *tokens, entries = block_indices.shape
     return [(first + ops.arange(first, parts)).reshape(*tokens, entries * parts)]
@@ -55,8 +57,8 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
     """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`. `edges` has the start of the
     list of each key tile. `lists` are the concatenated lists, which the kernel `fill` of
-    `specs.block_query_lists` writes. `counts` are those of the tiles' block lists, if `spec`
-    has a `limit`.
+    `specs.block_query_lists` writes. If `spec` has a `limit`, `counts` has the lengths of the
+    block lists of tiles.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
     arrays = block_indices, layout.position, starts, *([] if counts is None else [counts])

@@ -1,4 +1,4 @@
-"""Gradients of the selected branch where `dkv` stores dS, for either framework.
+"""Gradients of the selected branch with stored dS, for either framework.
 
 The kernel `dkv` computes dS of every token and each block that the token selected. It writes dS
 to memory. The gradient of the query is then one product per block instead of three, and needs
@@ -28,9 +28,10 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 from nsa_core.steps import mosaic_lists
 from nsa_core.steps.params import LaterDq, Qkv
 
-CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
-MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored
-MAX_ENTRIES = 512  # of a work item: a chunk waits for its last one
+# maximum bytes of a dS chunk of several rows of [B, Hkv]; a single row may have more
+CHUNK_BYTES = 2**31
+MAX_CHUNK_BYTES = 10 * 2**30  # if a chunk would have more bytes, dS is not stored
+MAX_ENTRIES = 512  # entries of a work item; a chunk waits for its last work item
 MAX_OUTPUTS = (
     4  # dS of a row has at most 4 times the size of an output; otherwise it is not stored
 )
@@ -58,7 +59,7 @@ def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed:
     ds, output = (
         selection_entries * ROWS * base.query_tile.rows,
         base.H * base.Dv,
-    )  # elements of a token
+    )  # elements per token
     entries = base.B * base.T * base.Hkv * selection_entries
     if ds > MAX_OUTPUTS * output or entries >= 2**31:
         return False
@@ -108,9 +109,9 @@ def gradients(
     queries = mosaic_lists.queries_of(layout)
     work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
-    # The longest first: items that begin together then end together, and those after them begin at
-    # the same position of the sequence, so that they share more of their reads in L2. Each has
-    # its own partial, so no sum changes.
+    # The longest items run first. Items that begin together then also end together, and the
+    # next ones begin at the same position of the sequence, so that they share more reads in L2.
+    # Each item has its own partial, so that no sum changes.
     (table,) = ops.run(work_items.ordered_work_items(work), table)
     whole = dataclasses.replace(
         base,
@@ -134,7 +135,7 @@ def gradients(
     chunks = _chunks(ops, layout, lists.rows, max_rows, work.items)
     for i, (ds_chunk, first, end) in enumerate(chunks):
         rows, items = end - first, (slice(first * work.items, end * work.items),)
-        if i:  # or XLA would have dS of all chunks at once
+        if i:  # otherwise XLA would keep dS of all chunks at once
             ds_chunk = ops.after(ds_chunk, dq)
         counts_of = {"work_items": rows * work.items, "stored_rows": rows}
         part = dataclasses.replace(whole, **counts_of)
@@ -150,11 +151,11 @@ def gradients(
         extra = [] if dq is None else [dq]
         if before is not None:
             ops.join(before)
-        # No name stays with dS: that of two chunks would exist at once.
+        # No name may refer to dS, since dS of two chunks would then exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
         if rows == lists.rows:
             merged = _merged(ops, part, found, sums, layout)
-        else:  # now, or partials of all chunks would exist
+        else:  # now, since partials of all chunks would otherwise exist at once
             merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
     gradients = [merged[name] for name in whole.widths]
     return Qkv(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))

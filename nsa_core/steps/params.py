@@ -40,8 +40,8 @@ class LaterDq:
     some rows of `[B, Hkv]`.
 
     Attributes:
-      describe: Function that returns the kernel for some rows. Its arguments are fields of
-        `IntervalAttention`.
+      describe: Function that returns the kernel for some rows, given the fields of
+        `IntervalAttention` that change.
       arrays: Its inputs.
     """
 
@@ -53,8 +53,8 @@ class LaterDq:
         return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
 
     def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
-        """Return dq and an event. The rows are computed after `ops.join` is called with the
-        event.
+        """Start to compute the rows `first` to `end - 1` of dq concurrently. Return dq and an
+        event. The rows are complete after `ops.join` is called with the event.
         """
         some = {"first_row": first, "end_row": end, "sms": BESIDE_SMS, "before": True}
         (dq,), running = ops.run_beside(self.describe(**some), *self.arrays, dq)
@@ -66,7 +66,7 @@ class RowResiduals:
     """The statistics per query row that a branch's gradient needs, `[B, T, H]` float32.
 
     Attributes:
-      lse: Natural log-sum-exp, -inf if the query sees no key.
+      lse: Natural log-sum-exp, -inf if the query has no keys.
       delta: rowsum(dO * O) of the output without its gate. It is also the gradient of the gate.
       gate: The gate g, or None for 1.
       dlse: The gradient of `lse`, or None for 0.
@@ -79,7 +79,9 @@ class RowResiduals:
 
 
 class Interval(NamedTuple):
-    """A branch whose queries see an interval of keys. The backward pass reads this class."""
+    """A branch in which each query attends to an interval of keys, as an input of the backward
+    pass.
+    """
 
     qkv: Qkv
     rows: RowResiduals

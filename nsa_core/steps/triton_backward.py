@@ -2,8 +2,8 @@
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
 tiles of keys have much more work than others, or a block has a long query list, float32
-partials are computed and added in a fixed order. A stable sort makes the query lists, so every
-sum has a fixed order.
+partials are computed and added in a fixed order. A stable sort builds the query lists, so that
+every sum has a fixed order.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,11 @@ from nsa_core.steps.triton_forward import (
     tile_block_lists,
 )
 
-MERGED_ROWS = 16  # of a program that adds partials
+MERGED_ROWS = 16  # rows per program that adds partials
 SEGMENT = 2048  # entries of a query list that one program processes
-PROGRAMS = 1024  # the least number into which dkv of few key tiles is split
+PROGRAMS = (
+    1024  # the minimum number of parts into which dkv is split if there are few key tiles
+)
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
@@ -59,7 +61,8 @@ def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) ->
     launch = "interval:dq", tiling, cdiv(p.T * p.group, tiling.rows)
     dq = _dq(ops, p, launch, (*qkv, *interval), residuals, interval[0], rows, added)
 
-    # Nearly all queries see the first compressed keys: few tiles of keys have all the work.
+    # Nearly all queries attend to the first compressed keys, so that few tiles of keys have
+    # most of the work.
     popular, tiling = isinstance(bounds, VisibleCompressed), p.tiling("dkv")
     tiles = cdiv(p.S, tiling.keys)
     segments = min(cdiv(PROGRAMS, tiles * p.pairs), 16) if popular else 1
@@ -131,7 +134,7 @@ def _last_items(ops, like, *, tiles: int, row: int, segments: int):
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
     """Return int32 `[B, tiles, 4]`. The entries of a tile are the start and end of the queries
-    that see at least one of its keys, then the start and end of the queries that see all of its
+    that attend to at least one of its keys, and then of the queries that attend to all of its
     keys. The bounds never decrease along the queries.
     """
     batch = first.shape[0]
@@ -156,7 +159,9 @@ def selected(
     added=None,
     block_lists=None,
 ) -> Qkv:
-    """Return the gradients of the selected branch; see `mosaic_backward.selected`."""
+    """Return the gradients of the selected branch. The arguments are those of
+    `mosaic_backward.selected`.
+    """
     layout, config, scale = params
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
@@ -219,13 +224,17 @@ def _list_shapes(block_indices, *arrays, sizes):
 
 @derived(_list_shapes)
 def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSizes):
-    """Return the queries that chose each tile of keys, and the work items; see `of_blocks`."""
+    """Return the queries that selected each tile of keys, and the work items, as `of_blocks`
+    reads them.
+    """
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
     rows = keys.shape[0]
     few = tiles < 2**15
-    keys, order = ops.sort(ops.cast(keys, xp.int16) if few else keys)  # half as many passes
-    order = ops.to_int32(order)  # no name stays with one of more bytes
+    keys, order = ops.sort(
+        ops.cast(keys, xp.int16) if few else keys
+    )  # halves the number of passes
+    order = ops.to_int32(order)  # no name refers to a larger array
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.searchsorted(keys, borders, "left")
     items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
@@ -240,15 +249,16 @@ def _chosen_tiles(ops, block_indices, position, key_start, sizes):
     """
     xp, tiles = ops.xp, sizes.tiles
     batch, _, heads, _ = block_indices.shape
-    first = block_indices * sizes.block  # token of the sequence
-    # Without a block of the future, `of_blocks` knows which entries see a block in part.
+    first = block_indices * sizes.block  # index of the token in its sequence
+    # If no block is after the query, `of_blocks` can derive which entries attend only to a part
+    # of a block.
     own = position[..., None, None] // sizes.block
     valid = (block_indices >= 0) & (block_indices <= own)
     start = key_start[..., None, None] + first
     tile = start // sizes.block
     found = [xp.where(valid, tile, tiles)]
     if sizes.packed:
-        # The rest of a block that begins inside a tile is in the next one.
+        # The rest of a block that begins inside a tile is in the next tile.
         inside = (start % sizes.block > 0) & (tile + 1 < tiles)
         found.append(xp.where(valid & inside, tile + 1, tiles))
     keys = xp.moveaxis(xp.stack(found, -1), 2, 1).reshape(batch * heads, -1)

@@ -8,10 +8,10 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.validate import dtype_name
 
-SPLIT = 256  # keys of a split: the order of sums follows from it
+SPLIT = 256  # keys per split, which determines the order of sums
 PARTS = 4  # programs that share the selected blocks of a query
-CANDIDATES = 4096  # compressed tokens that are scored at a time, at most
-ROWS = 32  # of a tile of queries: more spill
+CANDIDATES = 4096  # maximum number of compressed tokens that are scored at a time
+ROWS = 32  # maximum number of rows in a tile of queries; more rows spill registers
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
 
     def scales(*names):
         found = [getattr(cache, f"{name}_scale", None) for name in names]
-        return [lengths if x is None else x for x in found]  # which nobody reads
+        return [lengths if x is None else x for x in found]  # which nothing reads
 
     candidates = max(config.num_compressed(p.S), 1)  # of the longest row
     splits = cdiv(candidates, SPLIT)
@@ -49,7 +49,7 @@ def attention(
     scalars = pages, cache.num_pages, splits, windows, candidates, p.log2_scale
 
     def described(function, programs, outputs, tiling, wide=False, **constants):
-        # Products in float32 keep their operands in registers, as those that were 8 bits do.
+        # Products in float32, and those of 8-bit operands, keep their operands in registers.
         wide |= p.dtype == "float32" or cache.is_fp8
         return TritonKernel.of(
             f"decode:{function}",
@@ -91,7 +91,7 @@ def attention(
     parts, group_rows = min(PARTS, n), power(p.group)
     ratio_columns = power(page // stride, 1)
     blocks = power(min(pages, CANDIDATES // ratio_columns), 2)
-    handed = p.pairs * p.T * parts, group_rows  # from program to program
+    handed = p.pairs * p.T * parts, group_rows  # distance between the rows of two programs
     outputs = [
         Array((tokens, heads, p.Dv), p.dtype),
         int32(tokens, p.Hkv, n),

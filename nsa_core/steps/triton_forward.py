@@ -4,8 +4,8 @@
                              interval (sliding)
 
 The functions, their arguments and their results are those of `mosaic_forward`, since `fused.py`
-calls either module. `ops` is an `ArrayOps` whose `run` launches a `TritonKernel`, and which has
-the `capability` of the GPU.
+calls either module. `ops` is an `ArrayOps` that launches Triton kernels and that has the
+`capability` of the GPU.
 """
 
 import math
@@ -36,8 +36,8 @@ def interval(
 
 
 def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
-    """Compute `(out, lse)`. The lse of a gated sum is None. The kernel does not read arrays
-    that are None.
+    """Compute `(out, lse)`. If the output is added to a gated sum, the log-sum-exp is None. The
+    kernel does not read arrays that are None.
     """
     rows = p.B, p.T, p.H
     kernel = p.kernel(
@@ -132,7 +132,8 @@ def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
 
 def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
     """Return the selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
-    log-sum-exp `[B, T, H]` of the compressed branch; no array is as long as `num_blocks`.
+    log-sum-exp `[B, T, H]` of the compressed branch. No array has `num_blocks` entries per
+    query.
     """
     del num_blocks
     layout, config, scale = params

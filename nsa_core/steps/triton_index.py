@@ -25,10 +25,11 @@ from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
 from nsa_core.steps.triton_forward import array_of
 from nsa_core.validate import dtype_name
 
-SCORES_BYTES = 2**28  # of the scores of blocks that are written at a time
-SELECTED = 64  # blocks of a query, which stay in registers
-CHUNK = 2048  # keys that a program scores, where it writes scores
-FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them in registers
+SCORES_BYTES = 2**28  # bytes of block scores that are written at a time
+SELECTED = 64  # maximum number of blocks per query, which stay in registers
+CHUNK = 2048  # keys that a program scores if scores are written
+# maximum number of elements of a float32 block, which products keep in registers
+FLOAT32_KEYS = 4096
 
 
 def _on_chip(index: Index) -> bool:
@@ -40,8 +41,8 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks. It includes the block of the last tokens. This block may
-    have no key yet, but it may be forced.
+    """Return the number of blocks, including the block of the last tokens. That block may have
+    no key yet, but it may be forced.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
@@ -99,7 +100,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
     found = []
     for first in range(0, length, most):
         count, some = min(most, length - first), all_blocks
-        if offset is not None:  # the own block of the last query
+        if offset is not None:  # the last query's own block
             some = min(some, (offset + first + count - 1) // (index.pool * index.entry) + 1)
         kernel = described(
             "index:index_scores",
@@ -139,37 +140,34 @@ def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
 def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
     """Return the reason why the kernels of the loss cannot run a problem, or None."""
     if lists is None:
-        return "takes named blocks, got all keys"
+        return "needs block_indices, got all keys"
     heads, width, dtype = *query.shape[2:], dtype_name(query)
     index_heads, index_width = index_query.shape[2:]
     index_dtype, kv_heads = dtype_name(index_query), key.shape[2]
     if index_dtype != dtype:
-        return f"computes in one dtype, got {dtype} and {index_dtype}"
+        return f"needs the same dtype in attention and indexer, got {dtype} and {index_dtype}"
     if block not in (16, 32, 64, 128):
-        return f"takes blocks of 16, 32, 64 and 128 keys, got {block}"
+        return f"needs blocks of 16, 32, 64 or 128 keys, got {block}"
     if index_heads % kv_heads:
-        return (
-            "takes index heads of one key/value head each, "
-            f"got {index_heads} and Hkv={kv_heads}"
-        )
+        return f"needs a multiple of Hkv={kv_heads} index heads, got {index_heads}"
     most, group = max(width, index_width), heads // index_heads
     if group > 64 or most > 128:
         return (
-            "takes up to 64 query heads of an index head and widths up to 128, "
-            f"got {group}, D={width} and Di={index_width}"
+            f"needs at most 64 query heads per index head and widths of at most 128, got {group}, "
+            f"D={width} and Di={index_width}"
         )
     if index_dtype == "float32" and block * power(most) > FLOAT32_KEYS:
         return (
-            f"takes blocks of up to {FLOAT32_KEYS} numbers in float32, "
-            f"got {block} keys of {power(most)}"
+            f"needs float32 blocks of at most {FLOAT32_KEYS} elements, got {block} keys of "
+            f"{power(most)}"
         )
     entries = query.shape[1] * lists.shape[-1]
-    return f"takes T n < 2**31, got {entries}" if entries >= 2**31 else None
+    return f"needs T * n < 2**31, got {entries}" if entries >= 2**31 else None
 
 
 class Kept(NamedTuple):
-    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi,
-    n * block]`, the log-sum-exp of the indexer and the sum of t `[B, T, Hi]`, and the query
+    """The data that the gradient of the loss needs: t of each listed key `[B, T, Hi, n *
+    block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the query
     lists of the blocks.
     """
 
@@ -193,10 +191,10 @@ def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
 def _kl_tiles(
     narrow: bool, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """Return the number of rows per step, of warps and of stages.
+    """Return the numbers of rows per step, of warps and of stages.
 
     Args:
-      narrow: Whether the arrays have 16-bit elements.
+      narrow: Whether the elements have 16 bits.
       rows: Two numbers of rows: on GPUs whose matrix instructions read operands from shared
         memory, and on other GPUs.
       wide: Number of warps and of stages on GPUs that read operands from shared memory.
@@ -251,7 +249,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     narrow, group = dtype != "float32", heads // index_heads
     of_entries, of_queries = (float32(*lists.shape[:x]) for x in (4, 3))
     tiles = _kl_tiles(narrow, capability, (128, 64), (4, 2))
-    # t is at most 1, and of small ones the difference counts.
+    # t is at most 1. For a small t the difference to p is decisive, so that t is scaled.
     targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
     kernel = _over_lists(
         *("kl_targets", about, lists, keys, log2_scale, [of_entries, targets], tiles),
@@ -292,7 +290,7 @@ def gradients(
     grad = ops.to_float32(grad)
     targets, index_lse, mass, *of = kept
     outputs = [
-        # Differences of probabilities are too small for float16.
+        # Differences between probabilities are too small for float16.
         Array((*lists.shape, width), "bfloat16" if narrow else "float32"),
         float32(batch * heads * about.items, block, width),
     ]

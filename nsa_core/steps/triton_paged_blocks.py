@@ -1,5 +1,5 @@
-"""Selects the blocks of an indexer and attends to blocks, for rows in pages, on Triton kernels
-and for both frameworks.
+"""Selects blocks with an indexer, and computes attention to listed blocks, for rows in pages.
+It uses Triton kernels and supports both frameworks.
 """
 
 import math
@@ -14,18 +14,21 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.index import MAX_POOL, Index
 from nsa_core.validate import dtype_name
 
-PARTIAL_BYTES = 2**28  # of a part's outputs in float32
-SPLIT = 256  # keys of a part of a list; of wide heads half as many
-CHUNK = 1024  # keys that a program scores; half as many where programs are few
-KEYS = 128  # of a step of it
-PART = 4096  # blocks of a row that are written at a time
-BLOCKS = 2**15  # of a row, whose scores one program holds
-# Few lists are processed in parts of LIST_PART blocks, and a score in digits of these bits.
+PARTIAL_BYTES = 2**28  # bytes of the outputs of parts in float32
+SPLIT = 256  # keys per part of a list; half of it for wide heads
+CHUNK = 1024  # keys that a program scores; half of it if there are few programs
+KEYS = 128  # keys per step
+PART = 4096  # blocks per row whose scores are written at a time
+BLOCKS = 2**15  # maximum number of blocks per row, whose scores one program holds
+# A few lists are processed in parts of LIST_PART blocks. Scores are then compared in digits of
+# DIGIT bits.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
-LEAST_PARTS = 4  # of a list: the launches are not worth fewer
-MOST_PARTS = 8 * SMS  # of all lists: with more, a program for each fills a GPU
+LEAST_PARTS = (
+    4  # minimum number of parts per list for which the additional launches are worthwhile
+)
+MOST_PARTS = 8 * SMS  # maximum number of lists; with more, one program per list fills a GPU
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
-APART = "reads pages whose tokens lie in memory one after the other"
+APART = "needs pages that are contiguous in memory"
 
 
 class Paged(NamedTuple):
@@ -39,10 +42,11 @@ class Paged(NamedTuple):
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
         """Return the number of queries per row, `lengths`, and the row and the position of each
-        token. The first value is 0 if rows have different numbers of queries. If the numbers
-        are equal, kernels read only `lengths`, and nothing is launched before them. Otherwise
-        kernels read the row and the position. `most` is the number of tokens for which a row's
-        table has pages.
+        token. The first value is 0 if rows have different numbers of queries.
+
+        If all rows have the same number, kernels read only `lengths`, and no other kernel is
+        launched before them. Otherwise they read the row and the position of each token. `most`
+        is the number of tokens for which a row's table has pages.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -52,8 +56,8 @@ class Paged(NamedTuple):
 
 
 def _stride(pages) -> int | None:
-    """Return the distance of two pages of `[P, page, ..]` in entries, or None if a page is not
-    contiguous.
+    """Return the stride between pages of `[P, page, ..]`, counted in entries, or None if a page
+    is not contiguous.
     """
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
     if not hasattr(pages, "stride"):
@@ -115,7 +119,7 @@ class _Sizes(NamedTuple):
         widths, size = (self.D, self.Dv), itemsize(self.dtype)
         keys, rows = min(power(self.listed), 64, self.split), power(self.group)
         found = choose("forward", rows, keys, *widths, size, self.capability)
-        small = self.whole or self.D + self.Dv > 256  # gathers of many programs hide each other
+        small = self.whole or self.D + self.Dv > 256  # the gathers of many programs overlap
         if found is None or not small or rows > LEAST or size == 4:
             return found
         return Tiling(rows, min(keys, 32), 1, 2)
@@ -141,11 +145,11 @@ def why_not(
         return APART
     if sizes.group > GROUP or max(sizes.D, sizes.Dv) > WIDTH or sizes.tiling() is None:
         return (
-            f"takes up to {GROUP} query heads of a list and widths up to {WIDTH}, "
-            f"got {sizes.group}, D={sizes.D} and Dv={sizes.Dv}"
+            f"needs at most {GROUP} query heads per list and widths of at most {WIDTH}, got "
+            f"{sizes.group}, D={sizes.D} and Dv={sizes.Dv}"
         )
     if sizes.listed * tokens * sizes.pairs >= 2**31:
-        return f"takes fewer listed keys than 2**31, got N={tokens}"
+        return f"needs fewer than 2**31 listed keys, got N={tokens} tokens"
     return None
 
 
@@ -221,10 +225,11 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
     queries.
 
     Args:
-      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`: pages of one token.
+      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, which are treated
+        as pages of one token.
       lists: int32 `[B, T, G, n]`.
-      lengths: int32 `[B]`, valid keys.
-      how: block, include and scale.
+      lengths: int32 `[B]`, numbers of valid keys.
+      how: The arguments `block`, `include` and `scale` of `attention`.
     """
     (batch, length, heads), keys = query.shape[:3], key.shape[1]
     flat = lambda x: ops.contiguous(x).reshape(-1, *x.shape[2:])
@@ -258,20 +263,19 @@ def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | No
     None.
     """
     if index.pool > MAX_POOL or index.pool & (index.pool - 1):
-        return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
+        return f"needs a pool that is a power of two up to {MAX_POOL}, got pool={index.pool}"
     if heads > INDEX_HEADS or width > WIDTH:
         return (
-            f"takes up to {INDEX_HEADS} heads and widths up to {WIDTH}, got {heads} and {width}"
+            f"needs at most {INDEX_HEADS} heads and widths of at most {WIDTH}, got {heads} and "
+            f"{width}"
         )
     if count > BLOCKS:
-        return (
-            f"takes up to {BLOCKS} blocks of a row where their scores are written, got {count}"
-        )
+        return f"needs at most {BLOCKS} blocks per row if scores are written, got {count}"
     return None
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """Return int32 `[N, Hi or 1, n]`; arguments as in `paged_index_blocks`."""
+    """Select blocks, int32 `[N, Hi or 1, n]`. The arguments are those of `paged_index_blocks`."""
     (tokens, heads, width), dtype = query.shape, dtype_name(query)
     (pool, per_page), table = pages.shape[:2], paged.page_table
     all_keys = table.shape[1] * per_page
@@ -287,9 +291,9 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
         tokens * cdiv(all_keys, chunk),
         (tokens, max(queries, 1), table.shape[1], pool, _stride(pages), most, count),
         [float32(tokens, lists, count)],
-        (4, 1),  # more programs hide more than more stages
+        (4, 1),  # more programs hide more latency than more stages
         HEADS=heads,
-        # As many as `index.index_blocks` has at least, so that scores have the same bits.
+        # At least the number of `index.index_blocks`, so that scores have the same bits.
         ROWS=max(power(heads), 64 if wide else LEAST),
         WIDTH=width,
         POOL=index.pool,
@@ -307,7 +311,7 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
 
 
 def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=0, most=0):
-    """Return the best blocks, int32 `[tokens, lists, n]`.
+    """Return the blocks with the highest scores, int32 `[tokens, lists, n]`.
 
     Args:
       scores: float32 `[.., lists, blocks]` of the tokens. `places` is the result of
@@ -318,7 +322,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     *tokens, lists, count = scores.shape
     items, n = math.prod(tokens) * lists, index.num_selected
     held = power(most_blocks)
-    parts = held // LIST_PART  # of a list; each part has a program
+    parts = held // LIST_PART  # parts per list; each part has a program
     few = parts * items <= MOST_PARTS and n <= held
     parts = parts if parts >= LEAST_PARTS and few else 1
 
@@ -342,10 +346,10 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     outputs, slots = [(items // lists, lists, n)], power(n)
     if parts == 1:
         sizes = {"SLOTS": slots, "BLOCKS": held, "PART": min(held, PART)}
-        warps = min(max(held // 2048, 4), 16)  # of few warps sums are soon made
+        warps = min(max(held // 2048, 4), 16)  # with few warps, sums are fast
         return ops.run(described("best", outputs, warps, **sizes), scores, *places)[0]
     sizes = {"PARTS": parts, "PART": LIST_PART}
-    counts = known = before = places[0]  # which the first launch does not read
+    counts = known = before = places[0]  # an array that the first launch does not read
     for step, bits in enumerate(DIGITS):
         kernel = described(
             "digits",

@@ -2,12 +2,12 @@
 
 The model has RMSNorm, rotary embedding, grouped heads and SwiGLU. The configuration selects NSA
 or dense attention for each layer. Importing this module registers `model_type="nsa"` with
-`AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import it passes
-them `trust_remote_code=True`. For this case `save_pretrained` and `convert` write a module next
-to the checkpoint. The public names are: `NSAModelConfig` the sizes and the kind of each layer
-`NSAModel`, `NSAForCausalLM` the decoder; with a head, a loss and `generate` `NSAModelCache` the
-cache of `generate`: one `nsa_torch.NSACache` per layer `NSAPagedModelCache` the same on pages,
-for steps of static shapes `StepGraph` such a step as one CUDA graph
+`AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import it must
+pass `trust_remote_code=True` to these classes. `save_pretrained` and `convert` therefore write
+a small module next to the checkpoint. The public names are: `NSAModelConfig` the sizes and the
+kind of each layer `NSAModel`, `NSAForCausalLM` the decoder; with a head, a loss and `generate`
+`NSAModelCache` the cache of `generate`: one `nsa_torch.NSACache` per layer `NSAPagedModelCache`
+the same on pages, for steps of static shapes `StepGraph` such a step as one CUDA graph
 `continuous_batching_config` for
 `generate_batch`: pages that NSA can read `to_safetensors`, `from_safetensors` weights for
 `nsa_bench.train`'s models, and back `register_block_attention` kernels for released models that
@@ -15,8 +15,9 @@ choose key blocks, by `attn_implementation="nsa_blocks"` (`block_selection`)
 `LlamaNSAForCausalLM` the layout of zen-E/NSA-1B, with its own selection or the exact one
 (`llama_nsa`)
 
-Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
-start at its first real token, so that its results are those of a batch with only this row.
+Rows of a batch may be padded on the left or on the right. The positions and the selection
+blocks of a row start at its first real token. A row therefore has the same results as in a
+batch without other rows.
 """
 
 from nsa_core import extras

@@ -1,21 +1,21 @@
-"""Runs released models of transformers whose attention chooses key blocks on our selected
-attention.
+"""Runs the attention of released models that select key blocks on `nsa_torch.block_attention`.
 
 `MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq,
 n] to an attention function. They are int64, with -1 in empty slots. Block `j` has the slots `j
-* block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
-`sdpa` convert them to a dense mask, `[B, H, Sq, Sk]`. The function here runs
-`nsa_torch.block_attention` on them, forward and backward, without an array of `Sq * Sk`:
+* block .. (j + 1) * block - 1` of the key axis, padding included. The implementations `eager`
+and `sdpa` of transformers convert them to a dense mask, `[B, H, Sq, Sk]`. The function here
+passes them to `nsa_torch.block_attention`. Neither the forward nor the backward pass allocates
+an array of size `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
-Padding on the left sees no key. The output of padding tokens is the mean of all values, the
-same as with the dense mask of `sdpa`. This output matters because the model's indexer scores
-padding too. The gradients of these outputs reach only the values.
+Padding tokens on the left have no key to attend to. Their output is the mean of all values, the
+same as with the dense mask of `sdpa`. The output matters because the model's indexer scores
+padding too. Gradients of these outputs reach only the values.
 
 Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
-The function that computes its mask is registered under the same name. Without a mask function,
-transformers drops the padding and passes None. Under this name the model's indexer runs on
+A mask function is registered under the same name, since transformers would otherwise drop the
+padding and pass None. With this `attn_implementation` the model's indexer runs on
 `nsa_torch.index_blocks`. The original indexer would compute scores `[B, index heads, Sq, Sk]`
 in float32.
 """
@@ -38,25 +38,26 @@ from nsa_torch.indexers import blocks_at
 from nsa_torch.shared import is_capturing
 
 NAME = "nsa_blocks"
-NAMES: set[str] = set()  # all that were registered
+NAMES: set[str] = set()  # all names that were registered
 TAKEN: set[type] = set()  # classes whose `forward` was replaced
 MODEL = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
-# Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are
-# padding and 0 in others: kernels read it with the keys. Kernels require widths that are
-# multiples of 16, and 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
+# Padding is masked by `LANES` additional columns of each head. They are 1 in queries, `HIDDEN`
+# in keys that are padding, and 0 in other keys. Kernels require widths that are multiples of
+# 16. With 16 * HIDDEN * scaling as logit, exp() is 0 in every dtype.
 LANES, HIDDEN = 16, -30000.0
-# Arguments of other models' attention that would be lost here: sinks, windows, biases, and
-# `indices`, single tokens that DeepSeek-V3.2 and its kin choose; boundaries of packed rows.
+# Arguments that the attention of other models receives and that this function would ignore:
+# sinks, windows, biases, boundaries of packed rows, and `indices`, the single tokens that
+# models such as DeepSeek-V3.2 select.
 FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias", "indices", *BORDERS, INDEX)
 
 
 def register_block_attention(name: str = NAME, *, implementation: str | None = None) -> None:
-    """Registers `block_attention` and `key_states` with transformers.
+    """Register `block_attention` and `key_states` with transformers.
 
     Args:
-      name: The value of `attn_implementation` that selects it.
-      implementation: As in `nsa_torch.block_attention`. A named implementation never falls back to
-        another. None means automatic.
+      name: The value of `attn_implementation` that selects this attention.
+      implementation: The same as in `nsa_torch.block_attention`. A named implementation never
+        falls back to another one. None means automatic.
     """
     attend = functools.partial(block_attention, implementation=implementation)
     AttentionInterface.register(name, attend)
@@ -76,36 +77,38 @@ def key_states(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask of `block_attention`. It has one state per key slot instead of one per
+    """Compute the mask for `block_attention`. It has one state per key slot, instead of one per
     pair of query and key.
 
     Args:
       q_offset: The slot of the first query. With a static cache it is a tensor.
-      attention_mask: `[B, slots]`, True at tokens. It may have fewer than `kv_length` slots.
-      config: The config of the text model, for `index_block_size`.
+      attention_mask: `[B, slots]`, True for tokens and False for padding. It may have fewer
+        than `kv_length` slots.
+      config: The config of the text model, whose `index_block_size` is read.
 
     Returns:
-      None without padding if the keys end with the last query. Otherwise int8
-      `[B, 1, 1 or 2, Sk]`. The first row is 1 in slots up to the last query's. The second row,
-      which exists with padding, is 1 at tokens.
+      None if there is no padding and the last key is that of the last query. Otherwise the
+      result is int8 `[B, 1, 1 or 2, Sk]`. The first row is 1 in slots up to that of the last
+      query. The second row exists only with padding, and is 1 for tokens.
 
     Raises:
-      NotImplementedError: The rows are packed, the caller passes a mask, the cache is a sliding
-        one, or a row has padding between its tokens. Also if a row has `index_block_size` or
-        more padding slots on the left. The model's indexer counts positions from the first
-        token, but blocks from slot 0. In such a row the first token sees no key, and
-        transformers' own paths would average all keys, including later ones.
+      NotImplementedError: The rows are packed, the caller passes a mask function, the cache has
+        a sliding window, or a row has padding between its tokens. Also if a row has
+        `index_block_size` or more padding slots on the left. The model's indexer counts
+        positions from the first token, but blocks from slot 0. In such a row the first token
+        would have no key. The implementations of transformers then average all values,
+        including later ones.
     """
-    take_over()  # a model asks for its mask before its layers run
+    take_over()  # a model computes its mask before its layers run
     if mask_function is not causal_mask_function:
         raise NotImplementedError(
             f"attn_implementation={NAME!r} supports only the causal mask, got packed rows "
-            "(position_ids that start again) or a mask function"
+            "(position_ids that restart) or a mask function"
         )
     if kv_offset:
         raise NotImplementedError(
-            f"attn_implementation={NAME!r} supports only caches that keep every key, got one that "
-            f"starts at slot {kv_offset}"
+            f"attn_implementation={NAME!r} supports only caches that retain every key, got one "
+            f"that starts at slot {kv_offset}"
         )
     real = None if attention_mask is None else attention_mask.to(device, torch.bool)
     if real is not None:
@@ -122,9 +125,9 @@ def key_states(
 
 
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
-    """Return whether a row of `real` [B, Sk] has padding. This waits for the device once per
-    forward pass. Nothing is checked under torch.compile or in a CUDA graph, since the host must
-    not wait there.
+    """Return whether any row of `real` [B, Sk] has padding. The host waits for the device once
+    per forward pass. It must not wait under torch.compile or in a CUDA graph, so that nothing
+    is checked there.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -134,15 +137,15 @@ def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     padded, most_starts, most_left = facts.tolist()
     if most_starts > 1:
         raise NotImplementedError(
-            f"attention_mask must have a row's tokens in one run with "
+            "attention_mask must have no padding between the tokens of a row with "
             f"attn_implementation={NAME!r}, got {most_starts} runs"
         )
     block = getattr(config, "index_block_size", None)
     if block is not None and most_left >= block:
         raise NotImplementedError(
             f"attention_mask must have fewer than index_block_size={block} columns of padding on "
-            f"the left with attn_implementation={NAME!r}, got {most_left}; with more, the indexer "
-            "gives the first token of a row no key, so pad on the right"
+            f"the left with attn_implementation={NAME!r}, got {most_left}; pad on the right, or "
+            "the row's first token has no key"
         )
     return bool(padded)
 
@@ -159,10 +162,10 @@ def block_attention(
     implementation: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `nsa_torch.block_attention` as an attention function of transformers. Return out
-    `[B, Sq, H, Dv]`, and None in place of the weights.
-
-    Layers without a selection (dense ones, the vision tower) go to transformers' `sdpa`.
+    """Run `nsa_torch.block_attention` through the interface of an attention function of
+    transformers. Return the output `[B, Sq, H, Dv]`, and None in place of the attention
+    weights. Layers that select no blocks, such as dense layers and the vision tower, run on
+    `sdpa` of transformers.
 
     Args:
       module: The attention module. Its `indexer.block_size` and `indexer.topk_blocks` are read.
@@ -170,12 +173,13 @@ def block_attention(
         the last `Sq` filled slots.
       attention_mask: The result of `key_states`.
       dropout: must be 0.
-      block_indices: `[B, heads, Sq, n]`, any integer dtype and order, negative in empty slots;
-        `heads` divides Hkv. Blocks after the query are ignored. No block may be named twice.
-      implementation: That of `nsa_torch.block_attention`.
+      block_indices: `[B, heads, Sq, n]`, of any integer dtype and in any order, negative in
+        empty slots. `heads` divides Hkv. Blocks after the query are ignored. A list must not
+        contain a block twice.
+      implementation: The same as in `nsa_torch.block_attention`.
     Raises:
-      ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
-      NotImplementedError: Dropout together with chosen blocks, or sinks, a sliding window,
+      ValueError: Shapes contradict each other, or the mask was not computed by `key_states`.
+      NotImplementedError: The call has dropout with selected blocks, sinks, a sliding window,
         softcapping, a position bias, indices of single tokens, or packed rows.
     """
     for name in FOREIGN:
@@ -199,13 +203,15 @@ def block_attention(
             )
         filled, *padded = mask[:, 0].unbind(1)
         real = padded[0] != 0 if padded else None
-    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
+    if torch.is_autocast_enabled(
+        query.device.type
+    ):  # the same as in scaled_dot_product_attention
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     indexer = cast(Any, module.indexer)
     spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)  # one kernel for all lengths
     lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
-    if length < num_keys:  # a cache: a head of [B, Hkv, Sk, D] is read without a copy
+    if length < num_keys:  # with a cache, [B, Hkv, Sk, D] is read without a copy
         lists = lists.repeat_interleave(kv_heads // lists.shape[1], dim=1)
         query = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)
         key, value, lists = (x.flatten(0, 1).unsqueeze(1) for x in (key, value, lists))
@@ -213,7 +219,8 @@ def block_attention(
             None if x is None else x.repeat_interleave(kv_heads, dim=0) for x in (filled, real)
         )
     query, key, value, lists = (x.transpose(1, 2) for x in (query, key, value, lists))
-    if real is not None:  # queries and keys `[.., D + LANES]`: those of padding weigh 0
+    # queries and keys become `[.., D + LANES]`, so that keys of padding have weight 0
+    if real is not None:
         lanes = (~real)[..., None, None].to(key.dtype) * HIDDEN
         key = torch.cat([key, lanes.expand(-1, -1, key.shape[2], LANES)], dim=-1)
         query = F.pad(query, (0, LANES), value=1.0)
@@ -267,8 +274,9 @@ def _is_key_states(mask: Tensor | None) -> bool:
 
 
 def take_over() -> None:
-    """If MiniMax-M3's code has been imported, make it use our indexer when `attn_implementation` is
-    one of `NAMES`. With any other name the original indexer runs.
+    """Replace the indexer of MiniMax-M3 by `nsa_torch.index_blocks`, if the code of that model
+    has been imported. The original indexer still runs if `attn_implementation` is not one of
+    `NAMES`.
     """
     module: Any = sys.modules.get(MODEL)
     if module is None or module.MiniMaxM3VLIndexer in TAKEN:
@@ -293,16 +301,16 @@ def chosen_blocks(
     cache: Any,
     position_ids: Tensor,
 ) -> Tensor:
-    """Return the blocks that the indexer selects, int32 `[B, index heads, Sq, n]`, ascending. Empty
-    slots at the end are -1.
+    """Return the blocks that the indexer selects, int32 `[B, index heads, Sq, n]`, ascending.
+    Empty slots at the end have -1.
 
     Args:
       indexer: a `MiniMaxM3VLIndexer`.
       rotate: its `apply_rotary_pos_emb`.
       hidden_states: `[B, Sq, E]`.
       position_embeddings: cos and sin `[B, Sq, .]`.
-      cache: None, or the cache of the indexer's keys of each layer.
-      position_ids: `[B, Sq]`. A query sees the key slots up to its own position.
+      cache: The cache with the indexer's keys of each layer, or None.
+      position_ids: `[B, Sq]`. A query attends to key slots up to its own position.
     """
     query, key = (
         norm(projection(hidden_states).unflatten(-1, (-1, indexer.head_dim)))

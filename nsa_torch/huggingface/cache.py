@@ -1,7 +1,7 @@
 """The caches of `generate`. `NSAModelCache` grows, and `NSAPagedModelCache` has static shapes.
 
-transformers counts columns of the batch, padding included (`get_seq_length`). The tokens of a
-row are stored from slot 0 on, without the padding, and each row has its own length:
+transformers counts the columns of the batch, including padding (`get_seq_length`). Our caches
+store the tokens of a row from slot 0 on, without the padding, and each row has its own length:
 
     NSAModel.forward -> begin: positions of the new tokens, once for all layers (`Call`)
         each layer: attend, or append if it is dense
@@ -35,10 +35,11 @@ from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
 
-NAMES = "past_key_values", "cache"  # arguments of a cache before and since transformers 5.24
+# names of the cache argument, before and since transformers 5.24
+NAMES = "past_key_values", "cache"
 CACHE = NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]
-ROOM = 64  # capacities of a growing cache are multiples of it
-# The entries of a model's configuration that its cache depends on.
+ROOM = 64  # the capacity of a growing cache is a multiple of this number
+# The entries of a model's configuration on which its cache depends.
 CACHED = (
     "layer_attention", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "v_head_dim", "rope_parameters", "qk_norm", "rms_norm_eps", "attention_bias", "kv", "phi",
@@ -47,11 +48,11 @@ CACHED = (
 
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments` with this cache in place of the one that was passed under either of
-    `NAMES`.
+    """Return `arguments` with `cache` in place of the cache that the caller passed under either
+    of `NAMES`.
 
     Raises:
-      ValueError: Caches are passed under both names.
+      ValueError: The caller passed caches under both names.
     """
     found = {key: arguments.pop(key) for key in NAMES if key in arguments}
     given = [cache for cache in found.values() if cache is not None]
@@ -71,29 +72,34 @@ def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """A model's call on `B` rows of `T` columns, the same for all layers. It is an argument of each
-    layer, so that a device map moves it with the layer's tokens.
+    """The data of one call of a model on `B` rows of `T` columns, the same for all layers. Each
+    layer receives it as an argument, so that a device map moves it with the layer's tokens.
     """
 
-    columns: int  # before it, padding included
-    count: Tensor | None  # int64 [B], real tokens among the new columns; None means all are
-    position: Tensor  # int64 [B, T], of each column's token in its row
+    columns: int  # columns before the call, including padding
+    # int64 [B], number of real tokens among the new columns; None means that all are real
+    count: Tensor | None
+    position: Tensor  # int64 [B, T], position of each column's token in its row
     after: Tensor  # int32 [B], tokens of each row after the call
-    room: int  # tokens of a row that a layer has room for
-    reach: int  # tokens of a row that the call reads
+    room: int  # maximum number of tokens of a row in a layer
+    reach: int  # number of tokens of a row that the call reads
     at: dict[str, Any] = {}  # noqa: RUF012, of pages: arguments of `paged_attention`
-    order: Tensor | None = None  # int64 [B * T], the rows' own tokens, then the padding
+    # int64 [B * T], first the real tokens of the rows, then the padding
+    order: Tensor | None = None
 
 
 class NSALayer:
-    """The cache of a layer with NSA. It grows, and the first call creates it."""
+    """The cache of a layer with NSA. The first call creates its tensors, and later calls let
+    them grow.
+    """
 
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
         """Compute `attention` of the columns `x` [B, T, dim] to all columns before them."""
         if self.state is None:
-            dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
+            # the weights may be quantized, so their dtype is not used
+            dtype = product_dtype(x.device, x.dtype)
             self.state = attention.init_cache(x.shape[0], call.room, dtype, x.device)
         elif self.state.capacity < call.room:
             self.state = nsa_cache.grow(self.state, call.room)
@@ -101,7 +107,7 @@ class NSALayer:
         return y
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Applies `function` to each tensor."""
+        """Replace each tensor `x` by `function(x)`."""
         self.state = self.state.map(function)
 
     def reset(self) -> None:
@@ -114,15 +120,15 @@ class NSALayer:
 
 
 class DenseLayer:
-    """The keys and values of a layer with dense attention, `[B, room, Hkv, .]`. Zeros follow
-    the tokens of a row, since masked values must be finite.
+    """The keys and values of a layer with dense attention, `[B, room, Hkv, .]`. Unused slots
+    are zeros, since masked values must be finite.
     """
 
-    page = 1  # tokens in an entry of the second axis
+    page = 1  # tokens per entry of the second axis
     kept: Sequence[Tensor] = ()
 
     def append(self, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
-        """Write keys and values `[B, Hkv, T, .]`, and return the keys and values that the call
+        """Write new keys and values `[B, Hkv, T, .]`. Return all keys and values that the call
         reads.
         """
         new = own_tokens(call.count, key.transpose(1, 2), value.transpose(1, 2))
@@ -150,7 +156,7 @@ class DenseLayer:
 
 
 class PagedLayer:
-    """The pages of a layer with NSA, in fp8 or in the model's dtype. The first call creates
+    """The pages of a layer with NSA, in fp8 or in the model's dtype. The first call allocates
     them.
     """
 
@@ -185,8 +191,8 @@ class PagedLayer:
         return y
 
     def tensors(self) -> list[Tensor]:
-        """Return views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as
-        integers, since not every version of torch indexes floats of 8 bits.
+        """Return views `[B, .., ...]` of the cached tensors. Tensors in fp8 are viewed as
+        integers, since not every version of torch can index fp8 tensors.
         """
         found = self.pages.tensors().values()
         bits = (x.view(torch.uint8) if x.dtype is FP8 else x for x in found)
@@ -205,7 +211,7 @@ class PagedLayer:
         self.pages.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Does nothing: memory after the length of a row is not read."""
+        """Do nothing, since the memory after the length of a row is not read."""
 
 
 class NSAModelCache(Cache):
@@ -214,15 +220,15 @@ class NSAModelCache(Cache):
 
     Args:
       config: configuration of the model.
-      capacity: Maximum number of columns, allocated at the first call. More columns raise a
-        `ValueError`. None means that the cache starts with the prompt's columns and doubles
-        when it is full.
+      capacity: Maximum number of columns. The memory for them is allocated at the first call,
+        and more columns raise a `ValueError`. None means that the cache has the size of the
+        prompt at first, and doubles when it is full.
 
     Attributes:
       lengths: int32 `[B]`, the number of real tokens of each row. None before the first call.
     """
 
-    is_croppable = True  # read from transformers 5.24 on
+    is_croppable = True  # transformers reads it since 5.24
     is_compileable = False
     nsa_layer: Callable[[], Any] = NSALayer
 
@@ -243,10 +249,10 @@ class NSAModelCache(Cache):
             for kind in self.config.layer_attention
         ]
         self.lengths: Tensor | None = None
-        self.columns = 0  # seen, padding included
+        self.columns = 0  # columns so far, including padding
         self.room = self.capacity or 0
         self.ragged = False  # whether rows may have different lengths
-        self.page_table: Tensor | None = None  # int32 [B, M], of pages
+        self.page_table: Tensor | None = None  # int32 [B, M], indices of pages
 
     @property
     def batch_size(self) -> int:
@@ -276,37 +282,38 @@ class NSAModelCache(Cache):
         """
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
-            raise ValueError(f"cache capacity is {self.capacity} tokens, got {needed}")
+            raise ValueError(
+                f"cache must have capacity for {needed} tokens, got {self.capacity}"
+            )
         return needed
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Prepare the cache before the first layer of a call gets `x` [B, T, dim]. Row `b` contains
-        its first `count[b]` columns.
+        """Prepare the cache before the first layer of a call gets `x` [B, T, dim]. The first
+        `count[b]` columns of row `b` are real tokens.
 
         Raises:
-          ValueError: There is no room, or the last call did not end and some layers already
-            have its tokens.
+          ValueError: The capacity is exceeded, or an earlier call failed after some layers had
+            stored its tokens.
         """
         needed, lengths = self.reserve(x.shape[1]), self.lengths
-        if lengths is None:  # nothing stays of a first call that failed
+        if lengths is None:  # a first call that failed leaves nothing behind
             self.clear()
             lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
         states = [layer.state for layer in self.layers if isinstance(layer, NSALayer)]
         seen = [0 if state is None else state.longest for state in states]
         if {*seen} - {self.columns}:
             raise ValueError(
-                "cache must have the same tokens in all layers, got "
-                f"{seen} columns in place of {self.columns}, "
-                "because a call ended with an error; call reset() and start again"
+                f"cache must have the same tokens in all layers, got {seen} columns instead of "
+                f"{self.columns}, because a call ended with an error; call reset() and start again"
             )
-        if needed > self.room:  # the next multiple of ROOM, at least twice as much as there is
+        if needed > self.room:  # the next multiple of ROOM, at least twice the present capacity
             self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM
         position = lengths[:, None] + torch.arange(x.shape[1], device=x.device)
         new = x.shape[1] if count is None else count.to(torch.int32)
         return Call(self.columns, count, position, lengths + new, self.room, needed)
 
     def end(self, call: Call) -> None:
-        """Count the tokens of `call` after its last layer."""
+        """Add the tokens of `call` to the lengths, after the last layer has run."""
         self.lengths = call.after if self.lengths is None else self.lengths.copy_(call.after)
         self.columns += call.position.shape[1]
         self.ragged = self.ragged or call.count is not None
@@ -321,10 +328,10 @@ class NSAModelCache(Cache):
         self.columns, self.ragged = 0, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last `-tokens_to_remove` columns, in which no row has padding, from all
-        layers. After an error no layer has changed.
+        """Remove the last `-tokens_to_remove` columns from all layers. No row may have padding
+        in these columns. If the method raises an error, no layer has changed.
         """
-        count = -int(tokens_to_remove)  # transformers may give a tensor
+        count = -int(tokens_to_remove)  # transformers may pass a tensor
         if not 0 <= count <= self.columns:
             raise ValueError(
                 f"tokens_to_remove must be in {-self.columns}..0, the negative number of columns "
@@ -359,26 +366,26 @@ class NSAModelCache(Cache):
 
 
 class NSAPagedModelCache(NSAModelCache):
-    """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Use it as
-    `generate(.., cache=this)`.
+    """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Pass it
+    to `generate` as `cache`.
 
-    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
-    device, where a call reads them once and writes them once. A step therefore does not wait for
-    the device and allocates no persistent memory. `StepGraph` captures the model's step once and
-    replays it while rows grow.
+    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on
+    the device, and each call reads and writes them once there. A step therefore does not wait
+    for the device, and allocates no memory that outlives it. `StepGraph` captures a step of the
+    model once and replays it while rows grow.
 
     Args:
       config: configuration of the model.
-      batch_size: rows, including beams and returned sequences.
+      batch_size: number of rows, counting each beam and each returned sequence.
       capacity: Maximum number of columns, including padding. More columns raise a `ValueError`.
-      dtype: with `torch.float8_e4m3fn`, layers with NSA store their tokens in fp8, like a
+      dtype: with `torch.float8_e4m3fn`, layers with NSA store their tokens in fp8, as in a
         `PagedCache`. None means the model's dtype.
 
-    Beams copy the pages in use. `crop` and `reset` shorten lengths. Layers with dense attention
-    store keys and values contiguously.
+    Reordering of beams copies the pages in use. `crop` and `reset` only change lengths. Layers
+    with dense attention store keys and values contiguously, without pages.
 
     Raises:
-      ValueError: A size is not a positive int, or the dtype is another one.
+      ValueError: A size is not a positive int, or the dtype is not supported.
     """
 
     def __init__(
@@ -399,14 +406,14 @@ class NSAPagedModelCache(NSAModelCache):
         return self.batch
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Prepare the cache before a call. With at most `QUERIES` columns, shapes do not depend on
-        the number of tokens.
+        """Prepare the cache before a call. If the call has at most `QUERIES` columns, shapes do
+        not depend on the number of cached tokens.
         """
         batch, T = x.shape[:2]
         if batch != self.batch:
             raise ValueError(
-                f"cache must have a row for each of the {batch} rows of the input, "
-                f"got batch_size={self.batch}"
+                f"cache must have a row for each of the {batch} rows of the input, got "
+                f"batch_size={self.batch}"
             )
         call = super().begin(x, count)
         pages = math.ceil(self.room / self.page)
@@ -420,12 +427,12 @@ class NSAPagedModelCache(NSAModelCache):
             call = call._replace(reach=self.room)
         at = {"page_table": table, "lengths": call.after, "max_seqlen_q": T}
         if count is None:
-            if T > QUERIES:  # the rows are alike
+            if T > QUERIES:  # all rows have the same number of tokens
                 starts = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * T
                 whole = call.columns == 0
                 runs = [Run(slice(0, batch), slice(0, batch * T), T, table.shape[1], whole)]
                 at |= {"cu_seqlens_q": starts, "runs": runs}
-        elif T == 1:  # a row without a token has length 0
+        elif T == 1:  # a row without a new token has length 0
             at["lengths"] = torch.where(count > 0, call.after, 0)
         else:
             starts = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
@@ -513,8 +520,8 @@ def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.
 
 
 def one_name(implementation: Names) -> Name | None:
-    """Return the one implementation that all branches have. Attention from pages runs all
-    branches at once.
+    """Return the implementation that all branches share. Attention from pages runs all branches
+    at once, so that different names raise an error.
     """
     names = set(Branches.each(implementation))
     if len(names) > 1:

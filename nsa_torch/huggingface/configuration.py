@@ -15,7 +15,8 @@ from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
-# Options of other models that this model does not support, with its fixed value (None if unset).
+# Options of other models that this model does not have, and the only value that it accepts.
+# None means that the option must be unset.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",
@@ -37,7 +38,7 @@ FIXED: dict[str, Any] = {
 }
 INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
 NO_SCALING = ("rope_theta", "partial_rotary_factor")  # of rope_parameters
-# A layer's hyper-parameters as attributes of a model's configuration.
+# The names of a layer's hyper-parameters in a model's configuration.
 WIDTHS = {
     "dim": "hidden_size",
     "n_heads": "num_attention_heads",
@@ -61,18 +62,19 @@ except ModuleNotFoundError as error:
 
 
 class SavedConfig(PreTrainedConfig):
-    """A configuration for which `save_pretrained` also writes a module. Programs that do not import
-    `nsa_torch.huggingface` find the classes through it.
+    """A configuration for which `save_pretrained` also writes a Python module. Through that
+    module, programs that do not import `nsa_torch.huggingface` find the classes.
 
     Attributes:
-      classes: our classes by the names of transformers' Auto classes.
+      classes: A mapping from names of transformers' Auto classes to our classes.
     """
 
     classes: ClassVar[dict[str, str]]
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        """Run transformers' `to_json_file`, and write the module. `save_pretrained` calls this
-        after it lists the existing files and before it uploads new ones.
+        """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls
+        this method after it has listed the existing files and before it uploads new ones, so
+        that the module is uploaded too.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)
@@ -97,29 +99,32 @@ class NSAModelConfig(SavedConfig):
         If `num_key_value_heads` is None, it is the number of query heads.
       head_dim, v_head_dim: width of query and key heads (even), and of value heads. None means
         `hidden_size // num_attention_heads`, and the width of key heads.
-      max_position_embeddings: The intended maximum number of tokens. No computation depends on
-        it.
-      initializer_range: initial standard deviation of all matrices. None means
-        `1 / sqrt(3 * inputs)`, for matrices that write to the residual stream divided by
-        `sqrt(2 * layers)`, and 0.02 for the embedding. It does not affect gates and `phi`.
+      max_position_embeddings: The maximum number of tokens for which the model is intended. No
+        computation depends on it.
+      initializer_range: initial standard deviation of all matrices except those of gates and
+        `phi`. None means 0.02 for the embedding and `1 / sqrt(3 * inputs)` for other matrices.
+        For matrices that write to the residual stream, the latter is divided by `sqrt(2 *
+        layers)`.
       rms_norm_eps: epsilon of the norms.
-      rope_parameters: `rope_theta`, and `rope_type`: "default", "linear" with `factor`, by which
-        positions are divided, or "llama3" or "yarn" with the numbers of `nsa_core.rotation`. Pairs
-        are interleaved.
+      rope_parameters: A dictionary with `rope_theta` and `rope_type`. The type is "default",
+        "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For
+        "llama3" and "yarn", the further entries are those of `nsa_core.rotation`. Adjacent
+        columns of a head are rotated as pairs.
       attention_bias: whether the projections of attention, including its output, have biases.
       qk_norm: Whether query and key heads are normalized before the rotation, with
         `rms_norm_eps`.
       attention: "nsa" or "dense", or a list with one of these per layer.
-      compress_block ... window: The sizes of NSA, as in `nsa_jax.NSAConfig`.
+      compress_block ... window: The sizes of NSA, as in `NSAConfig`.
       phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias, key_taps: as in
-        `nsa_core.layer.LayerSpec`, for layers with NSA. By default, models have gates per query
-        head, and shared keys and values. A file without `kv` has separate ones.
+        `nsa_core.layer.LayerSpec`, for layers with NSA. By default, a model has gates per query
+        head, and branches share keys and values. A file without `kv` means separate keys and
+        values.
       tie_word_embeddings: Whether the output head uses the weight of the embedding.
-      use_cache: whether a call outside training makes a cache.
+      use_cache: whether a call outside training makes a cache by default.
 
     Raises:
-      ValueError: A rule is broken, a key looks like a misspelling of one of these names, or an
-        option of `FIXED` has a value that this model does not support.
+      ValueError: A value is invalid, a key looks like a misspelling of one of these names, or
+        an option in `FIXED` has a value that this model does not support.
     """
 
     model_type = "nsa"
@@ -173,7 +178,7 @@ class NSAModelConfig(SavedConfig):
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
             if near and not key.startswith("_"):
                 raise ValueError(
-                    f"unknown key {key!r} in the configuration; known: {near[0]!r}"
+                    f"{key!r} must be a key of the configuration; did you mean {near[0]!r}?"
                 )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -181,8 +186,9 @@ class NSAModelConfig(SavedConfig):
             self.head_dim, rest = divmod(self.hidden_size, self.num_attention_heads)
             if rest:
                 raise ValueError(
-                    f"hidden_size must be a multiple of num_attention_heads="
-                    f"{self.num_attention_heads} where head_dim is None, got {self.hidden_size}"
+                    "hidden_size must be a multiple of "
+                    f"num_attention_heads={self.num_attention_heads} if head_dim is None, got "
+                    f"{self.hidden_size}"
                 )
         if self.v_head_dim is None:
             self.v_head_dim = self.head_dim
@@ -200,7 +206,9 @@ class NSAModelConfig(SavedConfig):
         return super().from_dict(SILENT | config_dict, **kwargs)
 
     def check(self) -> None:
-        """Raise `ValueError` if a rule is broken. The message names the attribute and the value."""
+        """Raise `ValueError` if a value is invalid. The message names the attribute and the
+        value.
+        """
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})
         _ = self.layer_attention, self.layer_spec
@@ -242,6 +250,6 @@ class NSAModelConfig(SavedConfig):
                 rope_scaling=rotation.scaling(scaling),
                 qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
             )
-        except ValueError as error:  # in the words of a configuration
+        except ValueError as error:  # under the names of the model's configuration
             names = rf"\b({'|'.join(WIDTHS)})\b"
             raise ValueError(re.sub(names, lambda x: WIDTHS[x[0]], str(error))) from None

@@ -1,14 +1,15 @@
-"""Continuous batching of transformers (`generate_batch`) over paged caches.
+"""Continuous batching of transformers (`generate_batch`) for models with NSA, on paged caches.
 
     generate_batch -> manager: transformers', which allocates blocks from an `NSACacheAllocator`
         a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
             each layer: project -> append -> paged_attention -> out
 
-The work of a step is planned once for all layers. Steps of one token per row have a block
-table. Their shapes depend only on this table, and the host reads nothing. On a GPU the manager
-captures them as CUDA graphs, one for each power of two of rows. For other steps the manager
-passes the blocks of all rows one after the other. The host reads the bounds of their rows once,
-padding is left out, and `plan_runs` decides which rows are attended together.
+Each step is planned once for all layers. In a step of one token per row, the manager passes a
+block table. All shapes then depend only on this table, and the host reads no tensor. On a GPU
+the manager captures such steps as CUDA graphs, one for each power of two of rows. In other
+steps, the manager passes the blocks of all rows one after the other. The host reads the
+boundaries of the rows once and removes padding. `plan_runs` decides which rows are computed
+together.
 """
 
 import copy
@@ -35,16 +36,18 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, block_elements, carve_blocks
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
-# The attention of a model while a manager serves it. The word "flash" prevents a mask.
+# The `attn_implementation` of a model while a manager serves it. Since the name contains
+# "flash", transformers makes no mask.
 NAME = "flash_nsa"
-KIND = "full_attention"  # of all layers, in the manager's tables
-# What stores the tokens of `generate_batch`; transformers before 5.19 has no such class.
+KIND = "full_attention"  # the manager's tables, for all layers
+# The class that stores the tokens of `generate_batch`. It does not exist in transformers before
+# 5.19.
 _batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
 FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocator", object)
 
 
 def check_manager() -> None:
-    """Raise an error if the manager of pages in this version of transformers is not supported.
+    """Raise an error if this version of transformers has an unsupported manager of pages.
 
     Raises:
       NotImplementedError: transformers' manager has no allocators, or its allocators differ from
@@ -71,18 +74,18 @@ def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
 
 
 class NSACacheAllocator(FullAttentionCacheAllocator):
-    """Allocates blocks for all layers of a model with NSA. The manager passes the arguments.
-
-    The manager allocates blocks of `select_block` tokens of all layers, shares prefixes and copies
-    forks. Here a block has room for all layers of a model. A layer with NSA stores the keys and
-    values of three branches and the compressed tokens, and a dense layer stores its keys and
-    values. The memory belongs to the manager, so that it is counted. It is divided into arrays
-    over all blocks, as kernels read them:
+    """Allocates blocks for all layers of a model with NSA. The manager of transformers makes
+    this object. It allocates blocks of `select_block` tokens, shares prefixes, and copies
+    blocks when a request forks. Each block has memory for all layers of the model. A layer with
+    NSA stores the keys and values of three branches and the compressed tokens, and a dense
+    layer stores its keys and values. The manager owns the memory, so that its accounting is
+    correct. This class divides the memory into arrays over all blocks, as kernels require. The
+    block of a token follows from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 
-    A step reads only block numbers. Where transformers' allocators return lists of token
-    numbers, as long as the context, this allocator returns lists of blocks.
+    A step reads only indices of blocks. The allocators of transformers return one index per
+    token of the context. This allocator returns one index per block.
 
     Raises:
       ValueError: Pages do not have `select_block` tokens.
@@ -114,11 +117,11 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             index=index,
             layer_indices=layer_indices,
             tokens_per_page=page_size,
-            # The manager knows layers of one size: a mean, rounded up.
+            # The manager supports only layers of one size, so it gets the mean, rounded up.
             bytes_per_page=-(-bytes_of_block(config, cache_dtype) // len(layer_indices)),
             allow_block_sharing=allow_block_sharing,
         )
-        # So that its block tables have numbers of blocks.
+        # The manager's block tables then have indices of blocks.
         self.block_physical_stride = page_size
         self.pages: dict[int, PagedCache | tuple[Tensor, Tensor]] = {}
         self.newest_keys: dict[int, Tensor] = {}  # as in `KeyConvolution.in_pages`
@@ -161,22 +164,24 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_read_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the blocks of the request. Transformers' own allocators return its tokens."""
+        """Return the indices of the request's blocks. Allocators of transformers return those
+        of its tokens.
+        """
         count = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][:count]
 
     def get_write_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the blocks of a request that begins. A step with only such requests reads no
+        """Return the indices of the blocks of a request that begins, for which a step reads no
         blocks.
         """
         return [] if past_length else self.get_read_indices(request_id, 0, query_length)
 
 
 class AllocatorByConfiguration(FullAttentionCacheAllocator):
-    """Replaces transformers' class. It makes our allocator for our configuration, and the
-    original one otherwise.
+    """Replaces the allocator class of transformers. It makes an `NSACacheAllocator` for a model
+    with NSA, and the original allocator for other models.
     """
 
     def __new__(cls, *arguments: Any, config: Any, **options: Any):
@@ -191,13 +196,14 @@ def continuous_batching_config(
     """Make transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
-      options: Other fields of the configuration. `use_cuda_graph` applies to steps of one token
-        per row, and defaults to True on a GPU. Requests longer than `max_blocks_per_request` do
-        not use CUDA graphs. `max_blocks_per_request` defaults to a bound derived from the
-        prompts of `generate_batch`, otherwise from `max_position_embeddings`.
+      options: Other fields of `ContinuousBatchingConfig`. `use_cuda_graph` applies to steps of
+        one token per row, and defaults to True on a GPU. Requests longer than
+        `max_blocks_per_request` do not use CUDA graphs. `max_blocks_per_request` defaults to a
+        bound that is derived from the prompts of `generate_batch`, or from
+        `max_position_embeddings` if no prompts are known.
 
     Raises:
-      ValueError: `page_size` is not `select_block`, or CUDA graphs are requested for steps of
+      ValueError: `page_size` is not `select_block`, CUDA graphs are requested for steps with
         prompts, or pages would be moved to the host.
       NotImplementedError: The manager of this version of transformers was not tested.
     """
@@ -219,27 +225,28 @@ def _check(given: Any, config: NSAModelConfig) -> None:
         )
     if given.cpu_offload_space:
         raise ValueError(
-            f"cpu_offload_space must be 0, got {given.cpu_offload_space}, because transformers can "
-            "move only pages of one layout"
+            f"cpu_offload_space must be 0, got {given.cpu_offload_space}; transformers cannot move "
+            "pages of NSA to the host"
         )
     graphs = given.use_cuda_graph
     if isinstance(graphs, tuple) and graphs[0]:
         raise ValueError(
-            f"use_cuda_graph must be None, a bool or (False, bool), got {graphs}, because "
-            "steps with prompts read boundaries on the host"
+            f"use_cuda_graph must be None, a bool or (False, bool), got {graphs}; steps with "
+            "prompts cannot be CUDA graphs"
         )
 
 
 def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
     """Raise ValueError unless `prompt` is a list of at least one token."""
     if not isinstance(prompt, list | tuple) or not len(prompt):
-        raise ValueError(f"{name} must be a list of tokens, at least one, got {prompt!r}")
+        raise ValueError(f"{name} must be a list of at least one token, got {prompt!r}")
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
         if not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocab_size:
             raise ValueError(
-                f"{name} must have tokens in 0..{vocab_size - 1} (vocab_size), got {token!r}"
+                f"{name} must have tokens below vocab_size={vocab_size}, and not negative, got "
+                f"{token!r}"
             )
 
 
@@ -250,7 +257,8 @@ def manager_of(
     given: ContinuousBatchingConfig | None,
     hints: Any,
 ) -> Any:
-    """Make transformers' manager for a model with NSA.
+    """Make the manager of transformers for a model with NSA. `hints` are workload hints of
+    `generate_batch`.
 
     Args:
       make: transformers' `init_continuous_batching`.
@@ -268,9 +276,11 @@ def manager_of(
         given = given or continuous_batching_config(config)
     _check(given, config)
     if (getattr(generation_config or model.generation_config, "num_beams", None) or 1) != 1:
-        raise ValueError("num_beams must be 1: generate_batch has no beam search; use generate")
+        raise ValueError(
+            "num_beams must be 1 in generate_batch, which has no beam search; use generate"
+        )
     asked = copy.copy(given)
-    # transformers has block tables only for FlashAttention; it is decided below.
+    # transformers makes block tables only for FlashAttention, so the choice is made below
     asked.max_blocks_per_request = 0
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     attention, config._attn_implementation = config._attn_implementation, NAME
@@ -281,13 +291,14 @@ def manager_of(
     except BaseException:
         config._attn_implementation = attention
         raise
-    manager._original_attn_impl = attention  # which it sets when it stops
+    manager._original_attn_impl = attention  # the manager sets it when it stops
     return manager
 
 
 def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
-    """Set the options of a new manager and allocate its memory. This happens here and not in
-    the manager's thread, so that the caller gets the error if the memory is too small.
+    """Set the options of a new manager and allocate its memory. Allocation in the caller's
+    thread, and not in that of the manager, lets the caller see the error if memory is too
+    small.
     """
     config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = given.max_blocks_per_request
@@ -299,7 +310,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
     made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
     if given.use_async_batching is None:
         made.use_async_batching = made.use_cuda_graph[1]
-    if given.num_blocks is not None:  # the manager counts keys and values once per token
+    if given.num_blocks is not None:  # the manager counts one key and one value per token
         ours = bytes_of_block(config, model.dtype)
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
@@ -309,7 +320,9 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
     @functools.wraps(add)
     def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a request of a server, which has not been through `generate_batch`."""
+        """Add a request of a server, after the checks that `generate_batch` makes for its
+        requests.
+        """
         check_tokens("input_ids", input_ids, config.vocab_size)
         return add(input_ids, *args, **kwargs)
 
@@ -320,15 +333,15 @@ class ContinuousBatch:
     """One step of a model with NSA. Some rows prefill and others decode.
 
     Args:
-      config: The model's.
+      config: The configuration of the model.
       x: `[1, N, hidden_size]`, the new tokens of all rows, then padding.
       position: `[1, N]`.
       cache .. block_table: The arguments that transformers passes to attention functions.
-        `read_index` and `write_index` are those of `NSACacheAllocator`.
+        `read_index` and `write_index` are results of `NSACacheAllocator`.
 
     Attributes:
-      x: The tokens without padding. Padding needs no logits.
-      page_table, lengths, starts, runs: as in `paged_attention`, of all layers.
+      x: The tokens without padding, since padding needs no logits.
+      page_table, lengths, starts, runs: as in `paged_attention`, for all layers.
     """
 
     def __init__(
@@ -350,11 +363,11 @@ class ContinuousBatch:
         (starts_k,) = cu_seq_lens_k.values()
         self.starts: Tensor | None = None
         self.runs: list[Run] | None = None
-        # Rows that a dense layer attends together, their tokens and columns of the page table; the
-        # length of a single one.
+        # Groups of rows that a dense layer computes together: their tokens, their columns of
+        # the page table, and the length if the group is a single row.
         self.parts: list[tuple[slice, slice, int | None, int | None]]
         self.parts = [(slice(None), slice(None), None, None)]
-        if block_table is not None:  # a token per row; rows of no token have length 0
+        if block_table is not None:  # one token per row; rows without a token have length 0
             self.x, self.position = x, position
             self.page_table, self.lengths = block_table[0], starts_k.diff()
             return
@@ -372,10 +385,10 @@ class ContinuousBatch:
             for row in range(run.rows.start, run.rows.stop):
                 tokens = slice(*starts[row : row + 2])
                 self.parts.append((slice(row, row + 1), tokens, run.columns, lengths[row]))
-        # Where all requests begin with this step, none is read.
+        # If all requests begin with this step, no blocks are read.
         blocks = read_index[0] if read_index[0].numel() else write_index[0]
-        # The rows' blocks, one after the other, as int32 `[B, M]`; as wide as a block table, so
-        # that kernels on pages are those of a decode step.
+        # The blocks of the rows, which follow each other, as int32 `[B, M]`. The table is as
+        # wide as a block table, so that a decode step uses the same kernels.
         counts = torch.tensor([-(-length // self.page) for length in lengths])[:, None]
         column = torch.arange(max(int(counts.max()), cache.max_blocks_per_request))
         index = counts.cumsum(dim=0) - counts + torch.where(column < counts, column, 0)
@@ -410,7 +423,7 @@ class ContinuousBatch:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Compute causal attention of a dense layer on gathered pages. `query`, `key` and
-        `value` are `[1, heads, N, .]`, the tokens of the step.
+        `value` `[1, heads, N, .]` are those of the tokens of this step.
         """
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
@@ -420,7 +433,7 @@ class ContinuousBatch:
         out = query.new_zeros(*query.shape[:2], value.shape[2])
         for rows, tokens, columns, length in self.parts:
             table, lengths = self.page_table[rows, :columns].clamp(min=0), self.lengths[rows]
-            # In pages behind a row's tokens may be anything, and zero times NaN is NaN.
+            # Pages may have arbitrary contents after a row's tokens, and zero times NaN is NaN.
             found = own_tokens(lengths, *(x[table].flatten(1, 2) for x in pages))
             keys, values = (x[:, :length].transpose(1, 2) for x in found)
             queries = query[tokens].unflatten(0, (table.shape[0], -1)).transpose(1, 2)
@@ -433,7 +446,7 @@ class ContinuousBatch:
                 )
                 position = (lengths[:, None] - width + after).clamp(
                     min=0
-                )  # length 0: any number
+                )  # with length 0 any index is valid
                 mask = (column <= position[..., None])[:, None]
             found = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True

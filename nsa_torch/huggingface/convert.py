@@ -6,16 +6,16 @@
 SOURCE is a folder or owner/name on the Hugging Face Hub; TARGET becomes a folder. Weights are read
 and written one safetensors file at a time.
 
-  transformers     here                         how
-  q_proj           W_Q                          rows of a head from halves to pairs (`pairs`)
-  k_proj           W_K_cmp, W_K_sel, W_K_win    the same, three times
-  v_proj           W_V_cmp, W_V_sel, W_V_win    three times, by `--start`
+  transformers     here                         change
+  q_proj           W_Q                          rows of each head are reordered (`pairs`)
+  k_proj           W_K_cmp, W_K_sel, W_K_win    the same, with one copy per branch
+  v_proj           W_V_cmp, W_V_sel, W_V_win    one copy per branch, scaled by `--start`
   o_proj           out                          unchanged
-  q_norm, k_norm   q_norm, k_norm               columns from halves to pairs
+  q_norm, k_norm   q_norm, k_norm               columns are reordered (`pairs`)
   the rest         the same names               unchanged
 
-A dense layer stores its keys and values once, as W_K and W_V. While every block is selected, up to
-num_selected * select_block tokens, the model equals the dense one with every start:
+A dense layer stores its keys and values once, as W_K and W_V. Up to num_selected * select_block
+tokens every block is selected, and the model equals the dense one with every `--start`:
 
   --start   gates      values                                  learns
   values    1/2 each   selected twice as large, others zero    everything; keys and gates of the
@@ -51,7 +51,7 @@ from nsa_torch.huggingface.model import NSAForCausalLM
 from nsa_torch.module import NSAAttention
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
-# Required and copied entries of the source's configuration.
+# Entries of the source's configuration that have a required value, and entries that are copied.
 PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -63,8 +63,8 @@ SAME = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
     "rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-# Logits of the gates; factors of the values of the compressed, selected and sliding branch.
-# A factor of two, and a gate of a half, are exact in every dtype.
+# The logits of the gates, and the factors of the values, for the compressed, selected and
+# sliding branch. A factor of two and a gate of one half are exact in every dtype.
 STARTS = {
     "values": ((0.0, 0.0, 0.0), (0.0, 2.0, 0.0)),
     "gates": ((-100.0, 100.0, -100.0), (1.0, 1.0, 1.0)),
@@ -74,25 +74,26 @@ SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
-NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # on the Hub
+NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # the form of a name on the Hub
 SOURCES = "must be a folder, or owner/name on the Hugging Face Hub"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BESIDE = (  # files that are copied with the weights
+BESIDE = (  # files that are copied along with the weights
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-TIMES_YARDSTICK = 4  # bound of the logits' difference in `--check`
+TIMES_YARDSTICK = 4  # bound of the difference between logits in `--check`
 
 
 class DifferentError(Exception):
-    """The converted model does not compute the same as its source."""
+    """The logits of the converted model differ from those of its source."""
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
-    """Reorder rows of heads of `width`. Transformers rotates rows i and i + width / 2 together,
-    which become rows 2i and 2i + 1.
+    """Reorder the rows of heads of `width`, since rotary embedding pairs them differently.
+    Transformers rotates rows i and i + width / 2 together, which become rows 2i and 2i + 1
+    here.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -105,11 +106,12 @@ def configuration(
     """Make the configuration of the converted model.
 
     Args:
-      dense_layers: indices of layers that retain dense attention.
+      dense_layers: indices of layers that keep dense attention.
       nsa: Values for some of the names in `SETTABLE`.
 
     Raises:
-      ValueError: The source cannot be converted exactly. The message names the reason.
+      ValueError: The source cannot be converted exactly, or an argument is invalid. The message
+        gives the reason.
     """
     validate.one_of("model_type", source.model_type, MODELS)
     for name, plain in PLAIN.items():
@@ -125,7 +127,9 @@ def configuration(
     if unknown := sorted(nsa.keys() - {*SETTABLE}):
         raise ValueError(f"{unknown[0]} must be one of {SETTABLE}")
     if nsa.get("gate") == "softmax":
-        raise ValueError("gate must not be 'softmax': its gates cannot start as 0, 1, 0 or 1/2")
+        raise ValueError(
+            "gate must not be 'softmax', whose gates cannot start as 0, 1, 0 or 1/2"
+        )
     layers, dense_layers = range(source.num_hidden_layers), {*dense_layers}
     if outside := sorted(dense_layers.difference(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
@@ -133,7 +137,8 @@ def configuration(
     own: dict[str, Any] = {name: getattr(source, name, None) for name in SAME}
     own |= {"rope_parameters": dict(own["rope_parameters"]), "gate": "sigmoid"}
     return NSAModelConfig(
-        # Qwen2 has biases of query, key and value; that of the output is zero then.
+        # Qwen2 has biases for query, key and value only, so the bias of the output starts as
+        # zero.
         attention_bias=source.model_type == "qwen2" or getattr(source, "attention_bias", False),
         qk_norm=source.model_type == "qwen3",
         attention=attention if dense_layers else "nsa",
@@ -142,7 +147,9 @@ def configuration(
 
 
 def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[str, Tensor]:
-    """Return the weight `name` of the dense model under the names of `NSAForCausalLM`."""
+    """Convert the weight `name` of the dense model. Return the weights that it becomes, keyed
+    by their names in `NSAForCausalLM`.
+    """
     found = ATTENTION.fullmatch(name)
     if found is None:
         return {name: x}
@@ -158,16 +165,17 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
     factors: Sequence[float] = (1.0,) * len(names)
     if part == "v_proj" and is_nsa:
         factors = STARTS[start][1]
-        if config.phi.startswith("mlp_"):  # its last layer makes the values zero (`added`)
+        # `added` makes the values zero by the last layer of `phi`
+        if config.phi.startswith("mlp_"):
             factors = 1.0, *factors[1:]
-    # Clones: a file holds no tensor twice.
+    # Clones are made since a file must not contain a tensor twice.
     each = (x.clone() if factor == 1 else x * factor for factor in factors)
     return {f"{stem}.{y}.{leaf}": z for y, z in zip(names, each, strict=True)}
 
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
-    """Make the weights that the dense model with the weights `source` does not have. These are
-    the gates, `phi`, convolutions of keys and some biases.
+    """Make the weights that the dense model does not have: the gates, `phi`, convolutions of
+    keys and some biases.
     """
     found: dict[str, Tensor] = {}
     spec = config.layer_spec
@@ -182,15 +190,15 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
             if name.startswith("phi_") or (name == "gate" and [*part.parameters()]):
                 part.to_empty(device="cpu")
                 cast(Any, part).reset_parameters()
-        if spec.key_taps is not None:  # zeros change no key
+        if spec.key_taps is not None:  # zeros leave the keys unchanged
             layer.key_conv.to_empty(device="cpu")
             nn.init.zeros_(layer.key_conv.weight)
         logits, (compressed, *_) = STARTS[start]
-        if config.gate != "selected":  # which has no weights
+        if config.gate != "selected":  # gate 'selected' has no weights
             cast(Any, layer.gate).set_constant(*logits)
         if (
             config.phi.startswith("mlp_") and compressed == 0
-        ):  # of values that are zero it would not be
+        ):  # phi of zero values would otherwise not be zero
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)
         found |= {f"{stem}.{k}": x for k, x in layer.state_dict().items() if not x.is_meta}
@@ -207,27 +215,29 @@ def convert(
     check: int | None = None,
     **nsa: Any,
 ) -> NSAModelConfig:
-    """Writes the model at `source` as one with NSA to the folder `target`, all or nothing.
+    """Convert the model at `source` to NSA and write it to the folder `target`. If an error
+    occurs, `target` is not created.
 
     Args:
       source: a folder, or owner/name on the Hugging Face Hub.
       start: "values", "gates" or "shared", as above.
-      dtype: dtype of the weights; None leaves it unchanged.
+      dtype: dtype of the written weights; None means that of the source.
       dense_layers, nsa: as in `configuration`.
-      check: Number of tokens on which the logits are compared with the dense model's, in float32.
+      check: Number of tokens for which the logits of both models are compared, in float32. None
+        means no comparison.
 
     Raises:
-      ValueError: the source does not convert exactly, or an argument is invalid.
-      OSError: the target exists, or a file of the source does not.
-      DifferentError: the logits of `check` differ by more than 4 times the difference between the
-        dense implementations `eager` and `sdpa`.
+      ValueError: The source cannot be converted exactly, or an argument is invalid.
+      OSError: The target exists, or a file of the source does not exist.
+      DifferentError: The logits differ by more than 4 times the difference between the dense
+        implementations `eager` and `sdpa`.
     """
     target = Path(target)
     validate.one_of("start", start, (*STARTS,))
     validate.one_of("dtype", dtype, (None, *WORDS.values()))
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
-            "gate must not be 'selected' if start='values', which sets gates of 1/2"
+            "gate must not be 'selected' if start='values', which sets the gates to 1/2"
         )
     kv = "shared" if start == "shared" else "separate"
     if nsa.setdefault("kv", kv) != kv:
@@ -262,7 +272,7 @@ def convert(
         made.mkdir()
         _write(made, files, config, start, dtype)
         config.save_pretrained(made)
-        NSAForCausalLM.from_pretrained(made, device_map="meta")  # has all weights
+        NSAForCausalLM.from_pretrained(made, device_map="meta")  # this file has all weights
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
             if path.is_file():
                 place = made / path.relative_to(folder)
@@ -281,7 +291,7 @@ def _files(folder: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: No safetensors file exists, or one of several files is missing.
-      ValueError: The index of several files does not name them.
+      ValueError: The index file does not list the files of weights.
     """
     index, names = folder / INDEX, [SINGLE]
     if not (folder / SINGLE).is_file():
@@ -294,11 +304,15 @@ def _files(folder: Path) -> dict[str, Any]:
     files = {}
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise FileNotFoundError(f"{index} must name files in its folder, got no {name}")
+            raise FileNotFoundError(
+                f"{index} must list only existing files of its folder, got {name}"
+            )
         try:
             files[name] = safetensors.safe_open(folder / name, framework="pt")
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{folder / name} must be a whole file, got {error}") from None
+            raise ValueError(
+                f"{folder / name} must be a complete safetensors file, got {error}"
+            ) from None
     return files
 
 
@@ -307,7 +321,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     found = Tokenizer.from_file(str(path)).get_vocab().values() if path.exists() else ()
     if (largest := max(found, default=-1)) >= vocab_size:
-        raise ValueError(f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}")
+        raise ValueError(
+            f"{path} must have tokens below vocab_size={vocab_size}, got {largest}"
+        )
 
 
 def _write(
@@ -317,12 +333,10 @@ def _write(
     start: str,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the weights of `files`, one output file for each. The last one also has the added
-    weights.
-    """
+    """Write one output file for each of `files`. The last one also has the weights of `added`."""
     source = {name: weights for weights in files.values() for name in weights.keys()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for weights that do not start as constants
+        torch.manual_seed(0)  # for weights that are initialized at random
         extra = added(config, {*source}, start)
     places: dict[str, str] = {}
     size = 0
@@ -335,11 +349,12 @@ def _write(
             if name == EMBEDDING:
                 config.dtype = dtype or x.dtype
             if name == HEAD and config.tie_word_embeddings:
-                # transformers reads another one than the embedding, and does not tie it.
+                # transformers reads an output head that differs from the embedding, and does
+                # not tie them.
                 if not torch.equal(x, source[EMBEDDING].get_tensor(EMBEDDING).to(x)):
                     raise ValueError(
-                        f"{HEAD} must be {EMBEDDING} if tie_word_embeddings is true, got "
-                        "different weights; set tie_word_embeddings=false in config.json"
+                        f"{HEAD} must be equal to {EMBEDDING} if tie_word_embeddings is true; set "
+                        "tie_word_embeddings=false in config.json"
                     )
             elif not name.endswith("rotary_emb.inv_freq"):
                 each = converted(name, x, config, start)
@@ -373,7 +388,7 @@ def _compare(folder: Path, made: Path, count: int, config: NSAModelConfig) -> No
     found = float((ours(tokens, use_cache=False).logits - ways[1]).abs().max())
     rounding = torch.finfo(torch.float32).eps * float(ways[1].abs().max())
     limit = TIMES_YARDSTICK * (float((ways[0] - ways[1]).abs().max()) + rounding)
-    line = f"logits of {count} tokens are {found:.1e} apart, at most {limit:.1e} expected"
+    line = f"logits of {count} tokens differ by {found:.1e}, at most {limit:.1e} is allowed"
     if not found <= limit:
         raise DifferentError(line)
     print(line)
@@ -402,16 +417,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--start", choices=STARTS, default="values")
     add(
         "--set", type=setting, metavar="NAME=VALUE", nargs="+", action="extend", default=[],
-        help=f"some of {', '.join(SETTABLE)}",
+        help=f"NAME=VALUE pairs for any of {', '.join(SETTABLE)}",
     )  # fmt: skip
     add(
         "--dense_layers", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
-        help="numbers of layers that keep dense attention, as 0,1",
+        help="comma-separated indices of layers that keep dense attention, such as 0,1",
     )  # fmt: skip
-    add("--dtype", choices=WORDS, help="of the weights; default: as they are")
+    add("--dtype", choices=WORDS, help="dtype of the written weights; default: that of SOURCE")
     add(
         "--check", type=int, metavar="TOKENS",
-        help="compares logits of that many tokens with the dense model's, in float32 on the CPU",
+        help=
+            "number of tokens for which the logits are compared with the dense model's, in float32 "
+            "on the CPU"
+        ,
     )  # fmt: skip
     given = vars(parser.parse_args(arguments))
     nsa, given["dtype"] = dict(given.pop("set")), WORDS.get(given["dtype"])
@@ -424,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
     reach = config.num_selected * config.select_block
-    print(f"{given['target']}: dense attention up to {reach} tokens, NSA beyond")
+    print(f"{given['target']} is written; up to {reach} tokens it equals the dense model")
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The methods of a model that `generate` calls. They choose a cache and run a step."""
+"""The methods that `generate` of transformers calls on a model. They choose the cache and run
+each step.
+"""
 
 import functools
 import inspect
@@ -22,20 +24,21 @@ from nsa_torch.huggingface.continuous import bytes_of_block, check_tokens, manag
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
-# Of `generate`, from which pages are faster than a cache that grows in all rows of the records
-# (bench/records/log/decode.md): one token has no step that could be a graph.
+# The number of new tokens of `generate` from which pages are faster than a growing cache in all
+# rows of the records (bench/records/log/decode.md). With one new token there is no step that
+# could be a graph.
 MIN_NEW_TOKENS = 2
 
 
 class NSAGenerationMixin(GenerationMixin):
-    """`generate` with the caches of a model with NSA."""
+    """Adds to a model `generate` and `generate_batch` with the caches of this package."""
 
     config: Any
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate`. In every version, `cache` may also be passed as
-        `past_key_values`.
+        """Run `generate` of transformers. With every version of transformers, the argument may
+        be named `cache` or `past_key_values`.
         """
         base: Any = super()
         return base.generate(*args, **cache_named(CACHE, kwargs))
@@ -46,10 +49,10 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """Return transformers' manager of `generate_batch`, with the errors of
+        """Return the manager of transformers for `generate_batch`. The errors are those of
         `continuous.manager_of`. A persistent manager is destroyed first if weights were
-        replaced or changed since its last use. Its prefixes belong to the old weights, and its
-        graphs may read old tensors.
+        replaced or changed since its last use. The cached prefixes of the old manager belong to
+        the old weights, and its CUDA graphs may read old tensors.
         """
         model: Any = self
         weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
@@ -62,26 +65,28 @@ class NSAGenerationMixin(GenerationMixin):
         if "nsa" in self.config.layer_attention:
             make = functools.partial(manager_of, self, make)
         manager: Any = make(*given)
-        # Its streams wait for no other stream. Queued work (the model's weights, zeros in the
-        # manager's inputs) could otherwise run after the manager's reads and writes.
+        # The manager's streams do not wait for other streams. Queued work, such as writing the
+        # model's weights or zeros into the manager's inputs, could otherwise run after the
+        # manager has read or written them.
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         return manager
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate_batch`. By default a persistent manager captures all
-        graphs before the first request. The manager of a single call captures a graph only when
-        a step needs it, after the first tokens.
+        """Run `generate_batch` of transformers. By default a persistent manager captures all
+        CUDA graphs before the first request. The manager of a single call captures a graph only
+        when a step needs it, after the first tokens.
 
         Args:
-          persistent_manager: As in transformers. After a change of weights a new manager is
-            made. torch does not count changes of `.data` or of the active adapter. After such a
-            change, call `destroy_cached_continuous_batching_manager()` first.
+          persistent_manager: The same as in transformers. If the weights have changed, a new
+            manager is made. Changes through `.data` and a change of the active adapter cannot
+            be detected. After these, call `destroy_cached_continuous_batching_manager()`.
 
         Raises:
-          ValueError: A prompt is not a list of at least one token of the vocabulary. If such
-            a prompt were found only during a step, the error would also end the other requests.
+          ValueError: A prompt is not a list of at least one token of the vocabulary. The
+            prompts are checked first, since an error during a step would also end the other
+            requests.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
@@ -93,9 +98,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
-        """Return the positions that the mask determines. Padding before a row's tokens has
-        position -1. Padding after them has the position of the last token, so that the next
-        position is also right in a row with only padding.
+        """Compute the positions from the mask. Padding before a row's tokens has position -1.
+        Padding after them has the position of the last token. The position of the next token is
+        then also correct in a row that has only padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None:
@@ -107,19 +112,23 @@ class NSAGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Choose the cache by `cache_implementation`. A "dynamic" cache grows, and a "static"
-        one has room for `max_length`. The default is pages if `goes_on_pages` allows them,
-        otherwise "dynamic". In transformers "paged" means `generate_batch`.
+        """Choose the cache according to `cache_implementation`. A "dynamic" cache grows, and a
+        "static" cache has capacity for `max_length`. The default is a paged cache if
+        `goes_on_pages` is true, otherwise "dynamic". In transformers, "paged" means
+        `generate_batch`.
         """
-        # transformers would name fewer layers in the configuration, and leave it so after an error.
+        # transformers would reduce the number of layers in the configuration, and would not
+        # restore it after an error.
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
         if (left := getattr(given, "assistant_early_exit", None)) is not None:
             raise NotImplementedError(
-                f"assistant_early_exit must be None, got {left}, because an NSA model cannot skip "
-                "layers; pass an assistant_model"
+                f"assistant_early_exit must be None, got {left}; an NSA model cannot skip layers, "
+                "so pass an assistant_model"
             )
         name, cache = given.cache_implementation, model_kwargs.get(CACHE)
-        positions = model_kwargs.get("position_ids")  # a mask of ones is dropped from 5.19 on
+        positions = model_kwargs.get(
+            "position_ids"
+        )  # transformers drops a mask of ones since 5.19
         prompt = 0 if positions is None else positions.shape[-1]
         if cache is not None and name is not None:
             raise ValueError(
@@ -141,8 +150,8 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Return whether steps run in `get_compiled_call`. On a paged cache they do if steps of
-        the model can be a CUDA graph and `disable_compile` is not set.
+        """Return whether steps run through `get_compiled_call`. On a paged cache this is so if
+        a step of the model can be a CUDA graph and `disable_compile` is not set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -150,10 +159,10 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """Return the callable that runs the model during one `generate`. On a paged cache it
-        runs each step as one CUDA graph. On other caches it is transformers' `torch.compile`.
-        Each call of `generate` has its own graph, since decisions in Python code (the active
-        adapter, a scaling) may differ in the next call.
+        """Return the callable that runs the model during one call of `generate`. On a paged
+        cache it runs each step as one CUDA graph. On other caches it is the compiled model of
+        transformers. Each call of `generate` captures its own graph, since choices in Python
+        code, such as the active adapter, may differ in the next call.
         """
         model: Any = self
         base: Any = super()
@@ -166,7 +175,8 @@ class NSAGenerationMixin(GenerationMixin):
             tokens, hidden = inputs.get("input_ids"), inputs.get("output_hidden_states")
             if hidden is None:
                 hidden = model.config.output_hidden_states
-            # What a `StepGraph` does not give; attentions are refused by the model.
+            # Outputs that a `StepGraph` does not return. The model itself refuses
+            # `output_attentions`.
             more = hidden or inputs.get("output_attentions")
             if tokens is None or tokens.shape[1] != 1 or more:
                 return model(**inputs)
@@ -182,19 +192,22 @@ class NSAGenerationMixin(GenerationMixin):
 def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
-    """Return whether `generate` stores `rows` rows of `capacity` tokens on pages by default.
-    Each step is then one CUDA graph. Kernels read the pages, which use at most half of the free
-    memory.
+    """Return whether `generate` by default uses a paged cache for `rows` rows of `capacity`
+    tokens. This is so if each step can be one CUDA graph, kernels can read the pages, and the
+    pages use at most half of the free memory.
 
     Args:
-      given: The `GenerationConfig`. `mode` is a `GenerationMode`, and `new_tokens` the maximum
-        number of new tokens.
+      given: The `GenerationConfig`.
+
+        mode: The `GenerationMode`.
+
+        new_tokens: The maximum number of new tokens.
     """
     wanted = (
         mode in ("greedy_search", "sample")
         and new_tokens >= MIN_NEW_TOKENS
         and set(model.config.layer_attention) == {"nsa"}
-        # A cache that comes back may have to grow.
+        # A cache that the caller gets back may have to grow later.
         and not (given.return_dict_in_generate or given.is_assistant)
         and not (given.disable_compile or given.compile_config is not None)
         and getattr(model, "hf_quantizer", None) is None
@@ -217,8 +230,8 @@ def _check_cache(
     """Raise ValueError if the caller's cache does not fit the call of `generate`."""
     if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
-            "compile_config must be None if cache is an NSAPagedModelCache, because its steps "
-            "run as a CUDA graph and are not compiled"
+            "compile_config must be None if cache is an NSAPagedModelCache, whose steps are CUDA "
+            "graphs and are not compiled"
         )
     if cache.batch_size not in (-1, rows):
         raise ValueError(
@@ -232,6 +245,6 @@ def _check_cache(
         )
     if 0 < prompt <= (seen := cache.get_seq_length()):
         raise ValueError(
-            f"input_ids must contain the {seen} tokens that cache has seen and at least one "
-            f"more, got {prompt}"
+            f"input_ids must contain the {seen} tokens in cache and at least one more, got "
+            f"{prompt} tokens"
         )

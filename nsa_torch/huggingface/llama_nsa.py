@@ -1,11 +1,11 @@
 """Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`), for example
 zen-E/NSA-1B.
 
-A layer is that of Llama with a projection for gates, `sigmoid(x g_proj^T)`. Its rows are
-ordered by head, then by branch (compressed, selected, sliding). All branches read the same
-rotated keys and the values; compressed keys and values are means of `block_size` tokens. A
-query's own block is always selected, and no other block is forced. One call of
-`nsa_torch.attention` computes the layer except for its selection. There are two kinds of
+A layer is that of Llama with a projection for gates, `sigmoid(x g_proj^T)`. The rows of
+`g_proj` are ordered by head, then by branch (compressed, selected, sliding). All branches read
+the same rotated keys and the same values. Compressed keys and values are means of `block_size`
+tokens. A query's own block is always selected, and no other block is forced. One call of
+`nsa_torch.attention` computes the whole layer except the selection. There are two kinds of
 selection:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
@@ -15,8 +15,8 @@ selection:
                         therefore the best of those before the last chunk, and up to half are blocks
                         of the last chunk, regardless of their score
 
-The checkpoint was trained with selection="trained" if the file that its README asks users to
-install was used.
+The checkpoint was trained with selection="trained", provided that its authors used the file
+that its README asks users to install.
 """
 
 import inspect
@@ -42,7 +42,7 @@ THEIRS = *inspect.signature(LlamaForCausalLM.forward).parameters, "return_dict",
 
 
 class LlamaNSAConfig(SavedConfig, LlamaConfig):
-    """The configuration of Llama, with the sizes of NSA.
+    """The configuration of Llama, extended by the sizes of NSA.
 
     Attributes:
       block_size: The number of tokens per compressed token and per selection block.
@@ -71,8 +71,8 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
         validate.one_of("selection", self.selection, SELECTIONS)
         if self.selection == "trained" and self.block_size != self.block_counts:
             raise ValueError(
-                "selection='trained' needs block_counts == block_size, because a chunk has "
-                f"block_size blocks and one slot each; got block_counts={self.block_counts}, "
+                "selection='trained' requires block_counts == block_size, since a chunk has "
+                f"block_size blocks and one slot for each; got block_counts={self.block_counts}, "
                 f"block_size={self.block_size}"
             )
         if self.attention_dropout:
@@ -80,15 +80,13 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
     @property
     def sizes(self) -> NSAConfig:
-        """The sizes of NSA."""
+        """The sizes of NSA as an `NSAConfig`."""
         block = self.block_size
         return NSAConfig(block, block, block, self.block_counts, 0, 1, self.window_size)
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer. It replaces the attention of Llama and has the same weight
-    names.
-    """
+    """The attention of a layer, in place of that of Llama. The weights have the same names."""
 
     config: LlamaNSAConfig
 
@@ -99,8 +97,8 @@ class LlamaNSAAttention(LlamaAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
     ) -> tuple[Tensor, None]:
-        """Return out `[B, T, E]`, and None in place of the attention weights. `rest` has the
-        cache and other arguments of Llama's layers, by name.
+        """Return the output `[B, T, E]`, and None in place of the attention weights. `rest` has
+        the cache and the other keyword arguments of Llama's layers.
         """
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -129,8 +127,8 @@ class LlamaNSAAttention(LlamaAttention):
 def trained_blocks(
     query: Tensor, key: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Select blocks as described for `selection="trained"` above. The result is int32
-    `[B, T, Hkv, n]`.
+    """Select blocks as the module describes for `selection="trained"`. The result is int32 `[B,
+    T, Hkv, n]`.
     """
     group = query.shape[2] // key.shape[2]
     packed: dict[str, Any] = {"config": config, "cu_seqlens": cu_seqlens}
@@ -140,7 +138,8 @@ def trained_blocks(
         def rule(scores: Tensor, own: Tensor, _) -> Tensor:
             block = torch.arange(scores.shape[-1], device=scores.device)
             own = own[..., None]
-            # All scores of a group's heads add to no more: the own block is the best.
+            # No sum of the scores of a group's heads exceeds this number, so that the query's
+            # own block has the best score.
             ranked = scores.masked_fill(block == own, group).masked_fill(block > own, -1.0)
             return best_by_halves(ranked, config.num_selected)
 
@@ -148,11 +147,10 @@ def trained_blocks(
 
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
-    """Select `places` indices of scores `[..., N]`, which are negative if a block is no candidate.
-    The result is int32 `[..., places]`, ascending and then -1.
-
-    Chunks of `places` blocks are processed one after the other, up to the last chunk with a
-    candidate.
+    """Select indices of blocks with this number of slots (`places`), as the module describes.
+    `scores` are `[..., N]`, and negative for blocks that are no candidates. The result is int32
+    `[..., places]`, ascending, with -1 in empty slots at the end. Chunks of `places` blocks are
+    processed one after the other, up to the last chunk with a candidate.
     """
     blocks, half = scores.shape[-1], places // 2
     scores = F.pad(scores, (0, -blocks % places), value=-1.0)
@@ -177,14 +175,15 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 class LlamaNSAForCausalLM(LlamaForCausalLM):
     """A Llama with NSA. Load it with `from_pretrained(path, selection="exact")` or `"trained"`.
 
-    A packed row is marked by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
-    `position_ids` of one row that start again.
+    The arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx` describe a packed
+    row. So do `position_ids` of a single row that restart from 0.
 
     Raises:
       NotImplementedError: The batch has padding, or the cache is not a dynamic cache of
         transformers.
-      TypeError: The model does not read a keyword.
-      ValueError: A packed row has a cache, or wrong boundaries or positions.
+      TypeError: A keyword is unknown.
+      ValueError: A packed row is combined with a cache, or its boundaries or positions are
+        invalid.
     """
 
     config_class = LlamaNSAConfig
@@ -201,8 +200,8 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
         """Run the model as Llama's `forward` does."""
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
-                "attention_mask must be None or all ones, because LlamaNSAForCausalLM "
-                "supports no padding"
+                "attention_mask must be None or all ones, since LlamaNSAForCausalLM does not "
+                "support padding"
             )
         check_keywords(rest, *THEIRS)
         given = rest.get("inputs_embeds") if input_ids is None else input_ids
@@ -219,7 +218,7 @@ def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | Non
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):
             return None
         if cache is not None:
-            raise ValueError(f"position_ids must follow each other if {CACHE} is given")
+            raise ValueError(f"position_ids must be consecutive if {CACHE} is given")
     batch, length = x.shape[:2]
     return rows(batch, length, None, position, call, cache, config).cu_seqlens
 

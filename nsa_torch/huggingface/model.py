@@ -1,4 +1,4 @@
-"""`NSAModel` and `NSAForCausalLM`, a decoder with the interface of transformers."""
+"""`NSAModel` and `NSAForCausalLM`, which are decoders with the interface of transformers."""
 
 import functools
 import inspect
@@ -35,11 +35,11 @@ from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
-    """The NSA layer of a decoder layer. It is called as a module with every kind of cache, so
-    that hooks run.
+    """The attention of a decoder layer with NSA. With every kind of cache it is called as a
+    module, so that its hooks run.
     """
 
-    zeroes_padding = False  # the model has done it
+    zeroes_padding = False  # the model has zeroed the padding
 
     def forward(
         self,
@@ -49,8 +49,8 @@ class SelfAttention(NSAAttention):
         attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """Run the layer as `NSAAttention` does. If a cache passes `attend`, this function
-        computes the result instead.
+        """Run the layer as `NSAAttention` does. If a cache passes the function `attend`, that
+        function computes the result instead.
         """
         if attend is None:
             return super().forward(x, kv, **options)
@@ -89,10 +89,11 @@ class DenseAttention(nn.Module):
         """Compute attention of `x` [B, T, dim] at `position` [B, T].
 
         Args:
-          append: A function of keys, values `[B, Hkv, T, .]` and `paged`. It appends to a cache and
-            returns the keys and values of all tokens. None means that there is no cache.
-          attend: An attention function that replaces the one of the configuration.
-          paged: The keywords that transformers passes to attention functions.
+          append: A function that appends keys and values `[B, Hkv, T, .]` to a cache and
+            returns those of all tokens. It also receives `paged`. None means that there is no
+            cache.
+          attend: The attention function to use instead of the one in the configuration.
+          paged: The keyword arguments that transformers passes to attention functions.
         """
         spec = self.spec
         query, (key,), (value,), *_ = heads.project(
@@ -110,7 +111,9 @@ class DenseAttention(nn.Module):
 
 
 class NSADecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer, which computes `x + attention(norm(x))` and then `x + mlp(norm(x))`."""
+    """A decoder layer. It computes `x + attention(norm(x))`, and then `x + mlp(norm(x))` of the
+    result.
+    """
 
     def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
@@ -133,9 +136,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """The common base class of both models. It sets initial weights, and loads and saves
-    checkpoints.
-    """
+    """The base class of both models. It initializes weights, and loads and saves checkpoints."""
 
     config: NSAModelConfig
     config_class = NSAModelConfig
@@ -169,27 +170,27 @@ class NSAPreTrainedModel(PreTrainedModel):
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ):
-        """Run transformers' `from_pretrained` for a complete checkpoint in safetensors. Weights in
-        other files are pickles, which may run code.
+        """Run `from_pretrained` of transformers for a complete checkpoint in safetensors. Other
+        formats are refused, since they are pickles, which can run arbitrary code.
 
         Args:
-          strict: If False, missing weights are initialized and unknown weights are ignored, with
-            transformers' warning.
+          strict: If False, missing weights are initialized and unknown weights are ignored, and
+            transformers prints a warning.
 
         Raises:
-          OSError: there are no weights in safetensors.
-          ValueError: gate or phi differ from the checkpoint's, or weights are missing, unknown
-            or of another shape; the message names the first.
+          OSError: The checkpoint has no weights in safetensors.
+          ValueError: gate or phi differ from those of the checkpoint, or a weight is missing,
+            unknown or has another shape. The message names the first such weight.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError(
-                "use_safetensors must be True or not given, got False, because weights in "
-                "pickles are not read"
+                "use_safetensors must be True or not given, got False; weights in pickles are not "
+                "supported"
             )
         if path is not None:
             stated, _ = NSAModelConfig.get_config_dict(path, **kwargs)
-            NSAModelConfig.from_dict(stated)  # refuses another model's
+            NSAModelConfig.from_dict(stated)  # raises if it is another model's configuration
         always = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         load: Any = super().from_pretrained
         model, info = load(path, *args, use_safetensors=True, **always, **kwargs)
@@ -201,7 +202,7 @@ class NSAPreTrainedModel(PreTrainedModel):
                     f"{name} must be {theirs!r} as in the checkpoint {path}, got {ours!r}"
                 )
         other = () if ignore_mismatched_sizes else info["mismatched_keys"]
-        wrong = [f"{x} of shape {(*got,)} in place of {(*want,)}" for x, got, want in other]
+        wrong = [f"{x} of shape {(*got,)} instead of {(*want,)}" for x, got, want in other]
         for what in ("missing", "unexpected") if strict else ():
             wrong += [f"{what} {key}" for key in sorted(info[f"{what}_keys"])]
         if wrong:
@@ -213,21 +214,21 @@ class NSAPreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        """Initialize modules without weights of their own too. For code outside of
-        transformers, transformers would skip them.
+        """Also initialize modules that have no weights of their own. transformers would skip
+        them, since their code is not part of transformers.
         """
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Set the initial weights of `module` itself. transformers calls this function for the
-        children of a module first.
+        """Initialize the weights of `module`, without those of its children. transformers calls
+        this function for the children first.
         """
         given, residual = self.config.initializer_range, 2 * self.config.num_hidden_layers
         draw = lambda x, default: nn.init.normal_(x, std=default if given is None else given)
         if isinstance(module, HeadGate):
             module.draw_weight()
-            copy_(module.bias, module.start_bias())  # not over one that was loaded
+            copy_(module.bias, module.start_bias())  # do not overwrite a loaded weight
         elif isinstance(module, Gate | MLP | Pool | KeyConvolution):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
@@ -244,7 +245,9 @@ class NSAPreTrainedModel(PreTrainedModel):
 
 
 class NSAModel(NSAPreTrainedModel):
-    """The decoder without a head. Its output is `last_hidden_state` [B, T, hidden_size]."""
+    """The decoder without an output head. Its output is `last_hidden_state` [B, T,
+    hidden_size].
+    """
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
 
@@ -276,23 +279,24 @@ class NSAModel(NSAPreTrainedModel):
 
         Args:
           attention_mask: As in `rows.rows`. A row may be padded on the left or on the right.
-          position_ids: checked against the mask. Without a mask, a single row whose positions
-            restart is a packed row.
+          position_ids: They must agree with the mask. Without a mask, a single row whose
+            positions restart is a packed row.
           cache: An `NSAModelCache`, to which the tokens are appended. It may also be passed as
             `past_key_values`, its name before transformers 5.24.
           use_cache: Whether to make a cache if none is given, except for a packed row. None
             means the value of the configuration, or False during training.
-          cu_seq_lens_q: int `[sequences + 1]`, a packed row, as in transformers'
-            `DataCollatorWithFlattening`. Its tables are computed once for all layers. The
-            boundaries may also be passed as `cu_seqlens` or `cu_seq_lens_k`, or per token as
-            `seq_idx` [1, T].
+          cu_seq_lens_q: int `[sequences + 1]`, the boundaries of a packed row, as from
+            transformers' `DataCollatorWithFlattening`. Tables are derived from them once for
+            all layers. The boundaries may also be passed as `cu_seqlens` or `cu_seq_lens_k`.
+            `seq_idx` [1, T], the sequence of each token, is another alternative.
           max_length_q: The number of tokens of the longest sequence of a packed row. If it is
-            given, the last sequence ends with the row.
+            given, the last sequence must end with the row.
 
         Raises:
           TypeError: A keyword is unknown.
-          ValueError: `rows.rows` raises an error, a cache is used during training with gradient
-            checkpointing, or the last call on the cache did not end.
+          ValueError: The mask, positions or boundaries are invalid (`rows.rows`), a cache is
+            used during training with gradient checkpointing, or the last call on the cache
+            failed.
         """
         x = inputs_embeds
         if input_ids is not None and x is None:
@@ -314,7 +318,8 @@ class NSAModel(NSAPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
-                    "cache must be None if gradient checkpointing trains, got a cache; call eval()"
+                    "cache must be None during training with gradient checkpointing, got a cache; "
+                    "call eval()"
                 )
             use_cache = False
         given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache
@@ -328,7 +333,7 @@ class NSAModel(NSAPreTrainedModel):
             if batch.empty is not None and not torch.is_grad_enabled():
                 real = (
                     real | batch.empty[:, None]
-                )  # the text continues from such a row's padding
+                )  # a row with only padding continues from that padding
             x = without_padding(x, real)
         batch = self._with_mask(x, batch)
         for layer in self.layers:
@@ -339,7 +344,7 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **past)
 
     def _continuous(self, x, mask, position, **paged):
-        """Run a step of transformers' continuous batching on `x` [1, N, hidden_size]."""
+        """Run a step of continuous batching of transformers on `x` [1, N, hidden_size]."""
         if "nsa" in self.config.layer_attention:
             batch = ContinuousBatch(self.config, x, position, **paged)
         else:
@@ -350,13 +355,17 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
-        """Add the positions and mask that dense layers read, if there are any dense layers."""
+        """Add the positions and the mask to `batch`, if there are dense layers, which read
+        them.
+        """
         if "dense" not in self.config.layer_attention:
             return batch
         length, call = x.shape[1], batch.call
         slot = torch.arange(length, device=x.device).expand(x.shape[0], length)
         position, reach = slot, length
-        causal = batch.cu_seqlens is None  # transformers' functions need no mask
+        causal = (
+            batch.cu_seqlens is None
+        )  # attention functions of transformers then need no mask
         if not causal:
             sizes = {"config": self.config.layer_spec.config, "kv_len": length}
             position = geometry.geometry(
@@ -369,7 +378,7 @@ class NSAModel(NSAPreTrainedModel):
         mask, eager = None, self.config._attn_implementation == "eager"
         if eager or not causal:
             key = torch.arange(reach, device=x.device)
-            first = slot - position.clamp(min=0)  # of the query's sequence
+            first = slot - position.clamp(min=0)  # keys of the query's sequence
             mask = ((first[..., None] <= key) & (key <= slot[..., None]))[:, None]
             if eager:
                 mask = x.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(x.dtype).min)
@@ -377,8 +386,8 @@ class NSAModel(NSAPreTrainedModel):
 
 
 class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
-    """The decoder with a head. It computes logits `[B, T, vocab_size]`, and a loss if labels are
-    given.
+    """The decoder with an output head. It computes logits `[B, T, vocab_size]`, and a loss if
+    labels are given.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -404,13 +413,14 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits and a loss. The arguments are those of `NSAModel.forward`, those of the
-        loss function, and:
+        """Compute logits, and the loss if labels are given. Arguments other than the following
+        are those of `NSAModel.forward` and of the loss function.
 
         Args:
-          labels: `[B, T]`, the tokens to predict. Each token is predicted one column earlier.
-            -100 is ignored.
-          logits_to_keep: Number of last columns with logits, or their indices. 0 means all.
+          labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of
+            the next column. Labels of -100 are ignored.
+          logits_to_keep: For how many of the last columns logits are computed, or the indices
+            of the columns. 0 means all columns.
         """
         of_loss = {*LOSS}
         if labels is not None and kwargs.keys() - READ - of_loss:
@@ -443,8 +453,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
 
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
-    """Remove the records of gate and phi from a state_dict, since config.json has them. FSDP
-    shards a state_dict and requires that it has only numbers.
+    """Remove the entries that record gate and phi from a state_dict, since config.json has the
+    same information. FSDP can shard only entries that are tensors of numbers.
     """
     for key in [key for key in state_dict if key.endswith(f".{EXTRA_STATE}")]:
         del state_dict[key]

@@ -1,5 +1,5 @@
-"""Computes the positions of the tokens in a padded or packed batch from transformers'
-arguments.
+"""Computes the positions of the tokens of a padded or packed batch from the arguments of
+transformers.
 """
 
 import functools
@@ -15,40 +15,48 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
 
-# Keywords that describe a packed row: boundaries by any name; the sequence of each token; the
-# number of tokens of the longest sequence.
+# Keywords that describe a packed row: names of the boundaries, of the sequence of each token,
+# and of the number of tokens of the longest sequence.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
 INDEX, POSITION = "seq_idx", "position_ids"
 LONGEST = "max_length_q", "max_length_k"
-# Keywords that are accepted with a fixed value.
+# Keywords that must have a fixed value, and the reason.
 FIXED = {
     "is_causal": (True, "attention is causal"),
-    "output_attentions": (False, "no layer computes attention weights"),
-    "output_router_logits": (False, "there are no experts"),
+    "output_attentions": (False, "NSA layers compute no attention weights"),
+    "output_router_logits": (False, "the model has no experts"),
 }
-# Tokenizers return `token_type_ids`, and `generate` passes tokenizers on. Llama ignores them too.
+# Keywords that are ignored. Tokenizers return `token_type_ids`, and `generate` passes
+# `tokenizer`. Llama ignores them too.
 IGNORED = "token_type_ids", "tokenizer", "assistant_tokenizer"
 READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", *IGNORED}
 MASK = "attention_mask must"
-COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
-LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
+COMPARED: set[tuple[Any, ...]] = set()  # device, and keywords of a packed row that agreed once
+LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by the loss of transformers
 
 
 class Rows(NamedTuple):
-    """The real tokens among the `T` columns of a call. These columns follow those of the cache."""
+    """Describes which of the `T` columns of a call are tokens. The columns follow those of the
+    cache.
+    """
 
-    first: Tensor | None = None  # int64 [B], padding on the left; None means nowhere
-    count: Tensor | None = None  # int64 [B], real tokens; None means every column
-    cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
-    empty: Tensor | None = None  # bool [B], rows with only padding until now; None means none
+    first: Tensor | None = (
+        None  # int64 [B], columns of padding on the left; None means no padding
+    )
+    count: Tensor | None = None  # int64 [B], number of tokens; None means every column
+    # int [sequences + 1], boundaries if the batch is one packed row
+    cu_seqlens: Tensor | None = None
+    # bool [B], rows that have had only padding so far; None means no rows
+    empty: Tensor | None = None
     cache: Any = None  # an `NSAModelCache`
-    call: Call | None = None  # on the cache
-    position: Tensor | None = None  # int64 [B, T], of aligned rows, for dense layers
-    mask: Tensor | None = None  # the same, as transformers' attention functions take it
+    call: Call | None = None  # the call on the cache
+    position: Tensor | None = None  # int64 [B, T], positions of aligned rows, for dense layers
+    # the same in the form that attention functions of transformers accept
+    mask: Tensor | None = None
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """Compute the attention of layer `index` for the tokens `x` [B, T, dim], to these tokens
-        and to those of the cache. Attention to no token is 0.
+        """Compute the attention of layer `index` for the tokens `x` [B, T, dim] to themselves
+        and to those of the cache. The output is 0 for rows that have had only padding so far.
         """
         x = x if self.first is None else _roll(x, self.first)
         layer = None if self.cache is None else self.cache.layers[index]
@@ -63,8 +71,8 @@ class Rows(NamedTuple):
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
-        """Return which columns are tokens, bool `[B or 1, T]`. None means that all columns are
-        tokens.
+        """Return a mask of the columns that are tokens, bool `[B or 1, T]`. None means that all
+        columns are tokens.
         """
         if self.cu_seqlens is not None:
             if not checks.may_be_padded(self.cu_seqlens, length):
@@ -81,13 +89,13 @@ class Rows(NamedTuple):
 
 
 def check_keywords(call: dict[str, Any], *others: str) -> None:
-    """Raises if a keyword of a call is neither in `READ` nor in `others`, or has an unsupported
-    value.
+    """Raise an error if a keyword of the call is unknown or has an unsupported value. Known
+    keywords are those in `READ` and `others`.
     """
     for name, x in checks.present(**call).items():
         if name not in READ.union(others):
             raise TypeError(
-                f"{name} is not an argument of the model; boundaries of packed sequences are "
+                f"{name} is not an argument of the model; pass boundaries of packed sequences as "
                 f"{', '.join(BORDERS)}, {INDEX} or position_ids"
             )
         if name in FIXED and bool(x) is not FIXED[name][0]:
@@ -104,24 +112,26 @@ def rows(
     cache: NSAModelCache | None,
     config: NSAConfig,
 ) -> Rows:
-    """Find the tokens of a call with `batch` rows of `length` columns, after the columns of
-    `cache`.
+    """Find the tokens among the `length` columns of a call with `batch` rows. The columns
+    follow those of `cache`.
 
     Args:
-      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step of one token per row on an
-        `NSAPagedModelCache` also accepts `[B, 1]`, the mask of its own column.
-      position_ids: `[B or 1, T]`. The mask determines their values. Without a mask and a cache,
-        positions may restart in a single row, which is then a packed row.
-      call: The keywords of the call. A name in `BORDERS`, int `[sequences + 1]`, or `INDEX`,
-        int `[1, T]`, describes a packed row. With `INDEX` the host waits for a GPU. A name in
-        `LONGEST` bounds the number of tokens per sequence, and states that the last sequence
-        ends with the row.
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1. For a step of one token per
+        row on an `NSAPagedModelCache`, it may also be `[B, 1]`, the mask of the new column
+        only.
+      position_ids: `[B or 1, T]`. With a mask, they must have the values that the mask
+        determines. Without a mask and a cache, the positions of a single row may restart, and
+        the row is then a packed row.
+      call: The keyword arguments of the call. A packed row is described by a name in `BORDERS`,
+        int `[sequences + 1]`, or by `INDEX`, int `[1, T]`. With `INDEX` the host waits for a
+        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. It also
+        implies that the last sequence ends with the row.
       config: The config of the layers with NSA.
     Raises:
-      ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries and
-        cache contradict each other. On a GPU these checks wait for the device. A decode step does
-        not wait and checks only shapes. The host waits for boundaries only at the first such
-        call. In a CUDA graph and under `torch.compile` nothing is checked.
+      ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
+        and cache contradict each other. On a GPU these checks wait for the device. A decode
+        step therefore checks only shapes, and boundaries are checked only until one call has
+        passed. In a CUDA graph and under `torch.compile` nothing is checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if name := next(iter(told), None):
@@ -130,7 +140,7 @@ def rows(
                 f"{name} must be None if attention_mask or a cache is given, got both"
             )
         if batch != 1:
-            raise ValueError(f"input_ids must be one row if {name} is given, got {batch}")
+            raise ValueError(f"input_ids must be one row if {name} is given, got {batch} rows")
     if batch == 1 and attention_mask is None and cache is None and position_ids is not None:
         told[POSITION] = position_ids
     if told:
@@ -160,29 +170,30 @@ def rows(
     found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if found != whole and not (step and found == (batch, 1)):
         raise ValueError(
-            f"attention_mask must have shape {whole}, one number for each column of the cache and "
+            f"attention_mask must have shape {whole}, with a column for each one of the cache and "
             f"of the input, got {found}"
         )
     if step and (found != whole or not free_to_read(mask)):
         return Rows(count=(mask[:, -1] != 0).long())
-    wrong: list[tuple[Tensor, str]] = []  # whether each row [B] breaks a rule, and the rule
+    # pairs of a bool [B], which is True for rows that break a rule, and the rule
+    wrong: list[tuple[Tensor, str]] = []
     if mask.dtype != torch.bool:
-        wrong.append((((mask != 0) & (mask != 1)).any(dim=1), f"{MASK} hold 0 and 1 only"))
+        wrong.append((((mask != 0) & (mask != 1)).any(dim=1), f"{MASK} contain only 0 and 1"))
         mask = mask != 0
     changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
-    rule = f"{MASK} be padded on the left or on the right, zeros in one run"
+    rule = f"{MASK} be padded only on the left or only on the right"
     wrong.append((changes > 1, rule))
     known = mask[:, :past].sum(dim=1)
     if cache is not None and cache.lengths is not None:
         own, known = known, cache.lengths.to(mask.device, torch.int64)
         if attention_mask is not None:
-            rule = f"{MASK} have as many ones as the cache has tokens of the row"
+            rule = f"{MASK} have one 1 for each token of the row in the cache"
             wrong.append((own != known, rule))
     new = mask[:, past:]
     count, first = new.sum(dim=1), new.int().argmax(dim=1)
     if position_ids is not None:
         expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
-        rule = "position_ids must count each row's tokens from its first one, as mask and cache say"
+        rule = "position_ids must count the tokens of each row from 0, after those in the cache"
         wrong.append((((position_ids != expected) & new).any(dim=1), rule))
     empty = known + count == 0
     if is_capturing(mask.device) or torch.compiler.is_compiling():
@@ -213,14 +224,14 @@ def _refuse(failed: Tensor, rule: str, mask: Tensor) -> None:
 
 
 def free_to_read(x: Tensor) -> bool:
-    """Return whether the host reads numbers of `x` without waiting for a device."""
+    """Return whether the host can read `x` without waiting for a device."""
     return x.device.type == "cpu"
 
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. Other entries must
-    agree with it. On a GPU, calls with several entries wait for the device and are compared,
-    until one call agrees.
+    agree with it. On a GPU the comparison waits for the device, so that it ends once the
+    entries of a call have agreed.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
@@ -234,16 +245,16 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
         given = [*dict.fromkeys(_as_borders(name, x, length, starts[-1]).tolist())]
         if given != starts:
             raise ValueError(
-                f"{name} must have the boundaries of {first}, {starts}, got {given}"
+                f"{name} must have the same boundaries as {first}, {starts}, got {given}"
             )
     COMPARED.add(compared)
     return borders
 
 
 def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tensor:
-    """Return the boundaries of a packed row as int `[sequences + 1]`. `end` is the end of its
-    last sequence. If the row is described per token, by sequence numbers or positions, the host
-    waits for the device and the result is on the host.
+    """Convert a description of a packed row to boundaries, int `[sequences + 1]`. `end` is the
+    end of the last sequence. If `x` has a sequence number or a position for each token, the
+    host waits for the device, and the result is on the host.
     """
     if name in BORDERS:
         checks.borders_array(x, name)

@@ -1,11 +1,12 @@
-"""Runs `transformers serve`, a server with OpenAI's API, for checkpoints with NSA.
+"""Runs `transformers serve`, a server with the API of OpenAI, for checkpoints with NSA.
 
     python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
     python -m nsa_torch.huggingface.serve --help
 
-transformers searches for a model's class only among its own classes. This command adds ours and
-passes all options to transformers. It needs `transformers[serving]`, and version 5.19 for
-`--continuous-batching`. Each page has `select_block` tokens, as in the checkpoint.
+The server looks for a model's class only among the classes of transformers. This command adds
+the class of this package, and passes all options to `transformers serve`. It needs
+`transformers[serving]`, and at least version 5.19 for `--continuous-batching`. Each page has
+the `select_block` tokens of the checkpoint.
 """
 
 import sys
@@ -22,13 +23,15 @@ BATCHES, PAGE = "--continuous-batching", "--cb-block-size"
 
 
 def register() -> None:
-    """Set `transformers.NSAForCausalLM` to our class, so that the server finds it."""
+    """Set `transformers.NSAForCausalLM` to the class of this package, so that the server finds
+    it.
+    """
     model_manager.transformers.NSAForCausalLM = NSAForCausalLM  # type: ignore[attr-defined]
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of transformers' command. The first entry of `arguments` is a
-    checkpoint or an option.
+    """Return the arguments of `transformers serve` for those of this command. The first of
+    `arguments` is a checkpoint or an option.
 
     Raises:
       NotImplementedError: `--continuous-batching` with transformers before 5.19.

@@ -10,21 +10,23 @@ from transformers.utils.output_capturing import capture_outputs
 
 from nsa_torch.huggingface.cache import NSAPagedModelCache
 
-WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls of one signature
-DEVICE = "cuda"  # whose steps are captured
+WARMUP = 3  # eager steps before the capture, in which kernels are chosen and built
+DEVICE = "cuda"  # caches whose steps are captured
 
 
 class StepGraph:
-    """Runs steps of `model` on `cache`, with one token per row. `graph(input_ids [B, 1])` returns
-    `[B, 1, vocab]`.
+    """Runs steps of `model` on `cache`, with one token per row, as one CUDA graph.
+    `graph(input_ids)` maps tokens `[B, 1]` to logits `[B, 1, vocab]`.
 
     The first `WARMUP` calls run the model eagerly. The next one captures a CUDA graph of all
-    layers, and each later call replays it. The host launches once; rows may grow, be cropped and
-    begin again. The next call overwrites the logits.
+    layers, and each later call replays it. A replay is one launch of the host. Rows may grow,
+    be cropped and restart between calls. The next call overwrites the logits of the previous
+    one.
 
-    A graph reads the weights at their addresses during capture. It also repeats all choices of
-    Python code during capture, such as adapters and their scaling, kernels and modes. After a
-    change of any of these make another graph, as each `generate` does.
+    A graph reads the weights at the addresses that they had during capture. It also repeats all
+    choices that Python code made during capture, such as adapters and their scaling, kernels
+    and modes. Make another graph if any of these change. Each call of `generate` makes its own
+    graph.
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
@@ -41,18 +43,19 @@ class StepGraph:
         shape = cache.batch_size, 1
         self.input_ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self.mask = torch.ones_like(self.input_ids)
-        self.lengths: Tensor | None = None  # the cache's, when the graph was captured
+        self.lengths: Tensor | None = None  # tensors of the cache when the graph was captured
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits `[B, 1, vocab]` of one more token of each row.
+        """Compute the logits `[B, 1, vocab]` of one more token per row.
 
         Args:
           input_ids: int64 `[B, 1]`.
-          attention_mask: `[B, any]`, whose last column marks the rows that have the token. Defaults
-            to all. Neither argument is checked, so that nothing waits for the device.
+          attention_mask: `[B, any]`. Its last column marks the rows that have a new token. None
+            means all rows. The values of both arguments are not checked, since the host would
+            have to wait for the device.
 
         Raises:
           ValueError: The number of rows or tokens differs, or the cache is full.
@@ -71,14 +74,14 @@ class StepGraph:
             self.mask.copy_(attention_mask[:, -1:])
         if self.seen < WARMUP:
             logits = self._step()
-            self.seen += 1  # a step that failed is none
+            self.seen += 1  # a step that failed does not count
             return logits
         if self.replay is None or self.lengths is not cache.lengths:
             columns, self.lengths = cache.columns, cache.lengths
             try:
                 self.replay, self.logits = capture(self._step, self.input_ids.device)
             finally:
-                cache.columns = columns  # nothing ran yet
+                cache.columns = columns  # nothing has run yet
         self.replay()
         cache.columns += 1
         assert self.logits is not None
@@ -91,15 +94,16 @@ class StepGraph:
 
 def why_not(model: Any) -> str | None:
     """Return the reason why a step of `model` cannot be a CUDA graph, or None. Hooks are Python
-    code, which a replay does not run. The hooks that `capture_outputs` leaves in a model are
-    allowed, since they do nothing unless hidden states are requested.
+    code, which a replay does not run, so that a model with hooks is refused. The hooks that
+    `capture_outputs` of transformers leaves in a model are allowed, since they do nothing
+    unless hidden states are requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
-    rule = "must have no forward hooks, which a CUDA graph does not call, but a hook is set"
+    rule = "must have no forward hooks, which a CUDA graph does not call, got a hook"
     if nn.modules.module._has_any_global_hook():
         return f"{rule} for all modules"
     for name, module in model.named_modules():
@@ -112,16 +116,19 @@ def why_not(model: Any) -> str | None:
 def capture(
     call: Callable[[], Tensor], device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
-    """Capture `call`. Returns the function that replays its kernels, and the tensor of its result.
+    """Capture `call` as a CUDA graph. Return the function that replays the graph, and the
+    tensor to which it writes the result.
 
     Raises:
       RuntimeError: `call` waits for the device.
     """
     graph, casts = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
-    # Weights that autocast has cast are freed when it ends: the graph casts its own.
+    # When autocast ends, it frees the weights that it has cast. The graph therefore casts them
+    # itself.
     torch.set_autocast_cache_enabled(False)
     try:
-        # What other threads do, such as asking the driver for memory, ends no capture.
+        # In this mode, driver calls of other threads, such as memory allocations, do not end
+        # the capture.
         mode = {"capture_error_mode": "thread_local"}
         with torch.cuda.device(device), torch.cuda.graph(graph, **mode):
             found = call()

@@ -1,8 +1,8 @@
 """Converts weights of `NSAForCausalLM` to those of the models of `nsa_bench.train`, and back.
 
 The file has the format of `nsa_interop.weights`. Its names and hyper-parameters are those of
-`nsa_bench.lm.torch_lm.LM` and of the counterpart in JAX. The modules below contain the
-parameters of a transformers model under these names.
+`nsa_bench.lm.torch_lm.LM` and of the counterpart of that model in JAX. The modules below hold
+the parameters of a transformers model under these names.
 """
 
 import dataclasses
@@ -18,16 +18,17 @@ from nsa_interop import weights
 from nsa_torch.huggingface.configuration import SPEC, NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
 
-NORM_EPS = 1e-6  # of nsa_bench.train's models, where they state none
+NORM_EPS = 1e-6  # epsilon of models of nsa_bench.train that do not record one
 MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 
 def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
-    """Write the weights to `path`, all or nothing. Tied embeddings are written twice.
+    """Write the weights to `path`. If an error occurs, no file is created. Tied embeddings are
+    written twice.
 
     Raises:
-      ValueError: `nsa_bench.train` has no such model. Such models mix NSA and dense layers, or
-        have dense layers with biases or norms of heads.
+      ValueError: `nsa_bench.train` does not support the model. It supports neither a mix of NSA
+        and dense layers nor dense layers with biases or norms of heads.
     """
     weights.save(path, _TrainingModel(model))
 
@@ -36,12 +37,12 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """Load the model that a training run saved as `path`.
 
     Args:
-      model: The model that receives the weights, in place. None makes one from the file's
-        hyper-parameters, in evaluation mode, like `from_pretrained`.
+      model: The model whose weights are replaced. None means that a model is made from the
+        hyper-parameters in the file. As with `from_pretrained`, it is in evaluation mode.
 
     Raises:
-      ValueError: The file has no hyper-parameters. Or the hyper-parameters, gate, phi,
-        vocabulary, keys, shapes or dtypes are not those of the model. The model is then
+      ValueError: The file has no hyper-parameters, or its hyper-parameters, gate, phi,
+        vocabulary, names, shapes or dtypes differ from those of the model. The model is then
         unchanged.
     """
     if model is None:
@@ -60,7 +61,7 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
         raise ValueError(
-            f"{path}: must state hyper_parameters if no model is given, got no {missing[0]}"
+            f"{path} must record all hyper_parameters if no model is given, got no {missing[0]}"
         )
     spec = LayerSpec(**{name: x for name, x in found.items() if name in FIELDS})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
@@ -108,7 +109,7 @@ class _TrainingModel(_Renamed):
                 f"{config.attention_bias} and {config.qk_norm}"
             )
         decoder, head = model.model, model.lm_head
-        if config.tie_word_embeddings:  # a copy: a file holds no tensor twice
+        if config.tie_word_embeddings:  # a copy, since a file must not contain a tensor twice
             head = _Renamed(weight=nn.Parameter(head.weight.detach().clone()))
         super().__init__(
             embedding=decoder.embed_tokens.weight,

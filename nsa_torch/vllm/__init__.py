@@ -1,8 +1,9 @@
 """A plugin of vLLM, so that `vllm serve` and `LLM(..)` run checkpoints of `NSAForCausalLM`.
 
-It is enough to install the extra `vllm`, since vLLM finds `register` by the entry point
-`vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked prefill, preemption
-and speculative decoding of vLLM are used without changes. The parts of the plugin are:
+No code is needed in addition to installing the extra `vllm`, since vLLM finds `register` by the
+entry point `vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked
+prefill, preemption and speculative decoding of vLLM are used without changes. The parts of the
+plugin are:
   `model.py`    the library's modules under vLLM's model interface
   `backend.py`  vLLM's side of a layer's cache and of a step, the op that attends
   `step.py`     ours, without vLLM
@@ -12,24 +13,24 @@ import warnings
 
 from nsa_core import extras
 
-MODEL = "NSAForCausalLM"  # of `architectures` in config.json
-TRIED = "0.32", "0.33"  # the versions of vLLM that ran: their first two numbers
+MODEL = "NSAForCausalLM"  # names in `architectures` of config.json
+TRIED = "0.32", "0.33"  # the tested versions of vLLM, by their first two numbers
 
 
 def register() -> None:
-    """Register the models with vLLM. It calls this function in each of its processes, more than
-    once.
+    """Register the models with vLLM, which calls this function in each of its processes, and
+    more than once.
     """
     extras.require("vllm", "vllm")
     from vllm import ModelRegistry, __version__
 
     if ".".join(__version__.split(".")[:2]) not in TRIED:
         warnings.warn(
-            "nsa_torch.vllm uses private names of vLLM and was tested with versions "
+            "nsa_torch.vllm uses private names of vLLM and was tested only with versions "
             f"{' and '.join(TRIED)}, got {__version__}",
             stacklevel=2,
         )
     import nsa_torch.huggingface  # noqa: F401, AutoConfig knows model_type "nsa" from here on
 
-    # By name: CUDA must not be touched before vLLM forks.
+    # The class is passed by name, since CUDA must not be initialized before vLLM forks.
     ModelRegistry.register_model(MODEL, f"nsa_torch.vllm.model:{MODEL}")

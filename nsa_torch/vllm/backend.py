@@ -1,15 +1,15 @@
-"""Implements vLLM's interface of a backend, and the operator that appends and attends
-(`step.py`).
+"""Implements an attention backend of vLLM, and the operator that appends tokens and computes
+attention (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
-N, C]`. The C elements per token and head have room for all data that NSA stores per token:
+N, C]`. The C elements per token and head are memory for all data that NSA stores per token:
 
     C = 3 (D + Dv) + (D + Dv) / d     three branches' keys and values, compressed ones; 1 for 3
                                       where branches share them
 
-`PagedCache.carve` cuts this memory into arrays over all blocks. There is one cache group with
-one block table. vLLM's accounting, prefix hashes and block tables therefore cover all of these
-arrays.
+`PagedCache.carve` cuts this memory into arrays over all blocks. All layers form one cache group
+with one block table. The accounting, prefix hashes and block tables of vLLM therefore cover all
+of these arrays.
 """
 
 from typing import Any
@@ -32,14 +32,14 @@ OP, CONVOLVE = "nsa_attend", "nsa_convolve"
 
 
 class NSABuilder(AttentionMetadataBuilder[Step]):
-    """Makes a `Step` from vLLM's metadata, once for all layers."""
+    """Builds a `Step` from the metadata of vLLM, once for all layers."""
 
-    # Steps whose rows have the same 1 to 8 new tokens can be CUDA graphs.
+    # A step can be a CUDA graph if all rows have the same number of new tokens, 1 to 8.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Rows of few tokens come first in a batch.
+        # Rows with few tokens come first in a batch.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(
@@ -49,13 +49,14 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 
 
 class NSABackend(AttentionBackend):
-    """vLLM's interface of a backend. Layers with NSA are not instances of vLLM's `Attention`, so no
-    implementation exists.
+    """The backend that vLLM asks for the shape of the cache and for the builder. Layers with
+    NSA are not instances of `Attention` of vLLM, so that the backend has no implementation
+    class.
     """
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
-    select_block = 64  # of the model of this process
+    select_block = 64  # the layer specs of the model in this process
 
     @staticmethod
     def get_name() -> str:
@@ -64,8 +65,8 @@ class NSABackend(AttentionBackend):
     @staticmethod
     def get_impl_cls():
         raise NotImplementedError(
-            "an NSA layer must run nsa_torch.vllm's own attention operator, but vLLM asked this "
-            "backend for one of its layers; do not select this backend by hand"
+            "NSA layers run the attention operator of nsa_torch.vllm, but vLLM asked this backend "
+            "for an implementation; do not select this backend by hand"
         )
 
     @staticmethod
@@ -78,11 +79,11 @@ class NSABackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls):
-        return (KVCacheLayout.LBHNC,)  # each layer's blocks side by side
+        return (KVCacheLayout.LBHNC,)  # the blocks of each layer are contiguous
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # runs follow from the host's bounds
+        return False  # `runs` are computed from bounds on the host
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -105,11 +106,11 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, gates: Tensor, out: Tensor, layer_name: str
 ) -> None:
     """Write the attention of `query` [N, H, D] to `out` [N, H, Dv]. Key and value are `[3, N,
-    Hkv, .]`, or `[1, ..]` if the branches share them. Gates are `[N, H, 3]`.
+    Hkv, .]`, or `[1, ..]` if the branches share them. The gates are `[N, H, 3]`.
     """
     context = get_forward_context()
     steps, layer = context.attn_metadata, context.no_compile_layers[layer_name]
-    if steps is None:  # vLLM measures memory
+    if steps is None:  # vLLM is measuring memory
         out.zero_()
         query.new_empty(layer.gathered)
         return
@@ -122,7 +123,7 @@ def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
     """Write the convolved keys of `key` [N, columns] to `out`."""
     context = get_forward_context()
     steps, layer = context.attn_metadata, context.no_compile_layers[layer_name]
-    if steps is None:  # vLLM measures memory
+    if steps is None:  # vLLM is measuring memory
         out.zero_()
         return
     (attention,), page = layer.attention, NSABackend.select_block
@@ -130,7 +131,7 @@ def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
 
 
 def _writes_nothing(*arguments: Any) -> None:
-    """Stand for either operator while it is traced."""
+    """Do nothing, in place of either operator while it is traced."""
 
 
 direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_writes_nothing)

@@ -1,5 +1,5 @@
-"""`NSAForCausalLM` for vLLM, built from the library's modules. The operator `nsa_attend`
-computes their attention.
+"""`NSAForCausalLM` for vLLM, built from the modules of `nsa_torch.huggingface`. The operator
+`nsa_attend` computes the attention of its layers.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ from nsa_torch.vllm.backend import CONVOLVE, OP, NSABackend, cache_spec
 from nsa_torch.vllm.step import gathered_elements, pages_in
 
 HEAD = "lm_head.weight"
-GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no layers
+GUESSES = "ngram", "ngram_gpu", "suffix"  # base classes of vLLM that add methods but no layers
 
 
 class Pages(nn.Module, AttentionLayerBase):
-    """Represents a layer with NSA in vLLM, with its cache and its backend.
+    """Represents a layer with NSA to vLLM, with its cache and its backend.
 
     Attributes:
-      pages, newest_keys: as in `pages_in`; None before vLLM has bound its memory.
-      gathered: Number of elements that a step may copy from pages to other memory.
+      pages, newest_keys: the results of `pages_in`; None until vLLM has bound its memory.
+      gathered: Maximum number of elements that a step copies from pages to other memory.
     """
 
     def __init__(self, attention: NSAAttention, vllm_config: VllmConfig, prefix: str):
@@ -39,7 +39,8 @@ class Pages(nn.Module, AttentionLayerBase):
         self.gathered = gathered_elements(
             attention.spec, vllm_config.model_config.max_model_len
         )
-        self.attention = (attention,)  # no submodule: its weights are the model's
+        # not registered as a submodule, since its weights belong to the model
+        self.attention = (attention,)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_attn_backend(self) -> type[NSABackend]:
@@ -49,15 +50,15 @@ class Pages(nn.Module, AttentionLayerBase):
         return cache_spec(self.attention[0].spec, vllm_config.model_config.dtype)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Use the memory `[B, Hkv, N, C]`. No attribute is named `kv_cache`, since vLLM would
-        zero blocks in it.
+        """Use the memory `[B, Hkv, N, C]`. The memory is not stored in an attribute `kv_cache`,
+        since vLLM would then zero blocks in it.
         """
         self.pages, self.newest_keys = pages_in(kv_cache, self.attention[0].spec)
 
 
 @support_torch_compile
 class Decoder(nn.Module):
-    """The layers, which torch.compile traces."""
+    """The decoder layers, which torch.compile traces."""
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", model: NSAModel, pages: Any
@@ -94,12 +95,13 @@ def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> 
 
 
 class NSAForCausalLM(nn.Module):
-    """The model in vLLM's interface. Weights have the names of `nsa_torch.huggingface`.
+    """The model with the interface of vLLM. Weights have the same names as in
+    `nsa_torch.huggingface`.
 
     Raises:
-      NotImplementedError: The settings require several devices, layers with dense attention, a
-        cache of another dtype, blocks that are moved elsewhere, quantized weights, or draft
-        tokens from another model.
+      NotImplementedError: A setting is not supported: several devices, layers with dense
+        attention, a cache of another dtype, blocks that are moved to other memory, quantized
+        weights, or draft tokens from another model.
       ValueError: Blocks do not have `select_block` tokens.
     """
 
@@ -140,9 +142,8 @@ class NSAForCausalLM(nn.Module):
         """Copy all weights.
 
         Raises:
-          ValueError: A weight is missing, unknown or of another shape. Or the weight of the
-            output head is tied but differs from the embedding, which transformers would not
-            tie.
+          ValueError: A weight is missing, unknown or has another shape, or the output head
+            should be tied but differs from the embedding.
         """
         own, loaded, head = dict(self.named_parameters()), set(), None
         for name, weight in weights:
@@ -150,7 +151,7 @@ class NSAForCausalLM(nn.Module):
                 head = weight
                 continue
             if name not in own or own[name].shape != weight.shape:
-                wanted = tuple(own[name].shape) if name in own else "none of that name"
+                wanted = tuple(own[name].shape) if name in own else "no weight of that name"
                 raise ValueError(
                     f"weight {name} must have shape {wanted}, got {tuple(weight.shape)}"
                 )
@@ -164,14 +165,16 @@ class NSAForCausalLM(nn.Module):
         if head is not None and not torch.equal(
             head.to(self.lm_head.weight), self.lm_head.weight
         ):
-            raise ValueError(f"{HEAD} must be the embedding if tie_word_embeddings is set")
+            raise ValueError(
+                f"{HEAD} must be equal to the embedding if tie_word_embeddings is set"
+            )
         return loaded | {HEAD}
 
 
 def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
     """Refuse settings that the plugin does not support, before anything is loaded."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    split = "key/value heads of NSA are not split"
+    split = "key/value heads of NSA cannot be split over devices"
     guesses = getattr(vllm_config.speculative_config, "method", None)
     for name, found, known, reason in (
         ("tensor_parallel_size", parallel.tensor_parallel_size, (1,), split),
@@ -180,37 +183,37 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             "kv_transfer_config and kv_offloading_size",
             vllm_config.kv_transfer_config,
             (None,),
-            "the bytes of a block, which they move, do not lie side by side",
+            "the bytes of a block, which would be moved, are not contiguous",
         ),
         (
             "quantization",
             vllm_config.quant_config,
             (None,),
-            "the layers are the library's own, which run as the checkpoint has them",
+            "the layers run in the dtype of the checkpoint",
         ),
         (
             "speculative_config",
             guesses,
             (None, *GUESSES),
-            "layers of two models would share blocks and names",
+            "the layers of two models would share blocks and names",
         ),
         (
             "attention",
             min(config.layer_attention),
             ("nsa",),
-            "vLLM serves models with NSA in every layer",
+            "vLLM supports only models with NSA in every layer",
         ),
         (
             "speculative_config",
             config.key_taps and guesses,
             (None,),
-            "guesses cannot be taken back from the keys of a layer with key_taps",
+            "draft tokens cannot be removed from the cache of a layer with key_taps",
         ),
-        ("kv_cache_dtype", cache.cache_dtype, ("auto",), "pages have no scales"),
+        ("kv_cache_dtype", cache.cache_dtype, ("auto",), "the pages have no scales for fp8"),
     ):
         if found not in known:
             known = " or ".join(map(repr, known))
-            raise NotImplementedError(f"{name} must be {known}: {reason}, got {found!r}")
+            raise NotImplementedError(f"{name} must be {known}, got {found!r}; {reason}")
     if cache.user_specified_block_size and cache.block_size != config.select_block:
         raise ValueError(
             f"block_size must be select_block={config.select_block}, got {cache.block_size}; "

@@ -1,5 +1,5 @@
-"""Makes a layer's cache in an engine's memory, and runs a step from the engine's metadata. The
-module does not import vLLM. Recorded metadata can therefore run the same code without it.
+"""Makes a layer's cache in the memory of vLLM, and runs a step from the metadata of vLLM. The
+module does not import vLLM, so that recorded metadata can run the same code without it.
 """
 
 from typing import Any, NamedTuple, Self
@@ -16,12 +16,13 @@ from nsa_torch.paged_attend import paged_attention
 
 
 class Step(NamedTuple):
-    """The data of a step, which all layers share.
+    """The data of a step that is the same for all layers.
 
     Attributes:
-      page_table, lengths, starts, runs: As in `paged_attention`. Without `starts` all rows have
-        the same small number of new tokens, which determines all shapes.
-      tokens: The number of tokens of all rows.
+      page_table, lengths, starts, runs: As in `paged_attention`, with `starts` for
+        `cu_seqlens_q`. If `starts` is None, all rows have the same small number of new tokens,
+        which determines all shapes.
+      tokens: The total number of new tokens of all rows.
     """
 
     page_table: Tensor
@@ -32,11 +33,12 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, metadata: Any, block_size: int) -> Self:
-        """Build a step from the host's copies of bounds and lengths, without reading the device.
+        """Build a step from copies of boundaries and lengths on the host, so that the device is
+        not read.
 
         Args:
           metadata: vLLM's `CommonAttentionMetadata`.
-          block_size: tokens of a block.
+          block_size: number of tokens per block.
         """
         m, count = metadata, metadata.max_query_len
         at, tokens = (m.block_table_tensor, m.seq_lens), m.num_actual_tokens
@@ -51,8 +53,8 @@ class Step(NamedTuple):
     def convolve(
         self, convolution: KeyConvolution, key: Tensor, newest: Tensor, page: int, out: Tensor
     ) -> None:
-        """Writes the convolved keys of a layer's tokens `key` [N, columns] to `out`. `newest` and
-        `page` are as in `KeyConvolution.in_pages`.
+        """Convolve the keys `key` [N, columns] of a layer's new tokens and write them to `out`.
+        `newest` and `page` are as in `KeyConvolution.in_pages`.
         """
         n, at = self.tokens, (self.page_table, self.lengths, self.starts)
         out[:n] = convolution.in_pages(key[:n], newest, page, *at)
@@ -69,8 +71,8 @@ class Step(NamedTuple):
         gates: Tensor,
         out: Tensor,
     ) -> None:
-        """Append the tokens of a layer to `pages`, and attend to all tokens. The arguments are
-        those of the operator.
+        """Append the new tokens of a layer to `pages`, and write their attention to all tokens
+        to `out`. The shapes are those of the operator (`backend.py`).
         """
         n = self.tokens
         keys, values = (
@@ -93,19 +95,19 @@ class Step(NamedTuple):
 
 
 def elements_of_token(spec: LayerSpec) -> int:
-    """Return the number of elements per token and key/value head, including compressed tokens,
-    rounded up.
+    """Return the number of elements that NSA stores per token and key/value head, including
+    compressed tokens, rounded up.
     """
     return -(-block_elements(spec) // (spec.n_kv_groups * spec.config.select_block))
 
 
 def pages_in(memory: Tensor, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
-    """Make a layer's cache in an engine's blocks `[B, Hkv, N, C]`, and the projected keys of their
-    newest tokens (`carve_blocks`).
+    """Make a layer's cache in the blocks `[B, Hkv, N, C]` of vLLM. Return it with the projected
+    keys of newest tokens (`carve_blocks`).
 
     Raises:
-      ValueError: Blocks do not have `select_block` tokens, have other heads, or are too small
-        for the data that NSA stores per token.
+      ValueError: Blocks do not have `select_block` tokens or the layer's number of heads, or
+        are too small for the data that NSA stores per token.
     """
     wanted = spec.n_kv_groups, spec.config.select_block, elements_of_token(spec)
     found = tuple(memory.shape[1:])
@@ -118,8 +120,8 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
 
 
 def gathered_elements(spec: LayerSpec, longest: int) -> int:
-    """Return the maximum number of elements that a step may copy from pages. `longest` is the
-    maximum number of tokens of a row.
+    """Return the maximum number of elements that a step copies from pages. `longest` is the
+    maximum number of tokens per row.
     """
     block = spec.config.select_block
     keys = max(GATHERED_KEYS, -(-longest // block) * block)
