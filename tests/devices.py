@@ -5,3 +5,4 @@ import torch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+BOTH = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

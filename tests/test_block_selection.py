@@ -144,23 +144,21 @@ def test_padding_is_hidden(from_first_token):
     assert (unmasked[mask == 1] - want).abs().max() > 100 * FLOAT32_MAX
 
 
-def module(heads=4, kv_heads=2, block=BLOCK, topk=TOPK):
+def module(topk=TOPK):
     """What `block_attention` and transformers' functions read of a layer."""
     indexer = MiniMaxM3VLIndexer.__new__(MiniMaxM3VLIndexer)
     torch.nn.Module.__init__(indexer)
-    indexer.block_size, indexer.topk_blocks = block, topk
-    indexer.config = types.SimpleNamespace(num_attention_heads=heads)
+    indexer.block_size, indexer.topk_blocks = BLOCK, topk
+    indexer.config = types.SimpleNamespace(num_attention_heads=4)
     return types.SimpleNamespace(
-        indexer=indexer, num_key_value_groups=heads // kv_heads, training=False, is_causal=True
+        indexer=indexer, num_key_value_groups=2, training=False, is_causal=True
     )
 
 
-def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
+def arguments(queries, keys):
     generator = torch.Generator().manual_seed(5)
-    sizes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
-    return [
-        torch.randn(batch, *size, width, generator=generator).requires_grad_() for size in sizes
-    ]
+    sizes = (4, queries), (2, keys), (2, keys)
+    return [torch.randn(2, *size, 16, generator=generator).requires_grad_() for size in sizes]
 
 
 @pytest.mark.parametrize("index_heads", [1, 2])

@@ -374,11 +374,11 @@ def test_pages_have_no_gradient(wanted):
     assert jax.jit(jax.grad(stopped))(given[wanted]).all()
 
 
-def of_loss(dtype="float32"):
+def of_loss():
     """Arguments and options of `indexer_kl`, index queries of which a gradient is wanted."""
-    case = replace(ROWS["indexer_kl"]["other_lse"][0], other_lse=False, dtype=dtype)
+    case = replace(ROWS["indexer_kl"]["other_lse"][0], other_lse=False, dtype="float32")
     given = {
-        k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x.clone()
+        k: x.float() if x.is_floating_point() else x.clone()
         for k, x in given_of("indexer_kl", case).items()
     }
     given["index_query"].requires_grad_()

@@ -25,14 +25,13 @@ from nsa_torch.huggingface import (
     serve,
 )
 from tests import refusals
+from tests.devices import BOTH
 from tests.model_sizes import MODELS, SERVED, alone, log_probabilities
 
 SIZES = SERVED | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 SIZES |= dict(kv="separate", pad_token_id=0)
 GPU = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
-devices = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+devices = pytest.mark.parametrize("device", BOTH)
 served = pytest.mark.skipif(
     not hasattr(continuous.FullAttentionCacheAllocator, "layer_type"),
     reason="generate_batch is refused below transformers 5.19 (test_another_manager_is_refused)",

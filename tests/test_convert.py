@@ -236,11 +236,12 @@ def tokenizer(largest):
     return json.loads(Tokenizer(WordLevel({"a": 0, "b": largest}, "a")).to_str())
 
 
-def changed_weights(change, file="model.safetensors"):
+def changed_weights(change):
     def edit(source):
-        state = safetensors.torch.load_file(source / file)
+        path = source / "model.safetensors"
+        state = safetensors.torch.load_file(path)
         change(state)
-        safetensors.torch.save_file(state, source / file)
+        safetensors.torch.save_file(state, path)
 
     return edit
 

@@ -26,7 +26,7 @@ from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_torch import Branches, NSAConfig, reference
-from tests import paths
+from tests import paths, refusals
 from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.oracles import fp8 as model
@@ -194,24 +194,14 @@ def test_what_refuses_it(call, said):
         call()
 
 
-SHAPES = {
-    "D to be a multiple of 32, got 48": {"D": 48},
-    "has no gradient; compute under torch.no_grad()": {"requires_grad": True},
-    "supports only whole sequences, got a cache": {"cached": True},
-    "select_block to be a multiple of 32, got 48": {
-        "config": NSAConfig(48, 48, 48, compute_dtype=FLOAT8)
-    },
-}
-
-
-@pytest.mark.parametrize("reason", SHAPES)
-def test_what_kernels_refuse(reason):
+@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic in 8 bits"))
+def test_what_kernels_refuse(change, reason, _):
     problem = Problem(
         *("torch", "attention", "cuda", "bfloat16", 1, 64, 64, 16, 1, 64, 64, False, PAPER),
         capability=(9, 0),
     )
     assert capability.why_not(problem) is None
-    changed = problem._replace(**SHAPES[reason])
+    changed = problem._replace(**refusals.given(change))
     found = capability.why_not(changed)
     assert found is not None and found.startswith("compute_dtype='float8_e4m3' ")
     assert reason in found

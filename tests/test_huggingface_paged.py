@@ -22,6 +22,8 @@ from nsa_torch.huggingface import (
     step_graph,
 )
 from nsa_torch.huggingface import rows as rows_module
+from tests import refusals
+from tests.devices import BOTH
 from tests.test_huggingface import (
     CACHES,
     FP8,
@@ -59,7 +61,7 @@ def one_layer(device):
     return copy.deepcopy(on(device, attention=kind, num_hidden_layers=1))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.fixture(params=BOTH)
 def device(request):
     return request.param
 
@@ -392,13 +394,11 @@ def test_what_is_refused():
         with pytest.raises(kind, match=message):
             call()
 
-    for message, options in (
-        ("for 45 tokens, one less than max_length, got 44", dict(max_new_tokens=5)),
-        ("must have batch_size=4, .*, got 2", dict(num_beams=2)),
-        ("compile_config must be None", dict(compile_config=CompileConfig())),
-        ("cache_implementation must be", dict(cache_implementation="static")),
-    ):
-        refused(message, lambda options=options: generate(ids, cache=cache, **options))
+    makers = {"CompileConfig": CompileConfig}
+    for changed, sentence, _ in refusals.rows("text on pages"):
+        options = refusals.given(changed, makers=makers)
+        call = functools.partial(generate, ids, cache=cache, **options)
+        refused(refusals.words(sentence), call)
     assert cache.lengths is None
     for sizes in ((True, 44), (2, True), (2, 44.0), (0, 8), (1, 2.5)):
         refused("must be an int >= 1, got", lambda sizes=sizes: small(*sizes))

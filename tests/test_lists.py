@@ -18,14 +18,13 @@ from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
 from nsa_core.varlen import Capacity, Varlen
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
+from tests.devices import BOTH
 from tests.limits import set_limits
 from tests.oracles.list_kernels import emulated, interpreted
 from tests.tables import table
 
 KEYS = 64  # of a tile
-by_device = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+by_device = pytest.mark.parametrize("device", BOTH)
 
 
 def made(describe, spec, device, *arrays):

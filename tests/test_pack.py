@@ -68,9 +68,9 @@ class Packed:
         blocks[torch.rand(blocks.shape, generator=make) < 0.05] = count
         return self.where(device), blocks.to(device)
 
-    def ranges(self, queries=slice(None), device=DEVICE):
-        where, blocks = self.selection(device)
-        ranges, bounds = packing.selected_ranges(where, blocks, queries, self.config)
+    def ranges(self):
+        where, blocks = self.selection(DEVICE)
+        ranges, bounds = packing.selected_ranges(where, blocks, slice(None), self.config)
         return ranges, int(bounds[-1])
 
     def array(self, dtype):
@@ -353,14 +353,14 @@ if TRITON and not INTERPRETED:
         assert wide and all(".b64" in line for line in accesses if line not in wide)
 
 
-def ptx(name, width, block=64):
+def ptx(name, width):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from kernels_pallas.triton import pack as kernels
 
     function = getattr(kernels, name)
-    tile = (kernels.sum_tile if name == "sum_ranges" else kernels.tile)(block, width)
+    tile = (kernels.sum_tile if name == "sum_ranges" else kernels.tile)(64, width)
     fixed = {"c": tile._replace(HEADS=4), "source_column": 1, "grad_column": 1}
     fixed = {x: value for x, value in fixed.items() if x in function.arg_names}
     types = {"source": "*bf16", "packed": "*bf16", "grad": "*bf16", "total": "*fp32"}

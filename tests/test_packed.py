@@ -32,6 +32,7 @@ from nsa_torch.kernel_path import SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from tests import planned
 from tests.cross_compile import compile_report
+from tests.devices import BOTH
 from tests.limits import set_limits
 from tests.planned import interpret
 from tests.problems import SMALL
@@ -480,7 +481,7 @@ def test_what_metadata_of_jax_refuses():
             refused()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", BOTH)
 def test_numbers_that_the_host_does_not_read(device, monkeypatch):
     """A length is that of the first call; of a sequence that is too long all is padding, but where
     `debug` reads the numbers.

@@ -25,7 +25,7 @@ from nsa_torch import (
 )
 from nsa_torch.shared import SHARED
 from tests import planned, pretend
-from tests.devices import HOPPER
+from tests.devices import BOTH, HOPPER
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, SMALL, TABLE, TINY, problem
@@ -49,7 +49,7 @@ def hopper():
         yield
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=BOTH)
 def device(request):
     request.getfixturevalue("interpreted" if request.param == "cpu" else "hopper")
     return request.param
