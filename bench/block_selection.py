@@ -10,12 +10,12 @@ which is replaced with the remaining probability. A row of JSON each in `--out`:
   nsa_torch     `block_attention` in its own layout, `index_blocks`, `indexer_kl`
   nsa_blocks    the same in transformers' layout: what `attn_implementation="nsa_blocks"` runs
   sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
-                makes of the blocks at every layer: its time counts
+                makes of the blocks at every layer; the time includes making the mask
   flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
-                each pair; the mask is made before, and does not count
-  vllm          vLLM's Triton kernel for this model, forward, from pages that are made before
-  flash_msa     flash-msa's kernels, which choose the blocks themselves, in the time that is
-                given, by an indexer's queries and key; their results are not compared
+                each pair; the time excludes making the mask
+  vllm          vLLM's Triton kernel for this model, forward only; the time excludes making pages
+  flash_msa     flash-msa's kernels, which choose the blocks themselves, from an indexer's queries
+                and key. The time includes this choice. Their results are not compared
   ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
                 `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
                 indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the

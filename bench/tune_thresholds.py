@@ -6,12 +6,12 @@
     python -m bench.tune_thresholds --dense bench/records/nvidia-h100-80gb-hbm3/compare.jsonl
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
-A threshold is the smallest recorded length at which the kernel is faster by the margin in all
-rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
-SDPA under the whole mask, and with the portable path; the
-kernels of the selection are compared with the portable path. A kernel that failed at a length
-does not win there. Without measured rows no threshold is set. Of a folder its files
-`fa2.jsonl` and `selection.jsonl` are read, at any depth.
+A threshold is a recorded length. In all rows of this length or longer, the kernel is faster by at
+least the margin. The smallest such length is written, or `never` if there is none. FA-2 is
+compared with one SDPA under the whole mask, and with the portable path. The kernels of the
+selection are compared with the portable path. A kernel that failed at a length does not win there.
+Without measured rows no threshold is set. Of a folder its files `fa2.jsonl` and `selection.jsonl`
+are read, at any depth.
 
 In the device's file only sections with changed values are written again. Comments above them
 and all other text are unchanged. A `provisional` rule of its policy loses the steps for which

@@ -108,7 +108,7 @@ def time_cuda_events(
     timer: str = "cuda_events",
     rest: float = 0,
 ) -> Timing:
-    """CUDA events around one `call(i)` on torch's current stream, L2 flushed before each.
+    """Time each `call(i)` with CUDA events on torch's current stream. L2 is flushed before each.
 
     Args as in `time_host`, and:
       rest: seconds in which the GPU has nothing to do before each.

@@ -168,7 +168,9 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
                 f"devices must be {ranks.size}, the number of processes, got {spread.devices}"
             )
         if variant.graph and (spread.safe or spread.compiled):
-            raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe needs")
+            raise NotImplementedError(
+                "a CUDA graph runs neither hooks of ddp_safe nor compiled blocks"
+            )
     options = dict(accumulate=spread.accumulate, compiled=spread.compiled, graph=variant.graph)
     kind: Any = torch_learner.Learner
     if spread.kind == "fsdp" or (spread.kind == "ddp" and not variant.graph):

@@ -451,8 +451,8 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
     """Return Q in float16, in the order of `query_fragments`. Each row is scaled by a power of
-    two so that it fits. Also return the factors of products with the lane's two rows, which
-    include the scale of the logits.
+    two so that it fits. Also return a number for each of the lane's two rows. Multiplying a
+    product with the row by this number undoes the power of two and applies the scale of the logits.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

@@ -231,9 +231,10 @@ def partials(spec: Dkv) -> Kernel:
       ds_chunk: With `selection_entries`, the chunk as in `stored_ds`. Partials are counted from
         its first one.
 
-    Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
-    `[count, tile_keys, Dv]`, for lists one per work item, for intervals `interval_partials`. An
-    empty work item writes none. With `stored_rows` also ds.
+    Outputs, only those that `spec` wants: dk_partials, float32 `[count, tile_keys, D]`;
+    dv_partials, float32 `[count, tile_keys, Dv]`. `count` is the number of work items for lists,
+    and `interval_partials` for intervals. An empty work item writes none. With `stored_rows`
+    also ds.
     """
     query_tile, entries = spec.query_tile, int32(spec.list_entries)
     outputs, sizes = spec.partials, {}
