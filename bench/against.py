@@ -21,13 +21,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from absl import app
 
-from . import run
+from . import run, tables
 from .harness import cli, exit_status, process, records
+from .harness.records import Values
 from .harness.timed_problem import Problem
 
 FLAGS = cli.define(
@@ -76,7 +76,7 @@ class Child:
             text=True,
         )
 
-    def answer(self, asked: str = "") -> dict[str, Any]:
+    def answer(self, asked: str = "") -> Values:
         """Return the next line of the process. The first line comes after compiling."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(asked)
@@ -92,7 +92,7 @@ class Child:
 
 def measured(
     wave: Sequence[Problem], folders: Sequence[Path], broken: list[ChildProcessError]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Values]:
     """Yield a row per problem and mode, with the times of the rounds in milliseconds.
 
     Args:
@@ -122,7 +122,7 @@ def measured(
                 yield vars(problem) | row
 
 
-def faults(row: dict[str, Any]) -> str:
+def faults(row: Values) -> str:
     slower = row["ratio"] - 1
     found = [f"{slower:.1%} slower"] if slower > FLAGS.margin else []
     if not (row["same_bits"] or FLAGS.allow_other_bits):
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     if not (there / "nsa_torch").is_dir():
         raise ValueError(f"--checkout must be a folder with nsa_torch, got {there}")
     problems = waves(run.chosen(FLAGS, run.CALLS), FLAGS.memory_gib)
-    print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)
+    print(tables.LINES["against"]["head"], flush=True)
     broken, wrong = list[ChildProcessError](), list[str]()
     about = {
         "device": torch.cuda.get_device_name(),

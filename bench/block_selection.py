@@ -39,7 +39,7 @@ Needs the extra `hf`.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +61,7 @@ from .harness import (
     runners,
     timing,
 )
+from .harness.records import Values
 from .judge import parity
 
 OURS = "nsa_torch", "nsa_blocks"
@@ -70,7 +71,7 @@ IMPLEMENTATIONS = *OURS, "plain", *WHOLE[2:]
 HIDDEN, LISTS_APART, ROUNDINGS = 256, 0.02, 2
 QSA_HEADS, QSA_KV_HEADS, QSA_WIDTH = 24, 2, 256
 QSA_INDEX_HEADS, QSA_INDEX_WIDTH, QSA_PAGE, QSA_BLOCK = 4, 128, 64, 4
-QSA: dict[str, Any] = {
+QSA: Values = {
     "pool": 1,
     "num_selected": 512,
     "num_local": 0,
@@ -78,7 +79,7 @@ QSA: dict[str, Any] = {
     "reduce": "sum",
     "entry": QSA_BLOCK,
 }
-QSA_ATTENTION: dict[str, Any] = {"block_size": QSA_BLOCK, "include": "tail"}
+QSA_ATTENTION: Values = {"block_size": QSA_BLOCK, "include": "tail"}
 
 type Call = Callable[[], Any]
 type To = Callable[[Tensor], Tensor]  # another precision of a tensor
@@ -336,7 +337,7 @@ class Indexer(Mode):
             index_topk_blocks=FLAGS.n_sel,
         )
         torch.manual_seed(0)
-        how: dict[str, Any] = {"device": device(), "dtype": getattr(torch, FLAGS.dtype)}
+        how: Values = {"device": device(), "dtype": getattr(torch, FLAGS.dtype)}
         self.module = MiniMaxM3VLIndexer(config, 0).to(**how)
         self.hidden = torch.randn(FLAGS.B, length, HIDDEN, **how)
         ones = torch.ones(1, length, FLAGS.dk, **how)
@@ -382,7 +383,7 @@ class Loss(Mode):
         problem, make = Attention(length), drawn(1)
         self.lists = lists_of(problem.blocks)
         query, key, value = (turned(x).contiguous() for x in problem.tensors)
-        how: dict[str, Any] = {"block_size": FLAGS.block, "return_residual": True}
+        how: Values = {"block_size": FLAGS.block, "return_residual": True}
         _, self.lse = nsa_torch.block_attention(query, key, value, self.lists, **how)
         index = make(FLAGS.B, length, FLAGS.kv_heads, FLAGS.dk), make(FLAGS.B, length, FLAGS.dk)
         self.arrays = query, key, *index
@@ -390,7 +391,7 @@ class Loss(Mode):
     def run(self, implementation: Any, lists: Tensor, lse: Tensor, *arrays: Tensor) -> Call:
         query, key, *indexer = arrays
         leaves = [x.detach().requires_grad_() for x in indexer]
-        how: dict[str, Any] = {"block_size": FLAGS.block, "implementation": implementation}
+        how: Values = {"block_size": FLAGS.block, "implementation": implementation}
 
         def both():
             index_query, index_key = leaves
@@ -442,8 +443,8 @@ class Decode(Listed):
 
     def __init__(self, length: int):
         page, width, kv_heads = FLAGS.block, FLAGS.dk, FLAGS.kv_heads
-        self.select: dict[str, Any] = {"pool": page, "num_selected": FLAGS.n_sel}
-        self.reading: dict[str, Any] = {"block_size": page}
+        self.select: Values = {"pool": page, "num_selected": FLAGS.n_sel}
+        self.reading: Values = {"block_size": page}
         heads = FLAGS.heads, kv_heads, width
         table = self.draw(length, page, heads, (kv_heads, page, width))
         draw = torch.Generator(device()).manual_seed(0)
@@ -510,7 +511,7 @@ class Qsa(Listed):
         (query, key, value), (index_query, index_key) = (
             [*map(to, x)] for x in (self.attention, self.indexer)
         )
-        at: dict[str, Any] = {"kv_len": key.shape[1], "implementation": implementation}
+        at: Values = {"kv_len": key.shape[1], "implementation": implementation}
         if lists is None:
             lists = nsa_torch.index_blocks(queries(index_query), index_key, **QSA, **at)
         at["implementation"] = "sdpa" if implementation else None
@@ -525,7 +526,7 @@ class Qsa(Listed):
         return functools.partial(dense, query, key, value, is_causal=True, enable_gqa=True)
 
 
-MODES: Mapping[str, Any] = {
+MODES: Values = {
     "forward": Attention,
     "fwdbwd": Gradients,
     "indexer": Indexer,
@@ -567,7 +568,7 @@ def why_not(name: str) -> str | None:
     return None
 
 
-def measured(mode: Mode, name: str) -> run.Row:
+def measured(mode: Mode, name: str) -> Values:
     """Measure an implementation."""
     if reason := why_not(name):
         return {"status": "unsupported", "reason": reason}
@@ -582,12 +583,11 @@ def measured(mode: Mode, name: str) -> run.Row:
         return {"status": "unsupported", "reason": reason}
 
 
-def timed(call: Call) -> run.Row:
+def timed(call: Call) -> Values:
     """Return the times, and on a GPU the memory."""
-    how: dict[str, Any] = {"seconds": FLAGS.seconds}
-    peak = extra = None
+    once, peak, extra = (lambda _: call()), None, None
     if device() == "cpu":
-        found = timing.time_host(lambda _: call(), same, **how)
+        found = timing.time_host(once, same, seconds=FLAGS.seconds)
     else:
         call()
         torch.cuda.reset_peak_memory_stats()
@@ -595,15 +595,13 @@ def timed(call: Call) -> run.Row:
         call()
         most = torch.cuda.max_memory_allocated()
         peak, extra = most / 2**30, (most - before) / 2**30
-        found = timing.time_cuda_events(lambda _: call(), **how)
-    times = {"ms": found.time_ms, "p20_ms": found.p20_ms, "p80_ms": found.p80_ms}
-    return times | {"peak_gib": peak, "extra_gib": extra}
+        found = timing.time_cuda_events(once, seconds=FLAGS.seconds)
+    return found.spread | {"peak_gib": peak, "extra_gib": extra}
 
 
-def rows() -> Iterator[run.Row]:
-    names = "B", "heads", "kv_heads", "dk", "block", "n_sel", "dtype", "overlap"
-    fields = "B", "H", "Hkv", "D", "block", "n", "dtype", "overlap"
-    about = {x: FLAGS[name].value for x, name in zip(fields, names, strict=True)}
+def rows() -> Iterator[Values]:
+    about = {name: FLAGS[name].value for name in ("B", "block", "dtype", "overlap")}
+    about |= {"H": FLAGS.heads, "Hkv": FLAGS.kv_heads, "D": FLAGS.dk, "n": FLAGS.n_sel}
     about["device"] = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
     lengths = command.integers("lengths", FLAGS.lengths, ())
     for length, mode in itertools.product(lengths, FLAGS.mode):

@@ -27,10 +27,10 @@ from nsa_core.config import FLOAT8
 from nsa_core.types import Branches
 
 from .harness import cli, command, exit_status, peers, problems, records, turns
-from .harness.jobs import Job, explanation, in_form, jobs
+from .harness.jobs import Job, in_form, jobs
 from .harness.measure import Judged, judge, once
 from .harness.records import FP8_RECORDS, Record
-from .harness.runners import RUNNERS, asked
+from .harness.runners import asked, started
 from .judge.checks import Checker
 from .reports import render
 
@@ -118,18 +118,13 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
 def of_length(length: int | None) -> int:
     """Explain or measure one length, by default that of the config. Return the exit status."""
-    names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
-    runners = [RUNNERS[name]() for name in names]
-    gpu = any(runner.device != "cpu" for runner in runners)
+    runners, gpu = started(FLAGS.framework)
     given = {"seq_len": length, "batch": FLAGS.batch, "precision": FLAGS.dtype}
     given |= {f"{step}_kernel": name for step, name in kernel_flags.named()._asdict().items()}
     if flags.FLAGS["on_unsupported"].present:
         given["on_unsupported"] = kernel_flags.on_unsupported()
     given |= kernel_flags.thresholds().given()
-    settings = problems.settings(
-        FLAGS.config or ("seed" if gpu else "tiny"),
-        {name: value for name, value in given.items() if value is not None},
-    )
+    settings = problems.settings(FLAGS.config or ("seed" if gpu else "tiny"), given)
     if FLAGS.compute_dtype:
         nsa = dataclasses.replace(settings.nsa, compute_dtype=FLAGS.compute_dtype)
         settings = dataclasses.replace(settings, nsa=nsa)
@@ -141,7 +136,8 @@ def of_length(length: int | None) -> int:
                 raise ValueError(f"--{name} applies only to whole attention; pass --branch all")
         plans = {mode: plan_of(runners, settings, mode) for mode in FLAGS.mode}
         if FLAGS.explain:
-            print("\n".join(explanation(plan) for plan in plans.values()))
+            # The implementations that would run, in order, and the reasons of those that refuse.
+            print(render.filled("explanation.txt.jinja", plans=plans), end="")
             return exit_status.OK
         return compare(plans, settings)
 
@@ -191,7 +187,6 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     Return the exit status.
     """
     lines = command.new_file(FLAGS.out, "compare.jsonl")
-    records.environment(FLAGS.commit)  # as it is at the start
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
     how: dict[str, Any] = {"seconds": FLAGS.row_seconds}
     rows, measured = judged_rows(plans, settings, inputs), []

@@ -42,6 +42,7 @@ from nsa_core import flags as kernel_flags
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import STEPS
 
+from . import tables
 from .harness import (
     cli,
     command,
@@ -53,8 +54,9 @@ from .harness import (
     turns,
 )
 from .harness.command import config_of, integers
+from .harness.jobs import joined
 from .harness.measure import Judged, guarded, judged, judged_row, shape_of, timed
-from .harness.records import Record
+from .harness.records import Record, Values
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 
@@ -110,160 +112,114 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
     )
 
 
-class Case:
-    """The decode steps for one length of the cache, their records, and the numbers of keys that
-    they read.
+def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:
+    """Compile every step of one cache length and compare it with the oracle. Returns a function
+    that times the steps, with arguments of `timing`, and returns the values of the table's row.
     """
+    config = config_of(FLAGS)
+    settings = command.settings(
+        FLAGS, config, gpu, seq_len=length, batch=FLAGS.B, dim=FLAGS.dim
+    )
+    named, refused = kernel_flags.named(), {}
+    cached: Any = None
+    chosen: Any = None
+    labels = named._asdict() | {"scores": named.selected}
+    try:
+        wanted = asked(settings, runner)._replace(T=FLAGS.q_len)
+        chosen = runner.registry.choices(wanted, named, kernel_flags.on_unsupported())
+    except NotImplementedError as error:
+        refused = {"status": "unsupported", "reason": str(error)}
+    else:
+        labels = {choice.step: choice.implementation for choice in chosen}
+    labels = {step: labels[step] or "auto" for step in STEPS}
+    kernel = joined(labels.values())
+    inputs = problems.make(settings, FLAGS.input, FLAGS.seed, num_queries=FLAGS.q_len)
+    checker_of = functools.partial(Checker, settings, backward=False)
+    checker = frozen = checker_of(inputs)
+    waiting: dict[str, tuple[str, Judged]] = {}
+    paged_kernel = FLAGS.paged
 
-    def __init__(self, runner, length: int, gpu: bool, results: command.Results):
-        self.runner, self.config, self.results = runner, config_of(FLAGS), results
-        self.settings = command.settings(
-            FLAGS, self.config, gpu, seq_len=length, batch=FLAGS.B, dim=FLAGS.dim
-        )
-        wanted = asked(self.settings, runner)._replace(T=FLAGS.q_len)
-        named, self.refusal = kernel_flags.named(), ""
-        self.labels = {step: name or "auto" for step, name in named._asdict().items()}
-        self.labels["scores"] = self.labels["selected"]
-        try:
-            chosen = runner.registry.choices(wanted, named, kernel_flags.on_unsupported())
-        except NotImplementedError as error:
-            self.refusal = str(error)
-        else:
-            self.chosen = chosen
-            self.labels = {choice.step: choice.implementation for choice in chosen}
-        seed = FLAGS.seed
-        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=FLAGS.q_len)
-        # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
-        on_cpu = (runner.framework, gpu) == ("torch", False)
-        self.dense_names = ("math",) if on_cpu else runner.dense_names
-        self.waiting: list[tuple[str, str, Judged]] = []
-        self.records: dict[str, Record] = {}
-        self.paged_kernel = FLAGS.paged
+    def freeze() -> Values:
+        """Use the path's own selection from here on, which is judged as `scores`."""
+        nonlocal cached, frozen
+        cached = decode_steps.Cached(runner, inputs, config, chosen)
+        frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))
+        return {}
 
-    def judge(self) -> None:
-        """Compile each step and compare it with the oracle, so that only the timing remains."""
-        own = {"status": "unsupported", "reason": self.refusal}
-        if not self.refusal:
-            own = guarded("selection", self._freeze, library=False)
-        for branch in ("compressed", "scores", "selected", "sliding", "all"):
-            self._judge(branch, branch, own, lambda branch=branch: self._step(branch))
-        if FLAGS.paged != "none":
-            self._judge("paged", "all", own, self._paged)
-        for name in self.dense_names:
-            self._judge(f"dense_{name}", "dense", {}, lambda name=name: self._dense(name))
+    def branch_step(branch: str):
+        return cached.step(branch), checker if branch == "scores" else frozen, {}
 
-    def _judge(self, key: str, branch: str, own: dict[str, Any], prepare: Callable) -> None:
+    def paged_step():
+        nonlocal paged_kernel
+        fp8 = FLAGS.cache_dtype == "fp8"
+        paged = decode_steps.Paged(cached, None if FLAGS.paged == "auto" else FLAGS.paged, fp8)
+        paged_kernel, blocks, own = paged.name, paged.chosen(), frozen
+        if blocks is not None or fp8:
+            changes: Values = {} if blocks is None else {"block_indices": blocks}
+            changes |= paged.stored() if fp8 else {}
+            own = checker_of(dataclasses.replace(frozen.inputs, **changes), pools=not fp8)
+        return paged.step(), own, {}
+
+    def dense_step(name: str):
+        arguments = runner.load(inputs.arguments("dense"))
+        call = lambda given: runner.dense(name, **given)
+        return decode_steps.stepped(runner, call, arguments), checker, arguments
+
+    def time(branch: str, step, **how: Any) -> Values:
+        found, graph = step.timed(how)
+        shape = shape_of(settings, inputs)
+        done = work(branch, shape, config)
+        found = timed(found, done, runner.device, shape.itemsize)
+        host = step.host_ms() if branch == "all" else None
+        return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
+
+    def judge(key: str, branch: str, own: Values, prepare: Callable, *given: str):
         """Judge a row. `own` is the reason why the row does not exist, if any. `prepare`
         returns its step, checker and arguments.
         """
         name, library = f"decode {key}", branch == "dense"
 
         def take():
-            step, checker, arguments = prepare()
-            parity = checker.check(self.runner, step, branch, arguments)
-            time = functools.partial(self._time, branch, step)
-            return judged(parity, len(checker.rows)), time
+            step, checker, arguments = prepare(*given)
+            parity = checker.check(runner, step, branch, arguments)
+            return judged(parity, len(checker.rows)), functools.partial(time, branch, step)
 
         row = Judged(name, library, own) if own else judged_row(name, take, library=library)
-        self.waiting.append((key, branch, row))
+        waiting[key] = branch, row
 
-    def run(self, how: dict[str, Any]) -> None:
+    refused = refused or guarded("selection", freeze, library=False)
+    for branch in ("compressed", "scores", "selected", "sliding", "all"):
+        judge(branch, branch, refused, branch_step, branch)
+    if FLAGS.paged != "none":
+        judge("paged", "all", refused, paged_step)
+    # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
+    on_cpu = (runner.framework, gpu) == ("torch", False)
+    for name in ("math",) if on_cpu else runner.dense_names:
+        judge(f"dense_{name}", "dense", {}, dense_step, name)
+
+    def row(**how: Any) -> Values:
         """Time every step. The branches are timed first, since the whole cannot be faster than
         a branch.
         """
-        for key, branch, row in self.waiting:
-            found = row.timed(**how)
+        common, done = command.about(runner, settings, inputs), dict[str, Record]()
+        for key, (branch, each) in waiting.items():
+            found = each.timed(**how)
             if key == "all" and "status" not in found:
-                found |= self._doubt(found)
-            label = self.labels.get(key, self.kernel)
+                found |= doubt(done, found)
+            label = labels.get(key, kernel)
             if key == "paged":
                 beside = "" if FLAGS.cache_dtype == "same" else f"_{FLAGS.cache_dtype}"
-                label = f"paged{beside}/{self.paged_kernel}"
+                label = f"paged{beside}/{paged_kernel}"
             elif branch == "dense":
                 label = key.removeprefix("dense_")
-            self._add(key, branch, label, found)
-
-    @property
-    def kernel(self) -> str:
-        """The implementations of the steps in order, or one name if all are the same."""
-        names = [self.labels[step] for step in STEPS]
-        return names[0] if len(set(names)) == 1 else "/".join(names)
-
-    def _freeze(self) -> dict[str, Any]:
-        """Use the path's own selection from here on, which is judged as `scores`."""
-        self.checker = Checker(self.settings, self.inputs, backward=False)
-        self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.chosen)
-        chosen = self.cached.chosen()
-        inputs = dataclasses.replace(self.inputs, block_indices=chosen)
-        self.frozen = Checker(self.settings, inputs, backward=False)
-        return {}
-
-    def _step(self, branch: str):
-        checker = self.checker if branch == "scores" else self.frozen
-        return self.cached.step(branch), checker, {}
-
-    def _paged(self):
-        fp8 = FLAGS.cache_dtype == "fp8"
-        implementation = None if FLAGS.paged == "auto" else FLAGS.paged
-        paged = decode_steps.Paged(self.cached, implementation, fp8)
-        self.paged_kernel, chosen = paged.name, paged.chosen()
-        checker, inputs = self.frozen, self.frozen.inputs
-        if chosen is not None:
-            inputs = dataclasses.replace(inputs, block_indices=chosen)
-        if chosen is not None or fp8:
-            if fp8:
-                inputs = dataclasses.replace(inputs, **paged.stored())
-            checker = Checker(self.settings, inputs, backward=False, pools=not fp8)
-        return paged.step(), checker, {}
-
-    def _dense(self, name: str):
-        arguments = self.runner.load(self.inputs.arguments("dense"))
-        runner = self.runner
-        step = decode_steps.stepped(
-            runner, lambda given: runner.dense(name, **given), arguments
-        )
-        return step, Checker(self.settings, self.inputs, backward=False), arguments
-
-    def _time(self, branch: str, step, **how: Any) -> dict[str, Any]:
-        found, graph = step.timed(how)
-        shape = shape_of(self.settings, self.inputs)
-        done = work(branch, shape, self.config)
-        found = timed(found, done, self.runner.device, shape.itemsize)
-        host = step.host_ms() if branch == "all" else None
-        return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
-
-    def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Reject the times if a part takes longer than the whole by more than noise. With few
-        samples nothing is rejected.
-        """
-        enough = timing.MIN_SAMPLES
-        longer = [
-            f"{branch} {part.time_ms:.4g} ms"
-            for branch, part in self.records.items()
-            if part.times_ms
-            and min(part.samples, whole["samples"]) >= enough
-            and part.times_ms[1] > NOISE * whole["p80_ms"]
-        ]
-        if not longer:
-            return {}
-        reason = f"a part must not take longer than the whole, {whole['time_ms']:.4g} ms, got "
-        return {"status": "error", "reason": reason + ", ".join(longer)}
-
-    def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
-        common = command.about(self.runner, self.settings, self.inputs)
-        fields = common | {"implementation": label} | found
-        self.records[key] = self.results.add(
-            beside=branch == "dense", branch=branch, mode="decode", **fields
-        )
-
-    def row(self) -> dict[str, Any]:
-        """Return the values of a row of the table."""
-        done, whole, paged = self.records, self.records["all"], self.records.get("paged")
-        each, rows = self.config.reads(whole.S), whole.B * whole.Hkv
-        reads: dict[str, Any] = {"expected": each, "expected_all": each * rows}
+            about = {"branch": branch, "mode": "decode", "implementation": label}
+            done[key] = results.add(beside=branch == "dense", **common | about | found)
+        whole, paged = done["all"], done.get("paged")
+        formula, rows = config.reads(whole.S), whole.B * whole.Hkv
+        reads: Values = {"expected": formula, "expected_all": formula * rows}
         worst = next((done[x] for x in TIMES if done[x].status != "ok"), None)
         if worst is None:
-            counts = {branch: int(self.cached.reads(branch).sum()) for branch in PARTS}
+            counts = {branch: int(cached.reads(branch).sum()) for branch in PARTS}
             reads |= {branch: count / rows for branch, count in counts.items()}
             reads |= {"all": sum(counts.values()), "each": sum(counts.values()) / rows}
             worst = whole
@@ -274,12 +230,31 @@ class Case:
         return done | {
             "worst": worst,
             "reads": reads,
-            "paged_kernel": self.paged_kernel if paged else None,
+            "paged_kernel": paged_kernel if paged else None,
             "above_whole": " ".join(above_whole(times)),
             "cache_dtype": FLAGS.cache_dtype,
-            "kernel": self.kernel,
-            "line": {"shown": starred(times), "reads": f"{counted}/{each}"},
+            "kernel": kernel,
+            "line": {"shown": starred(times), "reads": f"{counted}/{formula}"},
         }
+
+    return row
+
+
+def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
+    """Reject the times if a part takes longer than the whole by more than noise. With few
+    samples nothing is rejected.
+    """
+    longer = [
+        f"{branch} {part.time_ms:.4g} ms"
+        for branch, part in parts.items()
+        if part.times_ms
+        and min(part.samples, whole["samples"]) >= timing.MIN_SAMPLES
+        and part.times_ms[1] > NOISE * whole["p80_ms"]
+    ]
+    if not longer:
+        return {}
+    reason = f"a part must not take longer than the whole, {whole['time_ms']:.4g} ms, got "
+    return {"status": "error", "reason": reason + ", ".join(longer)}
 
 
 def above_whole(times: Mapping[str, float | None]) -> list[str]:
@@ -295,10 +270,6 @@ def starred(times: Mapping[str, float | None]) -> dict[str, str]:
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""
         found[part] = "n/a" if ms is None else f"{ms:.3f}{star}"
     return found
-
-
-HEAD = f"{'Context':>7}  {'Total(ms)':>9}  {'cmp(ms)':>9}  {'sel(ms)':>9}  {'win(ms)':>9}"
-HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}  {'paged(ms)':>9}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -320,16 +291,15 @@ def main(argv: Sequence[str]) -> int:
     if gpu:
         how["iters"] = FLAGS.iters or 32
     results = command.Results("decode", FLAGS)
-    print(f"device: {runner.device}; {runner.framework}\n{HEAD}", flush=True)
+    head = tables.LINES["decode"]["head"]
+    print(f"device: {runner.device}; {runner.framework}\n{head}", flush=True)
     if len(lengths) > 1 and (gpu if FLAGS.side_by_side is None else FLAGS.side_by_side):
         return side_by_side(lengths, results)
     for length in lengths:
-        case = Case(runner, length, gpu, results)
-        case.judge()
+        row = judged_steps(runner, length, gpu, results)
         if FLAGS.turn:
             turns.wait()
-        case.run(how)
-        results.row(**case.row())
+        results.row(**row(**how))
     return _finish(results)
 
 

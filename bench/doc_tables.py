@@ -68,15 +68,6 @@ VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records only show correctness
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
 USUAL = "cudnn", "flash"  # dense kernels that are everywhere
-# What the README shows, and the sizes that are not named.
-SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}
-SUMMARY = {
-    "a long context: 64k tokens, 64 / 4 heads": {"T": 65536},
-    "short rows: 8 of 2k tokens, 12 / 2 heads": {
-        **{"B": 8, "T": 2048, "H": 12, "Hkv": 2, "D": 64, "Dv": 64},
-    },
-    "one query head per key/value head: 16k tokens": {"T": 16384, "H": 16, "Hkv": 16},
-}
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -144,9 +135,9 @@ def summary(device: str = "nvidia-h200") -> str:
     rows.
     """
     rows, lines = [], whole("compare.jsonl", device)
-    for what, sizes in SUMMARY.items():
+    for what, sizes in KINDS["summary"].items():
         for mode, which in PASSES.items():
-            about = SIZES | sizes | {"input": "random", "mode": mode}
+            about = sizes | {"input": "random", "mode": mode}
             ours, *found = (newest(lines, kernel=x, **about) for x in ("NSA", *USUAL))
             dense = [x for x in found if x and x["status"] == "ok"]
             if ours is None or len(dense) < len(USUAL):

@@ -24,6 +24,7 @@ from absl import app
 from packaging.requirements import Requirement
 
 from .harness import cli, records
+from .reports import render
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
@@ -179,12 +180,7 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.out and Path(FLAGS.out).exists():
         raise app.UsageError(f"--out must be a new file, got {FLAGS.out}, which exists")
     found = describe(FLAGS.commit)
-    state = {True: " with local changes", False: "", None: ""}[found["dirty"]]
-    print(f"device: {found['device']}; {found['platform']}; {found['cpus']} CPUs")
-    print(f"commit: {found['commit'] or 'unknown'}{state}")
-    print("versions:", *(f"{name} {x}" for name, x in found["versions"].items() if x))
-    for each in found["pairs"]:
-        print(f"{each['status']:9} {each['first']} with {each['second']}: {each['reason']}")
+    print(render.filled("environment.txt.jinja", **found), end="")
     if FLAGS.out:
         Path(FLAGS.out).parent.mkdir(parents=True, exist_ok=True)
         Path(FLAGS.out).write_text(json.dumps(found, indent=2) + "\n")

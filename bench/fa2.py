@@ -16,7 +16,6 @@ Without CUDA FA-2 is not measured; the command reports it and ends with status 3
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from nsa_torch.chunks import nothing_seen
 from .harness import cli, command, parts, problems
 from .harness.command import integers, speed_up
 from .harness.jobs import Job
-from .harness.records import Record
+from .harness.records import Record, Values
 from .harness.runners import TorchRunner, problem
 
 FLAGS = command.flag_values(
@@ -79,7 +78,7 @@ def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
     return seen | empty[:, None], empty
 
 
-def _arrays(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _arrays(given: Values) -> tuple[Tensor, Tensor, Tensor]:
     """Query, keys and values of either branch."""
     prefix = "compressed_" if "compressed_key" in given else ""
     return given["query"], given[f"{prefix}key"], given[f"{prefix}value"]
@@ -164,7 +163,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
 
 def values(
     masked: Record, fast: Record, library: Record, capability: tuple[int, int] | None
-) -> dict[str, Any]:
+) -> Values:
     """Return the values of a row of the table."""
     config = masked.config
     sizes = {"l": config["compress_block"], "d": config["compress_stride"]}

@@ -26,7 +26,7 @@ from absl import app
 from nsa_torch.installed import seconds
 
 from . import run
-from .harness import cli, exit_status, process, records
+from .harness import cli, exit_status, process
 from .harness.timed_problem import Problem, jax_calls, torch_calls
 
 JAX_LENGTHS = 5  # never seen
@@ -144,7 +144,6 @@ def main(argv: Sequence[str]) -> int:
     given = about | {name: FLAGS[name].value for name in ("lengths", "seed", "jobs")}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     about["device"] = torch.cuda.get_device_name()
-    records.environment(FLAGS.commit)  # as it is at the start
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
             own = *words, f"--stage={stage}", f"--folder={folder}"

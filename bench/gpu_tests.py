@@ -103,7 +103,6 @@ def main(argv: Sequence[str]) -> int:
         )
     folder = command.new_file(FLAGS.out, "tests.json").parent
     device = torch.cuda.get_device_name()
-    records.environment(FLAGS.commit)  # as it is at the start
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())
     if found is None:
@@ -120,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     made = [records.record("gpu_tests", FLAGS.commit, **line)]
     records.append(folder / NAME, made)
     if FLAGS.save_records:
-        records.append(records.folder_of(device) / KEPT, made)
+        records.keep(made, str(KEPT))
     print(f"{line['seconds']} s, written to {folder}")
     return exit_status.OK if status == 0 and found.ok else exit_status.WRONG
 

@@ -48,6 +48,7 @@ from nsa_interop import launch
 
 from . import run
 from .harness import cli, exit_status, process, timing
+from .harness.records import Values
 from .harness.timed_problem import Problem, named, torch_calls
 
 FORMS = ("graphs", "each")
@@ -109,7 +110,7 @@ def probes() -> dict[str, float]:
     return {"python_million_ms": python, "torch_add_ms": add}
 
 
-def one_form(name: str) -> Iterator[dict[str, Any]]:
+def one_form(name: str) -> Iterator[Values]:
     """A row per shape and pass."""
     host, calls, fifth = probes(), FLAGS.calls, max(FLAGS.calls // 5, 1)
     for shape, sizes in named("host").items():
@@ -127,14 +128,14 @@ def one_form(name: str) -> Iterator[dict[str, Any]]:
                 "row": timing.in_a_row(call, fifth, 5, done=True),
                 "replay": timing.in_a_row(graph.replay, fifth, 5, done=True),
             }
-            row: dict[str, Any] = {"shape": shape, "pass": which, "form": name}
+            row: Values = {"shape": shape, "pass": which, "form": name}
             for part, samples in found.items():
                 p20, median, p80 = np.percentile(samples, [20, 50, 80]).tolist()
                 row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
             yield row | {"graphs_a_call": graphs_a_call(call)} | host
 
 
-def merged(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def merged(rounds: Sequence[Sequence[Values]]) -> Iterator[Values]:
     """The rows of several rounds of a form as one, their numbers as medians."""
     for same in zip(*rounds, strict=True):
         median = lambda name, same=same: statistics.median(row[name] for row in same)
@@ -180,7 +181,7 @@ def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
     import jax
 
     launch.prepare([kernel()], 0)
-    how: dict[str, Any] = {"wait": None if row is of_torch else jax.block_until_ready}
+    how: Values = {"wait": None if row is of_torch else jax.block_until_ready}
 
     def took(count: int) -> float:
         call = row(count)
@@ -218,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
         with form(FLAGS.form):
             print(json.dumps([*one_form(FLAGS.form)]), flush=True)
         return exit_status.OK
-    rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in FORMS}
+    rounds: dict[str, list[list[Values]]] = {name: [] for name in FORMS}
     words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]
     for _ in range(FLAGS.rounds):
         for name, found in rounds.items():
@@ -229,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
             found.append(said)
     about = {"device": torch.cuda.get_device_name(), "implementation": FLAGS.implementation}
     forms = zip(*map(merged, rounds.values()), strict=True)
-    made: list[dict[str, Any]] = [about | row for same in forms for row in same]
+    made: list[Values] = [about | row for same in forms for row in same]
     run.rows("host_time", FLAGS, made)
     print(
         f"a million additions in Python {made[0]['python_million_ms']:.1f} ms, "

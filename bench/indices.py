@@ -18,7 +18,8 @@ from nsa_core import flags as kernel_flags
 from . import run
 from .harness import cli, command, exit_status, problems
 from .harness.measure import judged_row, shape_of
-from .harness.runners import RUNNERS, asked, forward
+from .harness.records import Values
+from .harness.runners import asked, forward, started
 from .judge import selection_shortfall
 
 FLAGS = cli.define(
@@ -52,7 +53,7 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
     return [(r, r.registry.choose(there(r), name, on_unsupported)) for r in able]
 
 
-def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any], Any]:
+def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
     """Return the fields of the record with the `Comparison`, and a function that times the step."""
     arguments = runner.load(inputs.arguments("scores"))
     select = functools.partial(forward, runner.api, "scores", config, implementation)
@@ -61,7 +62,7 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any
     found = selection_shortfall.compare(
         chosen, wanted, inputs.query, inputs.compressed_key, config
     )
-    fields: dict[str, Any] = {
+    fields: Values = {
         "comparison": found,
         "rows_checked": wanted.shape[1],
         "rows_differ": found.differing,
@@ -78,14 +79,9 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any
 
 def main(argv: Sequence[str]) -> int:
     lines = command.new_file(FLAGS.out, "indices.jsonl") if FLAGS.out else None
-    names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
-    runners = [RUNNERS[name]() for name in names]
-    gpu = any(runner.device != "cpu" for runner in runners)
+    runners, gpu = started(FLAGS.framework)
     given = {"seq_len": FLAGS.seq_len, "batch": FLAGS.batch, "precision": FLAGS.dtype}
-    settings = problems.settings(
-        FLAGS.config or ("paper" if gpu else "tiny"),
-        {name: value for name, value in given.items() if value is not None},
-    )
+    settings = problems.settings(FLAGS.config or ("paper" if gpu else "tiny"), given)
     chosen, config = choices(runners, settings), settings.nsa
     shape, compared = dataclasses.asdict(shape_of(settings)), []
     devices = ", ".join(dict.fromkeys(x.device for x in runners))

@@ -27,13 +27,13 @@ import shutil
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from . import run
 from .harness import checked_layer, cli, command, exit_status, process, records
 from .harness.checked_layer import LAYERS, TOOLS
+from .harness.records import Values
 
 FLAGS = cli.define(
     only=((), "Layers whose names begin so (repeatable)."),
@@ -54,7 +54,7 @@ SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
-def watched(tool: str, layer: str, folder: Path) -> run.Row:
+def watched(tool: str, layer: str, folder: Path) -> Values:
     """Run a layer under a tool, or the planted fault where `layer` is "", and judges it: `ran` is
     what `checked_layer` printed, `watched` is `--kernels` where the tool looked at these only."""
     log = f"{tool}, {layer or 'planted'}"
@@ -90,7 +90,7 @@ def watched(tool: str, layer: str, folder: Path) -> run.Row:
 
 def check(
     layers: Sequence[str], tools: Sequence[str], folder: Path
-) -> Generator[run.Row, None, None]:
+) -> Generator[Values, None, None]:
     """Layers without a tool and the planted faults; then the layers that were right, under the
     tools that found theirs. Processes end if the caller stops iterating over rows.
 
@@ -98,9 +98,9 @@ def check(
       ValueError: a layer has no kernel that `--kernels` names.
     """
     pool = ThreadPoolExecutor(FLAGS.at_once)
-    futures: list[Future[run.Row]] = []
+    futures: list[Future[Values]] = []
 
-    def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[run.Row]:
+    def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[Values]:
         futures[:] = [pool.submit(watched, *pair, folder) for pair in pairs]
         return (future.result() for future in futures)
 
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
         raise NotImplementedError(f"{SANITIZER} of the CUDA toolkit must be on PATH")
     lines = command.new_file(FLAGS.out, "memory_check.jsonl")
     lines.parent.mkdir(parents=True, exist_ok=True)
-    device: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    device: Values = {"device": torch.cuda.get_device_name()}
     rows = check(layers, [*dict.fromkeys(FLAGS.tool)], lines.parent)
     try:
         with process.interruptible(), contextlib.closing(rows):
@@ -152,13 +152,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"interrupted by {error}: {lines.parent}")
         return 128 + error.number
     if FLAGS.save_records:
-        kept = records.folder_of(device["device"]) / "kernel_log" / lines.name
-        records.append(kept, records.read(lines))
+        records.keep(records.read(lines), f"kernel_log/{lines.name}")
     print(f"written to {lines.parent}")
     return exit_status.of_statuses(statuses)
 
 
-def shown(row: run.Row) -> run.Row:
+def shown(row: Values) -> Values:
     """Values of the printed line."""
     tiles = row["ran"].get("gathered_tiles")
     more = row.get("reason") or (f"{tiles} tiles gathered" if tiles else None)

@@ -27,6 +27,7 @@ from .harness import cli, command, cost, problems
 from .harness.command import config_of
 from .harness.jobs import Job
 from .harness.measure import judged, judged_row, selection, shape_of, timed
+from .harness.records import Values
 from .harness.runners import RUNNERS, forward
 from .judge.checks import Checker
 from .prefill import job
@@ -61,78 +62,67 @@ def forced(block: int, length: int, config) -> bool:
     return not config.num_initial <= block < config.num_blocks(length) - config.num_local
 
 
-class Search:
-    """The result of a search: how the whole attention of one plan treats the needle."""
+def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, Any]:
+    """Judge how the whole attention of one plan treats the needle. Returns the fields of the
+    record, and the function that times it.
+    """
+    config, block = settings.nsa, position // settings.nsa.select_block
+    arguments = runner.load(inputs.arguments("all"))
+    whole = functools.partial(forward, runner.api, "all", config, job.implementation)
+    _, indices = selection(runner, config, job, arguments)
+    step = runner.prepare(whole, arguments)
+    given = arguments | {"block_indices": indices}
+    frozen = runner.prepare(whole, given)
+    last = np.array([inputs.num_keys - 1])
+    chosen = runner.numpy(indices, last)
+    # The last row, given the selection, compared with the reference.
+    query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
+    blocks = jnp.asarray(chosen)
+    row = dataclasses.replace(inputs, query=query, gates=gates, block_indices=blocks)
+    checker = Checker(settings, row, backward=False)
+    of_row = lambda *_: {"out": frozen(given)["out"][:, -1:]}
+    found = judged(checker.check(runner, of_row, "all", {}), rows=1)
 
-    def __init__(self, runner, settings, inputs, position: int, what: Job):
-        self.runner, self.settings, self.inputs = runner, settings, inputs
-        self.config, self.position, self.job = settings.nsa, position, what
-        self.block = position // self.config.select_block
+    def time(**how: Any) -> Values:
+        shape = shape_of(settings, inputs)
+        work = cost.cost("all", shape, config)
+        return timed(step.time(**how), work, runner.device, shape.itemsize)
 
-    def judge(self) -> tuple[dict[str, Any], Any]:
-        """Judge parity and the needle. Returns the fields of the record, and the step to
-        time.
-        """
-        runner, config = self.runner, self.config
-        arguments = runner.load(self.inputs.arguments("all"))
-        whole = functools.partial(forward, runner.api, "all", config, self.job.implementation)
-        _, indices = selection(runner, config, self.job, arguments)
-        step = runner.prepare(whole, arguments)
-        given = arguments | {"block_indices": indices}
-        frozen = runner.prepare(whole, given)
-        last = np.array([self.inputs.num_keys - 1])
-        chosen = runner.numpy(indices, last)
-        found = self._parity(lambda *_: {"out": frozen(given)["out"][:, -1:]}, chosen)
-        if "status" in found:
-            return found, step
-        holds = (chosen[:, 0] == self.block).any(axis=-1)  # [B, Hkv]
-        weight = self._weight(indices, last)
-        row = runner.numpy(step(arguments)["out"], last)[:, 0].astype(np.float64)
-        planted = np.asarray(self.inputs.value.selected)[:, self.position].astype(np.float64)
-        planted = np.repeat(planted, row.shape[1] // planted.shape[1], axis=1)
-        cosine = (row * planted).sum(-1)
-        cosine /= np.linalg.norm(row, axis=-1) * np.linalg.norm(planted, axis=-1)
-        found["extra"] = {
-            "pos": self.position,
-            "block": self.block,
-            "forced": forced(self.block, self.inputs.num_keys, config),
-            "selected": holds.ravel().tolist(),
-            "weight": float(weight.min()),
-            "cos": float(cosine.mean()),
-        }
-        reason = ""
-        if not holds.all():
-            missing = np.flatnonzero(~holds.all(axis=0)).tolist()
-            reason = f"block {self.block} is not among the selected of kv heads {missing}"
-        elif not weight.min() > LEAST_WEIGHT:
-            reason = f"the needle's weight is {weight.min():.3g}, expected over {LEAST_WEIGHT}"
-        return found | ({"status": "wrong", "reason": reason} if reason else {}), step
+    if "status" in found:
+        return found, time
+    holds = (chosen[:, 0] == block).any(axis=-1)  # [B, Hkv]
+    weight = weight_of(runner, config, job.named("selected"), inputs, position, indices)
+    out = runner.numpy(step(arguments)["out"], last)[:, 0].astype(np.float64)
+    planted = np.asarray(inputs.value.selected)[:, position].astype(np.float64)
+    planted = np.repeat(planted, out.shape[1] // planted.shape[1], axis=1)
+    cosine = (out * planted).sum(-1)
+    cosine /= np.linalg.norm(out, axis=-1) * np.linalg.norm(planted, axis=-1)
+    found["extra"] = {
+        "pos": position,
+        "block": block,
+        "forced": forced(block, inputs.num_keys, config),
+        "selected": holds.ravel().tolist(),
+        "weight": float(weight.min()),
+        "cos": float(cosine.mean()),
+    }
+    reason = ""
+    if not holds.all():
+        missing = np.flatnonzero(~holds.all(axis=0)).tolist()
+        reason = f"block {block} is not among the selected of kv heads {missing}"
+    elif not weight.min() > LEAST_WEIGHT:
+        reason = f"the needle's weight is {weight.min():.3g}, expected over {LEAST_WEIGHT}"
+    return found | ({"status": "wrong", "reason": reason} if reason else {}), time
 
-    def time(self, step, **how: Any) -> dict[str, Any]:
-        shape = shape_of(self.settings, self.inputs)
-        work = cost.cost("all", shape, self.config)
-        return timed(step.time(**how), work, self.runner.device, shape.itemsize)
 
-    def _parity(self, step, chosen: np.ndarray) -> dict[str, Any]:
-        """Return the last row, given the selection, compared with the reference."""
-        inputs = self.inputs
-        query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
-        last = dataclasses.replace(
-            inputs, query=query, gates=gates, block_indices=jnp.asarray(chosen)
-        )
-        checker = Checker(self.settings, last, backward=False)
-        return judged(checker.check(self.runner, step, "all", {}), rows=1)
-
-    def _weight(self, indices, last: np.ndarray) -> np.ndarray:
-        """Return the weight of the needle in the selected attention of the last query, `[B, H]`."""
-        runner, value = self.runner, jnp.zeros_like(self.inputs.value.selected)
-        value = value.at[:, self.position].set(1)
-        given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}
-        arguments = runner.load(given) | {"block_indices": indices}
-        name = self.job.named("selected")
-        attend = functools.partial(forward, runner.api, "selected", self.config, name)
-        found = runner.prepare(attend, arguments)(arguments)["out"]
-        return runner.numpy(found, last)[:, 0, :, 0].astype(np.float64)
+def weight_of(runner, config, name, inputs, position: int, indices) -> np.ndarray:
+    """Return the weight of the needle in the selected attention of the last query, `[B, H]`."""
+    value = jnp.zeros_like(inputs.value.selected).at[:, position].set(1)
+    given = {"query": inputs.query, "key": inputs.key.selected, "value": value}
+    arguments = runner.load(given) | {"block_indices": indices}
+    attend = functools.partial(forward, runner.api, "selected", config, name)
+    found = runner.prepare(attend, arguments)(arguments)["out"]
+    last = np.array([inputs.num_keys - 1])
+    return runner.numpy(found, last)[:, 0, :, 0].astype(np.float64)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -145,22 +135,14 @@ def main(argv: Sequence[str]) -> int:
     settings = command.settings(FLAGS, config, gpu, seq_len=length)
     inputs = plant(problems.make(settings, "random", FLAGS.seed), position, config)
     results, what = command.Results("needle", FLAGS), job(runner, settings)
-    found: dict[str, Any] = {"status": "unsupported", "reason": what.unsupported}
-    if not what.unsupported:
-        search = Search(runner, settings, inputs, position, what)
-
-        def take():
-            fields, step = search.judge()
-            return fields, functools.partial(search.time, step)
-
-        found = judged_row("needle", take).timed(**command.sampling(FLAGS, gpu))
-    common: dict[str, Any] = command.about(runner, settings, inputs)
-    common |= {"implementation": what.label}
-    record = results.add(branch="all", mode="forward", refused=what.refused, **common | found)
+    take = functools.partial(judge, runner, settings, inputs, position, what)
+    row = judged_row("needle", take, refused=what.unsupported)
+    about = command.about(runner, settings, inputs) | row.timed(**command.sampling(FLAGS, gpu))
+    about |= {"branch": "all", "mode": "forward", "implementation": what.label}
+    record = results.add(refused=what.refused, **about)
     block = position // config.select_block
     note = " (forced: says nothing of the scores)" if forced(block, length, config) else ""
-    about = {"note": note, "block": block}
-    results.row(found=record, pos=position, line=about)
+    results.row(found=record, pos=position, line={"note": note, "block": block})
     return results.finish()
 
 

@@ -19,10 +19,9 @@ square) from that of separate documents. Needs a GPU.
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 import nsa_torch
@@ -30,7 +29,8 @@ from nsa_core.config import NSAConfig
 
 from . import run
 from .harness import cli, exit_status, timing
-from .harness.timed_problem import Problem, torch_inputs
+from .harness.records import Values
+from .harness.timed_problem import Problem, named, torch_inputs
 
 FLAGS = cli.define(
     only=((), "Shapes whose names begin so (repeatable)."),
@@ -46,25 +46,12 @@ FARTHEST = 0.01  # of the documents one by one, relative, root mean square
 CONFIG = NSAConfig()
 
 
-def drawn(count: int, total: int) -> tuple[int, ...]:
-    """Log-normal lengths of documents, similar to a corpus, with the sum `total`."""
-    sizes = np.random.default_rng(0).lognormal(0, 1, count)
-    ends = np.rint(np.cumsum(sizes) / sizes.sum() * total).astype(int)
-    return tuple(np.diff(ends, prepend=0).tolist())
-
-
-# Lengths of documents, query heads, key/value heads and their width.
-SHAPES: Mapping[str, tuple[tuple[int, ...], int, int, int]] = {
-    "8 x 8192": ((8192,) * 8, 64, 4, 128),
-    "31 documents, 61444 tokens": (drawn(31, 61444), 64, 4, 128),
-    "16 x 2048": ((2048,) * 16, 12, 2, 64),
-    "5 documents, 6000 tokens": ((2100, 1700, 1200, 900, 100), 8, 2, 64),
-}
+SHAPES = named("packed")
 
 
 def call(mode: str, tensors: Sequence[torch.Tensor], **packed: Any) -> list[torch.Tensor]:
     """Return the output, and the gradients if `mode` requires them."""
-    options: dict[str, Any] = {"config": CONFIG, "implementation": FLAGS.implementation}
+    options: Values = {"config": CONFIG, "implementation": FLAGS.implementation}
     with torch.set_grad_enabled(mode == "fwdbwd"):
         out = nsa_torch.attention(*tensors, **options | packed)
     return [out, *(torch.autograd.grad(out, tensors, out) if mode == "fwdbwd" else ())]
@@ -84,21 +71,21 @@ def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
     return max(distances)
 
 
-def measure(name: str) -> Iterator[dict[str, Any]]:
+def measure(name: str) -> Iterator[Values]:
     """The rows of a shape."""
-    lengths, heads, kv_heads, width = SHAPES[name]
+    sizes = dict(SHAPES[name])
+    lengths, total = sizes.pop("documents"), sizes["T"]
     ends, seconds = [0, *itertools.accumulate(lengths)], FLAGS.row_seconds
-    sizes = {"T": ends[-1], "H": heads, "Hkv": kv_heads, "D": width, "Dv": width}
     tensors = leaves(torch_inputs(Problem(name=name, **sizes))[:4])
     borders = torch.tensor(ends, dtype=torch.int32).cuda()
-    how: dict[str, Any] = {"max_seqlen": max(lengths), "total": ends[-1], "padded": False}
+    how: Values = {"max_seqlen": max(lengths), "total": total, "padded": False}
     metadata = lambda: nsa_torch.varlen_metadata(borders, **how, config=CONFIG)
     documents = zip(*(x.split(lengths, 1) for x in tensors), strict=True)
     one_by_one = zip(*(call("fwdbwd", leaves(x)) for x in documents), strict=True)
     wanted = [torch.cat(each, 1).detach() for each in one_by_one]
-    about: dict[str, Any] = {
+    about: Values = {
         **{"framework": "torch", "branch": "all", "implementation": FLAGS.implementation},
-        **{"B": 1, "S": ends[-1], "dtype": "bfloat16", "input": "random"},
+        **{"B": 1, "S": total, "dtype": "bfloat16", "input": "random"},
         **{"config": CONFIG.as_dict(), "device": torch.cuda.get_device_name()},
     }
     for mode, form in itertools.product(MODES, FORMS):
@@ -111,7 +98,7 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
             packed = {form: metadata() if form == "varlen" else borders}
         once = lambda mode=mode, given=given, packed=packed: call(mode, given, **packed)
         distance = farthest([x.flatten(0, 1)[None] for x in once()], wanted)
-        row = about | sizes | {"mode": mode, "form": form, "documents": [*lengths]}
+        row = about | sizes | {"mode": mode, "form": form, "documents": lengths}
         row["farthest"] = distance
         if not distance <= FARTHEST:
             reason = f"{distance:.2%} from the documents one by one"

@@ -11,7 +11,6 @@ against the reference first.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from nsa_core import flags as kernel_flags
 
@@ -19,7 +18,7 @@ from .harness import cli, command, problems
 from .harness.command import config_of, integers, speed_up
 from .harness.jobs import Job, jobs
 from .harness.measure import judge
-from .harness.records import Record
+from .harness.records import Record, Values
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 
@@ -32,9 +31,9 @@ FLAGS = command.flag_values(
 )
 
 
-def scaling(now: Record, before: Record | None) -> dict[str, Any]:
+def scaling(now: Record, before: Record | None) -> Values:
     """Values of the row of a length, given the record of the length before it."""
-    found: dict[str, Any] = {"now": now}
+    found: Values = {"now": now}
     if now.times_ms is not None:
         found["tokens_per_s"] = now.B * now.S / now.times_ms[0] * 1e3
     growth = "n/a"

@@ -52,13 +52,8 @@ def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np
 
 def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
     """Return the smallest length from which v2 was faster at every measured length."""
-    least = None
-    for slow, fast in sorted(pairs, key=lambda pair: pair[0].S, reverse=True):
-        gain = speed_up(slow, fast)
-        if gain is None or gain <= 1:
-            break
-        least = slow.S
-    return least
+    gains = ((slow.S, speed_up(slow, fast) or 0.0) for slow, fast in pairs)
+    return command.least([(length, gain > 1) for length, gain in gains])
 
 
 def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:

@@ -19,7 +19,7 @@ from nsa_core import policy
 
 from .harness import cli, records
 from .harness.markdown import table
-from .harness.records import Record
+from .harness.records import Record, Values
 from .lm import curves, watched
 from .reports import crossover, page, plots, render
 from .reports.sources import Report, read
@@ -92,26 +92,19 @@ def _parity(some: Sequence[Record]) -> str:
 
 def _by_length(
     some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
-) -> list[str]:
-    """Return `S=1024: w=512 x1.23 (..), ..`, one line per length; `L` counts selected keys, if
-    these vary. A speed-up over masked SDPA is followed by that over the portable path.
+) -> list[Values]:
+    """Return rows with their speed-up, that over the portable path, and the length: `S`, or `L`,
+    which counts selected keys, if these vary.
     """
-    lines: dict[tuple[str, int], list[str]] = {}
+    found = []
     gains = (render.speed_ups(some, name) for name in (over, "portable"))
     for r, gain, portable in zip(some, *gains, strict=True):
         wanted = kernel is None and r.implementation in policy.KERNELS
-        if r.branch != branch or gain is None or not (wanted or r.implementation == kernel):
-            continue
-        config, (at, axis) = r.config, plots.length(r)
-        what = {"sliding": f"w={config['window']}", "compressed": ""}.get(branch)
-        if what is None:
-            what = f"L={config['num_selected'] * config['select_block']} {r.implementation}"
-        shape = f"{r.framework} {r.mode} B={r.B} H={r.H}/{r.Hkv} D={r.D}/{r.Dv} {r.dtype}"
-        if over == "masked" and portable is not None:
-            shape = f"x{portable:.2f} over the portable path; {shape}"
-        where = ("S" if axis == "tokens" else "L"), at
-        lines.setdefault(where, []).append(f"{what} x{gain:.2f} ({shape})".strip())
-    return [f"- {name}={at}: {', '.join(cells)}" for (name, at), cells in sorted(lines.items())]
+        if r.branch == branch and gain and (wanted or r.implementation == kernel):
+            at, axis = plots.length(r)
+            about = {"r": r, "gain": gain, "portable": portable if over == "masked" else None}
+            found.append(about | {"length": ("S" if axis == "tokens" else "L", at)})
+    return found
 
 
 def _decode(some: Sequence[Record]) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 
 from . import tables
 from .harness import cli, records
+from .harness.records import Values
 from .harness.timed_problem import Problem, named
-
-type Row = dict[str, Any]
 
 CALLS = [Problem(name=name, **sizes) for name, sizes in named("calls").items()]
 EAGER = [p for p in CALLS if p.framework == "torch" and not p.graph]
@@ -21,8 +20,8 @@ EAGER = [p for p in CALLS if p.framework == "torch" and not p.graph]
 def rows(
     bench: str,
     own: Any,
-    made: Iterable[Row],
-    show: Callable[[Row], Row] = lambda row: {},
+    made: Iterable[Values],
+    show: Callable[[Values], Values] = lambda row: {},
     kept: str | None = None,
     out: Path | None = None,
 ) -> list[str]:
@@ -34,7 +33,6 @@ def rows(
       kept: The file in the device's folder to which `--save_records` appends too.
       out: Defaults to `--out`.
     """
-    records.environment(own.commit)  # as it is at the start
     statuses = []
     for row in made:
         status = row.get("status", "ok")
@@ -68,7 +66,6 @@ def chosen(own: Any, problems: Iterable[Problem], unit: str = "") -> Iterator[Pr
     names = cli.chosen(own.only, known)
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
-    records.environment(own.commit)  # as it is at the start
     if unit:
         print(f"{torch.cuda.get_device_name()}, {unit}", flush=True)
     for name in names:

@@ -36,7 +36,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app
 
@@ -53,8 +52,10 @@ from .harness import (
     records,
     scale_model,
 )
+from .harness.records import Values
 from .harness.runners import out_of_memory
 from .harness.scale_problem import Problem
+from .reports import render
 
 MODES, LAYOUTS = ("forward", "fwdbwd"), ("zigzag", "contiguous")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -115,15 +116,14 @@ def problems(size: int) -> list[Problem]:
                 f"lengths must be multiples of {chunks} for {size} devices, {layout}, "
                 f"got {length}"
             )
-        sizes: dict[str, Any] = {"H": FLAGS.heads, "Hkv": FLAGS.kv_heads}
-        sizes |= {"D": FLAGS.dk, "Dv": FLAGS.dv, "dtype": FLAGS.dtype}
         about = FLAGS.framework, mode, layout, length
-        how = {"documents": documents, "recompute": FLAGS.recompute, "by_rows": by_rows}
-        found.append(Problem(*about, **sizes, checked=FLAGS.checked, **how))
+        sizes = FLAGS.heads, FLAGS.kv_heads, FLAGS.dk, FLAGS.dv, FLAGS.dtype, FLAGS.checked
+        how: Values = {"documents": documents, "recompute": FLAGS.recompute}
+        found.append(Problem(*about, *sizes, **how, by_rows=by_rows))
     return found
 
 
-def measured(size: int) -> tuple[list[dict[str, Any]], str]:
+def measured(size: int) -> tuple[list[Values], str]:
     """Return the rows of a run on `size` devices, and why it ended early, or nothing."""
     words = ["bench.scale", *sys.argv[1:], f"--devices={size}", "--worker"]
     if FLAGS.framework == "torch":
@@ -139,7 +139,7 @@ def measured(size: int) -> tuple[list[dict[str, Any]], str]:
     return found, done.reason
 
 
-def derived(row: dict[str, Any], done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def derived(row: Values, done: Sequence[Values]) -> Values:
     """Return a measured row with values derived from it and from the rows of `done`."""
     if row["status"] not in ("ok", "wrong"):
         return row
@@ -158,18 +158,13 @@ def predict(path: str) -> int:
     bandwidth = None if FLAGS.link_gb_s is None else FLAGS.link_gb_s * 1e9
     found = scale_model.by_problem(rows).values()
     models = [(x, ms) for x in found if (ms := scale_model.fitted(x))]
-    for same, ms in models:
-        row = same[0]
-        print(f"{row['framework']} {row['mode']} {row['layout']} {row['S']} tokens:")
-        for each in sorted(same, key=lambda x: x["devices"]):
-            error = ms(each["devices"]) / each["ms"] - 1
-            print(f"  {each['devices']} measured {each['ms']:.4g} ms, model {error:+.1%}")
-        for size in command.integers("predict", FLAGS.predict, ()):
-            took = ms(size, bandwidth)
-            print(f"  {size} predicted {took:.4g} ms, efficiency {ms(1) / size / took:.0%}")
     if not models:
         print("no problem was measured on one device and on several, with transport")
-    return exit_status.OK if models else exit_status.NOT_MEASURED
+        return exit_status.NOT_MEASURED
+    sizes = command.integers("predict", FLAGS.predict, ())
+    how = {"models": models, "sizes": sizes, "bandwidth": bandwidth}
+    print(render.filled("prediction.txt.jinja", **how), end="")
+    return exit_status.OK
 
 
 def work(size: int) -> None:

@@ -8,9 +8,8 @@ that was not run, or that could not be measured here, is NOT RUN and no PASS.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app
 
@@ -18,7 +17,7 @@ from nsa_core import policy
 
 from . import tune_thresholds
 from .harness import cli, records
-from .harness.records import Record
+from .harness.records import Record, Values
 from .reports import render
 from .tuners import threshold_evidence
 
@@ -56,7 +55,7 @@ def rows_of(folder: Path, step: str) -> list[Record]:
 
 
 def verdict(
-    step: dict[str, Any] | None, rows: Sequence[Record], judged_by_rows: bool
+    step: Values | None, rows: Sequence[Record], judged_by_rows: bool
 ) -> tuple[str, str]:
     """Return the verdict PASS, FAIL or NOT RUN, with the reason."""
     if step is None or step["status"] == "skipped":
@@ -73,48 +72,31 @@ def verdict(
     return "PASS", ""
 
 
-def tests(folder: Path, steps: dict[str, dict[str, Any]]) -> list[str]:
-    """The lines of the template's section Tests."""
-    lines = []
+def tests(folder: Path, steps: dict[str, Values]) -> Iterator[tuple]:
+    """Each test of the section Tests: its name, verdict, reason and seconds."""
     for name, (step, wanted) in TESTS.items():
         ran = steps.get(step)
         rows = [] if wanted is None else [r for r in rows_of(folder, step) if wanted(r)]
-        word, reason = verdict(ran, rows, wanted is not None)
-        seconds = f" ({ran['seconds']:.0f} s)" if ran and ran["seconds"] else ""
-        lines.append(f"- {name}: {word}{seconds}{f': {reason}' if reason else ''}")
-    return lines
+        yield name, *verdict(ran, rows, wanted is not None), ran and ran["seconds"]
 
 
-def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
-    """Return `- S=256: w=32 x1.23, ..`: masked SDPA over FA-2, one line per length."""
-    lines: dict[int, list[str]] = {}
+def fa2_lengths(rows: Sequence[Record], branch: str) -> list[tuple[int, list]]:
+    """Return the rows of FA-2 by length, each with its speed-up over masked SDPA."""
+    found: dict[int, list] = {}
     for row, gain in zip(rows, render.speed_ups(rows, "masked"), strict=True):
         if (row.branch, row.implementation) == (branch, "fa2"):
-            window = f"w={row.config['window']} " if branch == "sliding" else ""
-            text = f"x{gain:.2f}" if gain is not None else f"n/a ({row.status})"
-            lines.setdefault(row.T, []).append(window + text)
-    return [f"- S={length}: {', '.join(cells)}" for length, cells in sorted(lines.items())]
+            found.setdefault(row.T, []).append((row, gain))
+    return sorted(found.items())
 
 
-def threshold_lines(folder: Path, device: str) -> list[str]:
-    """Return the thresholds from the records of this run."""
+def thresholds(folder: Path, device: str) -> Values:
+    """Return the evidence of each threshold from the records of this run, None without any."""
     found = threshold_evidence.Evidence()
     if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
         found.add(threshold_evidence.read_records(folder), device)
-    lines = []
-    for name in policy.DECIDES:
-        if not found.of(name):
-            lines.append(f"- runtime.{name}: not measured")
-            continue
-        tuned = tune_thresholds.tune(found, [name], MARGIN)
-        about = tuned["evidence"][name]
-        second = about.get("over_portable_path")
-        beside = "" if second is None else f"; over the portable path {second}"
-        lines.append(
-            f"- runtime.{name}: {tuned['runtime'][name]} ({about['kernel']} over "
-            f"{about['over']}, {about['rows']} rows, margin {MARGIN}{beside})"
-        )
-    return lines
+    measured = [name for name in policy.DECIDES if found.of(name)]
+    tuned = tune_thresholds.tune(found, measured, MARGIN)["evidence"] if measured else {}
+    return dict.fromkeys(policy.DECIDES) | tuned
 
 
 def last_lines(folder: Path, step: str) -> list[str]:
@@ -137,8 +119,8 @@ def report(folder: Path) -> str:
         "seed_report.md.jinja",
         run=run,
         versions=dict.fromkeys(("torch", "triton", "cuda", "driver")) | run["versions"],
-        fa2={branch: fa2_lines(fa2, branch) for branch in ("sliding", "compressed")},
-        thresholds=threshold_lines(folder, run["device"]),
+        fa2={branch: fa2_lengths(fa2, branch) for branch in ("sliding", "compressed")},
+        thresholds=thresholds(folder, run["device"]),
         tests=tests(folder, {step["name"]: step for step in run["steps"]}),
         benches={name: last_lines(folder, step) for step, name in BENCHES.items()},
         files=[*files, *sorted(path.name for path in folder.glob("*.log"))],

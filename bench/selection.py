@@ -24,7 +24,6 @@ its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +37,7 @@ from .harness import cli, command, cost, parts, problems
 from .harness.command import integers, speed_up
 from .harness.jobs import jobs
 from .harness.measure import shape_of
-from .harness.records import Record
+from .harness.records import Record, Values
 from .harness.runners import RUNNERS, asked
 from .harness.selection_rows import SPANS, Matrix, Row, spans
 
@@ -69,7 +68,7 @@ def matrix_of(gpu: bool) -> Matrix:
     """
     sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
     preset = FLAGS.preset
-    given: dict[str, Any] = {
+    given: Values = {
         name: [FLAGS[flag].value]
         for name, flag in sizes.items()
         if preset is None or FLAGS[flag].present
@@ -97,7 +96,7 @@ def gain(base: Record, fast: Record) -> float | None:
     return speed_up(base, fast) if kernel and not over_itself else None
 
 
-def values(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
+def values(fast: Record, base: Record, *beside: Record) -> Values:
     """Values of a row of the table."""
     more, others = {}, ""
     for each in beside:
@@ -138,7 +137,7 @@ class Selection(parts.Problem):
     def __init__(self, runner, row: Row, matrix: Matrix, names: Sequence[str | None]):
         gpu = runner.platform != "cpu"
         blocks = 2 * (matrix.lengths[-1] // row.l_sel) + max(SPANS.values())
-        sizes: dict[str, Any] = {
+        sizes: Values = {
             "seq_len": blocks * row.l_sel + row.N,
             "batch": FLAGS.batch,
             "dtype": matrix.dtype,
@@ -161,7 +160,7 @@ class Selection(parts.Problem):
         batch, groups = settings.runtime.batch, settings.model.n_kv_groups
         listed = spans(batch * row.N * groups, self.blocks, row.count, row.runs, FLAGS.seed)
         indices = jnp.asarray(listed.reshape(batch, row.N, groups, row.count))
-        how: dict[str, Any] = {"num_queries": row.N, "block_indices": indices}
+        how: Values = {"num_queries": row.N, "block_indices": indices}
         return problems.make(settings, "random", FLAGS.seed, **how)
 
     def jobs(self, inputs):
@@ -183,9 +182,9 @@ class Selection(parts.Problem):
                 job = dataclasses.replace(job, **of, work=self.work(inputs, streams))
             yield job
 
-    def function(self, name: str, kv_len: int) -> Callable[..., dict[str, Any]]:
+    def function(self, name: str, kv_len: int) -> Callable[..., Values]:
         """Without the checks of the public function."""
-        where: dict[str, Any] = {"config": self.settings.nsa, "kv_len": kv_len}
+        where: Values = {"config": self.settings.nsa, "kv_len": kv_len}
         if self.runner.framework == "torch":
             where |= {"with_lse": False}  # as in the whole attention
         else:

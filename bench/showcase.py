@@ -183,29 +183,18 @@ def report(rows: Sequence[Row], folder: Path) -> str:
         versions=dict.fromkeys(("torch", "cuda", "driver")) | versions,
         commit=(speed and speed.commit) or FLAGS.commit or "unknown",
         table=markdown.table(COLUMNS, (cells_of(row).values() for row in rows)),
-        answers=answers(rows),
+        times=times(rows),
         files=sorted(path.name for path in folder.iterdir() if path.is_file()),
     )
 
 
-def answers(rows: Sequence[Row]) -> list[str]:
-    """The fastest mode of each length, and v2 compared with v1."""
-    lines = []
-    for length in dict.fromkeys(row.length for row in rows):
-        times = {
-            row.mode: row.speed.time_ms
-            for row in rows
-            if row.length == length and row.measured and row.speed and row.speed.time_ms
-        }
-        if not times:
-            lines.append(f"- S={length}: nothing was measured")
-            continue
-        fastest = min(times, key=lambda mode: times[mode])
-        text = f"- S={length}: fastest {fastest}, {times[fastest]:.4g} ms"
-        if "v1" in times and "v2" in times:
-            text += f"; v2 over v1 x{times['v1'] / times['v2']:.2f}"
-        lines.append(text)
-    return lines
+def times(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
+    """Return the milliseconds of each length by mode."""
+    found: dict[int, dict[str, float]] = {row.length: {} for row in rows}
+    for row in rows:
+        if row.measured and row.speed and row.speed.time_ms:
+            found[row.length][row.mode] = row.speed.time_ms
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from absl import app
 
+from . import tables
 from .harness import cli, command
 
 TIMES = ("ms_total", "ms_cmp", "ms_sel", "ms_win")
@@ -36,22 +37,21 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Return the columns `S total cmp% sel% win% reads(dec) reads(tot)`."""
-    titles = ("S", "total", "cmp%", "sel%", "win%", "reads(dec)", "reads(tot)")
-    widths = (8, 9, 6, 6, 6, 14, 18)
-    lines = [" ".join(title.rjust(w) for title, w in zip(titles, widths, strict=True))]
+    lines = [tables.LINES["summarize"]["head"]]
     for row in rows:
-        status = row.get("status", "ok")
+        status, cells = row.get("status", "ok"), {"S": row["S"]}
         if status != "ok":
-            lines.append(f"{row['S'].rjust(widths[0])} {status}: {row.get('reason', '')}")
-            continue
-        total = float(row["ms_total"])
-        cells = [row["S"], f"{total:.3f}"]
-        shares = [float(row[name]) / total for name in TIMES[1:]]
-        cells += [f"{100 * share:.1f}{'*' if share > 1 else ''}" for share in shares]
-        for kind in ("_decode", ""):
-            actual, expected = (float(row[f"reads_{x}{kind}"]) for x in ("actual", "expected"))
-            cells.append(f"{actual:g}/{expected:g}")
-        lines.append(" ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
+            cells["fate"] = f"{status}: {row.get('reason', '')}"
+        else:
+            total, *parts = (float(row[name]) for name in TIMES)
+            actual, formula, of_head, formula_of_head = (f"{float(row[x]):g}" for x in READS)
+            shares = (f"{100 * x / total:.1f}{'*' if x > total else ''}" for x in parts)
+            cells |= {"total": total, **dict(zip(("cmp", "sel", "win"), shares, strict=True))}
+            cells |= {
+                "decode": f"{of_head}/{formula_of_head}",
+                "all": f"{actual}/{formula}",
+            }
+        lines.append(tables.line("summarize", cells))
     return "\n".join(lines)
 
 

@@ -25,14 +25,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from absl import flags
 
 from nsa_core import config_files, policy
 
-from .harness import cli, records
+from .harness import cli, command, records
+from .harness.records import Values
+from .reports import render
 from .tuners import dense_crossover, threshold_check, threshold_evidence, yaml_text
 from .tuners.threshold_evidence import Evidence, Pair
 
@@ -65,12 +66,8 @@ FLAGS = cli.define(
 
 def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
     """Return the smallest length from which on every pair has a speed-up of at least `margin`."""
-    found: policy.Length = policy.NEVER
-    for length in sorted({pair.length for pair in pairs}, reverse=True):
-        if any(pair.speed_up < margin for pair in pairs if pair.length == length):
-            break
-        found = length
-    return found
+    wins = [(pair.length, pair.speed_up >= margin) for pair in pairs]
+    return command.least(wins) or policy.NEVER
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
@@ -84,7 +81,7 @@ def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
     return list(worst)
 
 
-def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any]:
+def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
     """Return the sections `runtime` and `evidence` of a device's file.
 
     Raises:
@@ -98,7 +95,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
             f"records of several devices; name one with --device, from {found.devices}"
         )
     runtime: dict[str, policy.Length] = {}
-    said: dict[str, Any] = {}
+    said: Values = {}
     for name in wanted:
         pairs = found.of(name)
         if not pairs:
@@ -150,7 +147,7 @@ def _file(pair: Pair) -> str:
     return records.shown(pair.where.rpartition(":")[0])
 
 
-def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[str]]:
+def merged(path: Path, device: str, tuned: Values) -> tuple[str, list[str]]:
     """Return the text of the device's file with the values of `tuned`, and a report about its
     provisional rules.
 
@@ -172,9 +169,7 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[st
     return yaml_text.edited(path.read_text(), wanted), told
 
 
-def lifted(
-    rules: Sequence[dict[str, Any]], evidence: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], list[str]]:
     """Return the rules without the steps for which the kernel of a provisional rule was measured to
     be faster, and a line for each measured step.
     """
@@ -199,26 +194,6 @@ def lifted(
         if steps:
             left.append(rule | {"steps": steps})
     return left, told
-
-
-def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
-    """Every row that was used, the threshold that they give, and the rows left out."""
-    lines = []
-    for name, value in tuned["runtime"].items():
-        pairs = found.of(name)
-        second = "".join(
-            f"; over the portable path {x}" for x in _over_portable(pairs, margin).values()
-        )
-        lines.append(
-            f"runtime.{name}: {value}  ({pairs[0].row.implementation} over {pairs[0].over}, "
-            f"{len(pairs)} rows, margin {margin:g}{second})"
-        )
-        for pair in sorted(pairs, key=lambda p: (p.length, p.speed_up)):
-            mark = "wins " if pair.speed_up >= margin else "loses"
-            lines.append(f"  {mark} {pair}  [{pair.where}]")
-    if left := found.left_out():
-        lines += ["not used:", *(f"  {line}" for line in left)]
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -257,11 +232,13 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(found.left_out()), file=sys.stderr)
         raise
     (device,) = found.devices
-    print(f"device: {device}\n{report(found, tuned, FLAGS.margin)}")
+    # Every row that was used, the threshold that they give, and the rows left out.
+    told = render.filled("thresholds.txt.jinja", found=found, **tuned)
+    print(f"device: {device}\n{told}", end="")
     return _write(folder, device, tuned)
 
 
-def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
+def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, Values]:
     """Return the device, and the section that compares NSA with dense attention."""
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
@@ -276,7 +253,7 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any
     return devices[0], {"faster_than_dense": found}
 
 
-def _write(folder: Path, device: str, tuned: dict[str, Any]) -> int:
+def _write(folder: Path, device: str, tuned: Values) -> int:
     """Write the values of `tuned` to the device's file, print the changes, and return the exit
     status.
     """

@@ -143,18 +143,17 @@ def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
 
 
 def test_a_part_longer_than_the_whole_is_refused():
-    case = object.__new__(decode.Case)
     times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}
     parts = {"selected": 1.3, "sliding": 0.2}
-    case.records = {name: record(name, "sdpa", ms) for name, ms in parts.items()}
-    assert case._doubt(times) == {}, "its fastest samples are within the noise"
-    case.records["selected"] = record("selected", "sdpa", 1.5)
-    found = case._doubt(times)
+    parts = {name: record(name, "sdpa", ms) for name, ms in parts.items()}
+    assert decode.doubt(parts, times) == {}, "its fastest samples are within the noise"
+    parts["selected"] = record("selected", "sdpa", 1.5)
+    found = decode.doubt(parts, times)
     assert found["status"] == "error" and "selected 1.5 ms" in found["reason"]
     assert "than the whole, 1 ms" in found["reason"] and "sliding" not in found["reason"]
-    assert case._doubt(times | {"samples": 2}) == {}, "two samples tell no noise"
-    case.records["selected"] = record("selected", "sdpa", None)
-    assert case._doubt(times) == {}, "a part without a time says nothing"
+    assert decode.doubt(parts, times | {"samples": 2}) == {}, "two samples tell no noise"
+    parts["selected"] = record("selected", "sdpa", None)
+    assert decode.doubt(parts, times) == {}, "a part without a time says nothing"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -6,10 +6,10 @@ from bench import packed, tables
 
 
 def test_lengths_of_documents():
-    for lengths, *_ in packed.SHAPES.values():
-        assert min(lengths) > 0
-    sizes = packed.SHAPES["31 documents, 61444 tokens"][0]
-    assert (len(sizes), sum(sizes)) == (31, 61444) and max(sizes) > 8 * min(sizes)
+    for shape in packed.SHAPES.values():
+        assert min(shape["documents"]) > 0 and sum(shape["documents"]) == shape["T"]
+    sizes = packed.SHAPES["31 documents, 61444 tokens"]["documents"]
+    assert len(sizes) == 31 and max(sizes) > 8 * min(sizes)
 
 
 def test_the_array_that_is_farthest_counts():

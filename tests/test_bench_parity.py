@@ -82,7 +82,7 @@ def test_mean_is_bounded_on_its_own(oracle):
 def test_float32_has_an_absolute_limit(oracle):
     far = oracle + 1e-4
     result = check(oracle, far, yardstick=far)
-    assert not result.ok and result.bound_max == parity.FLOAT32_MAX
+    assert not result.ok and result.error_bound == parity.FLOAT32_MAX
     assert check(oracle, far, yardstick=far, dtype=np.float16).ok
 
 
@@ -115,7 +115,7 @@ def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
     error = np.where(np.arange(many.size).reshape(many.shape) % 2, 1.0, -1.0)
     most = parity.RMS_OF_ORACLE[np.dtype(dtype).name] * np.sqrt(np.square(many).mean())
     result = parity.check_parity("x", many + part * most * error, many, many, dtype=dtype)
-    assert (result.error_rms <= result.bound_rms) == ok
+    assert (result.error_rms <= result.error_rms_bound) == ok
     if np.dtype(dtype).itemsize == 2:
         assert result.ok == ok, result
         assert ok or "rms error" in result.reason
@@ -153,7 +153,14 @@ def test_chunks_change_nothing(many, rng, monkeypatch):
     whole = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
     set_limits(monkeypatch, judged_elements=1000)
     parts = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
-    for name in ("error_max", "error_mean", "error_rms", "bound_max", "bound_rms", "slope"):
+    for name in (
+        "error_max",
+        "error_mean",
+        "error_rms",
+        "error_bound",
+        "error_rms_bound",
+        "slope",
+    ):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
     actual[-1, -1, -1, -1] = np.nan
     assert "at other places than the oracle (1)" in check(many, actual, dtype=np.float64).reason
@@ -271,10 +278,10 @@ def test_equal_scores_take_the_lower_block(scores):
 def test_all_errors_count_in_the_share():
     fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
     for worse, share in (
-        ({"error_rms": 3.0, "bound_rms": 4.0}, 0.75),
+        ({"error_rms": 3.0, "error_rms_bound": 4.0}, 0.75),
         ({"slope": 1 + 0.9 * parity.SLOPE}, 0.9),
-        ({"bound_mean": 0.0}, 2),  # of a bound of 0 every error is too large
-        ({"error_rms": 1.0, "bound_rms": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
+        ({"error_mean_bound": 0.0}, 2),  # of a bound of 0 every error is too large
+        ({"error_rms": 1.0, "error_rms_bound": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
     ):
         assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
 

@@ -256,8 +256,8 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     sizes and precisions than the tables speak of are other rows."""
     rows = [record("all", "mosaic", 1.0, **SHAPE)]
     rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.USUAL]
-    sizes = {"H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
-    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": sizes})
+    sizes = {"B": 1, "H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
+    monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": sizes})
     monkeypatch.setattr(doc_tables, "_packed_summary", lambda: ["-"] * 6)
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
 

@@ -14,16 +14,25 @@ from absl import app, flags
 from absl.testing import flagsaver
 
 from bench import (
+    against,
+    call_kernels,
     compare,
+    counters,
     decode,
+    first_call,
     gpu_tests,
     host_time,
+    indices,
+    memory_check,
     oneshot,
+    packed,
+    prefill,
     scale,
     summarize,
     tune_thresholds,
+    whole_calls,
 )
-from bench.harness import cli, exit_status, heartbeat, problems
+from bench.harness import cli, exit_status, heartbeat, problems, records
 from bench.harness.process import ROOT
 from nsa_core import debug
 from tests.commands import called
@@ -203,6 +212,25 @@ def test_faults_by_kind(tmp_path, capsys):
     assert capsys.readouterr().err == "interrupted\n"
     with pytest.raises(RuntimeError):  # Python's own status is 1
         start(raising(RuntimeError("the kernel broke")))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(against, call_kernels, compare, counters, first_call, gpu_tests, host_time, indices),
+        *(memory_check, packed, prefill, scale, whole_calls),
+    ],
+)
+def test_records_have_the_commit_of_the_start(command, monkeypatch):
+    """Another commit may be made while a command runs."""
+    told = []
+    monkeypatch.setattr(records, "environment", told.append)
+    flags.FLAGS["commit"] = command.FLAGS["commit"]  # as where it is the program
+    try:
+        with flagsaver.flagsaver(commit="c0ffee"):
+            assert start(lambda argv: [*told]) == ["c0ffee"]
+    finally:
+        del flags.FLAGS.commit
 
 
 def test_a_silent_command_gives_a_sign(monkeypatch):

@@ -1,25 +1,13 @@
 """The committed records: readable, what fails is shown, and the page is made from them."""
 
 import dataclasses
-import importlib
 
 import pytest
 
-from bench import (
-    against,
-    call_kernels,
-    compare,
-    doc_tables,
-    first_call,
-    gpu_tests,
-    packed,
-    scale,
-    whole_calls,
-)
+from bench import doc_tables
 from bench.harness import records
 from bench.lm import log
 from bench.reports import render
-from tests import commands, pretend
 
 RECORDS = [
     r for path in sorted(records.FOLDER.glob("*/compare.jsonl")) for r in records.read(path)
@@ -43,43 +31,6 @@ def test_no_committed_row_broke_and_what_is_wrong_is_shown():
     for record in RECORDS:
         if record.status == "wrong" and record.branch != "dense":
             assert row_of(table, record)["status"].startswith("wrong: "), record
-
-
-class Begun(Exception):
-    """The work of a command has begun."""
-
-
-@pytest.mark.parametrize(
-    ("command", "place", "words"),
-    [
-        (compare, "bench.harness.problems.make", []),
-        (gpu_tests, "bench.suite.run", []),
-        (first_call, "bench.harness.process.answer", []),
-        (whole_calls, "bench.whole_calls.measure", []),
-        (call_kernels, "bench.call_kernels.measure", []),
-        (against, "bench.against.measured", ["--checkout", doc_tables.ROOT]),
-        (scale, "bench.scale.measured", ["--devices=1"]),
-        (packed, "bench.packed.leaves", []),
-    ],
-)
-def test_records_have_the_commit_of_the_start(command, place, words, monkeypatch, tmp_path):
-    """Another commit may be made while a command runs."""
-    told = []
-    found = records.environment()
-    monkeypatch.setattr(
-        records, "environment", lambda commit=None: told.append(commit) or found
-    )
-    module, _, function = place.rpartition(".")
-
-    def begins(*arguments, **options):
-        raise Begun(bool(told))
-
-    monkeypatch.setattr(importlib.import_module(module), function, begins)
-    pretend.gpu(monkeypatch)
-    monkeypatch.setattr(gpu_tests, "pytest_arguments", lambda: [])
-    monkeypatch.setattr(packed, "torch_inputs", lambda _: [])
-    with pytest.raises(Begun, match="True"):
-        commands.called(command, *words)
 
 
 def good(**fields):

@@ -5,10 +5,11 @@ GPU.
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from .records import Values
 
 MODULES = {  # by the bench's name
     "vllm": "vllm.models.minimax_m3.common.ops.sparse_attn",
@@ -32,7 +33,7 @@ def why_not(name: str, device: str) -> str | None:
     return None
 
 
-def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
+def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
     """Return the arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
 
     Raises:
@@ -62,7 +63,7 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
     }
 
 
-def on_vllm(query: Tensor, read: dict[str, Any]) -> Tensor:
+def on_vllm(query: Tensor, read: Values) -> Tensor:
     """Run vLLM's kernel on a query `[B, H, Sq, D]`. The result is `[B, Sq, H, Dv]`."""
     batch, _, queries, _ = query.shape
     rows = query.transpose(1, 2).flatten(0, 1).contiguous()

@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from absl import app
@@ -26,6 +25,7 @@ from nsa_torch import plans
 from nsa_torch.torch_ops import TorchOps
 
 from . import cli, exit_status
+from .records import Values
 from .timed_problem import Problem, digest, named, torch_inputs
 
 CALLS = 3
@@ -118,7 +118,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
     if layer.cu_seqlens is not None:
         ends = torch.tensor(layer.cu_seqlens, dtype=torch.int32, device="cuda")
         end = layer.cu_seqlens[-1]
-    options: dict[str, Any] = {"config": layer.config, "cu_seqlens": ends}
+    options: Values = {"config": layer.config, "cu_seqlens": ends}
     options["implementation"] = "mosaic"
     with torch.no_grad():
         alone = nsa_torch.attention(*tensors, **options)
@@ -127,7 +127,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
     return [x.detach()[:, :end] for x in (alone, out, *grads)]
 
 
-def check(layer: Layer) -> dict[str, Any]:
+def check(layer: Layer) -> Values:
     """Return the kernels that ran, and the first fault or None as `fault`."""
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]

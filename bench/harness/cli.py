@@ -56,7 +56,8 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
     """
     if own is None:
         own = flags.FlagValues()
-        define_commit(own)
+        # What `records.environment` reads.
+        known["commit"] = str, "Commit of which this tree is a copy; default: that of git."
     define_as: dict[type, Any] = {
         bool: flags.DEFINE_bool,
         list: flags.DEFINE_list,
@@ -85,12 +86,6 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
         else:
             define_as[kind](name, values, what, **how)
     return own
-
-
-def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str | None]:
-    """Define `--commit`, which `records.environment` reads."""
-    what = "Commit of which this tree is a copy; default: that of git."
-    return flags.DEFINE_string("commit", None, what, flag_values=own)
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
@@ -208,6 +203,8 @@ def _start(main, arguments, argv, several=False):
         for line in seed_env.apply(flags.FLAGS, _command(argv[0])):
             print(f"warning: {process.module(line)}", file=sys.stderr)
         _log_events()
+        if "commit" in flags.FLAGS:
+            records.environment(flags.FLAGS["commit"].value)  # as it is at the start
         with heartbeat.beating(), policy.overridden(_thresholds(), "a flag"):
             return main(argv)
     except app.UsageError as error:

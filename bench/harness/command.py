@@ -22,7 +22,7 @@ from nsa_core.config import NSAConfig
 from .. import tables
 from . import cli, exit_status, problems, records
 from .measure import shape_of
-from .records import Record
+from .records import Record, Values
 
 # Short words for sizes, and their meanings.
 SEED_FLAGS = {
@@ -37,7 +37,7 @@ SEED_FLAGS = {
     "w": "Number of keys in the sliding window.",
 }
 # What most commands begin with.
-SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "dk": 64, "dv": 64}
+SIZES: Values = {"heads": 8, "groups": 2, "dk": 64, "dv": 64}
 SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 
 
@@ -47,7 +47,7 @@ def flag_values(
     """Return the flags that every command has, those of `SEED_FLAGS` with these defaults, and
     others as for `cli.define`. `text` states whether the inputs may be text.
     """
-    common: dict[str, Any] = {
+    common: Values = {
         "out": (str, "New folder for the results; default: bench/results/<time>."),
         "save_records": (
             False,
@@ -100,14 +100,14 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
-) -> dict[str, Any]:
+) -> Values:
     """Return the arguments of `timing` from `--iters` and `--warmup`, or from `iters` and
     `warmup` if the flags are not given. Defaults to 100 samples on a GPU, and to 0.2 s without
     one.
     """
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
-    how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}
+    how: Values = {} if warmup is None else {"warmup": warmup}
     if iters is None and not gpu:
         return how | {"seconds": 0.2}
     return how | {"iters": iters or 100}
@@ -179,6 +179,12 @@ def new_file(out: str | None, name: str) -> Path:
     return path
 
 
+def least(wins: Sequence[tuple[int, bool]]) -> int | None:
+    """Return the smallest length from which on every row wins, or None."""
+    lost = max((length for length, won in wins if not won), default=0)
+    return min((length for length, _ in wins if length > lost), default=None)
+
+
 def speed_up(slow: Record, fast: Record) -> float | None:
     """Return the speed-up, or None unless both rows are valid."""
     if slow.times_ms is None or fast.times_ms is None:
@@ -198,10 +204,9 @@ class Results:
             if path.exists():
                 raise ValueError(f"{path} exists; --out and --csv must name new files")
         self.commit = own.commit
-        records.environment(own.commit)  # as it is at the start
         self.done: list[Record] = []
         self.beside: list[Record] = []
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Values] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
         """Write records. `beside` marks baselines, which the command does not measure for
@@ -218,7 +223,7 @@ class Results:
         self.keep([made], beside)
         return made
 
-    def row(self, **values: Any) -> dict[str, Any]:
+    def row(self, **values: Any) -> Values:
         """Add a row to the table and print its line. `lines.yaml` describes both.
 
         Args:
@@ -263,7 +268,7 @@ class Results:
         return status
 
 
-def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Values]) -> None:
     """Write a CSV file with these columns; missing values are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -317,11 +322,11 @@ def about(
     settings: problems.Settings,
     inputs: problems.Inputs | None = None,
     queries: Any = None,
-) -> dict[str, Any]:
+) -> Values:
     """Return the fields of a record that describe the problem. Without inputs, the problem has
     random arrays and `queries` queries, and the arrays need not exist.
     """
-    sizes: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs, queries))
+    sizes: Values = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]
     found = sizes | {
         "framework": runner.framework,

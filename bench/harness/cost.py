@@ -120,8 +120,7 @@ def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> in
 
 def limits(device: str) -> Limits | None:
     """Return the known limits of the device with this driver name."""
-    known = _known(device)
-    return None if known is None else LIMITS[known]
+    return LIMITS.get(_known(device) or "")
 
 
 def _known(device: str) -> str | None:

@@ -8,7 +8,7 @@ tokens to the same slots, and JAX restores the length of the returned cache.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from nsa_core.types import Branches
 
 from . import timing
 from .problems import Inputs
+from .records import Values
 from .runners import rotated
 
 
@@ -33,27 +34,23 @@ class Cached:
         self.runner, self.config, self.api = runner, config, runner.api
         self.torch = runner.framework == "torch"
         self.choices, self.tokens = chosen, inputs.num_keys
-        self.names = Branches(
-            *(getattr(chosen, branch).implementation for branch in Branches._fields)
+        self.query, self.gates, key, value = runner.load(
+            (inputs.query, inputs.gates, inputs.key, inputs.value)
         )
-        given = runner.load({"query": inputs.query, "gates": inputs.gates})
-        self.query, self.gates = given["query"], given["gates"]
-        self.batch, self.new = self.query.shape[:2]
-        key, value = self.all_tokens = tuple(runner.load(x) for x in (inputs.key, inputs.value))
-        self.options: dict[str, Any] = {"config": config, "dtype": self.query.dtype}
+        self.all_tokens, (self.batch, self.new) = (key, value), self.query.shape[:2]
+        self.sizes = *key.selected.shape[2:], value.selected.shape[-1]
+        self.options: Values = {"config": config, "dtype": self.query.dtype}
         if self.torch:
             self.options["device"] = self.query.device
-        self.sizes = *key.selected.shape[2:], value.selected.shape[-1]
         cache = self.api.init_cache(
             self.batch, self.tokens, *self.sizes, separate=True, **self.options
         )
-        past, last = (
+        past, self.last = (
             [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
-            for cut in (slice(0, -self.new), slice(-self.new, None))
+            for cut in (slice(-self.new), slice(-self.new, None))
         )
-        self.last = last
         self.cache = self._updated(cache, *past) if self.tokens > self.new else cache
-        self.full = self._read(self._updated(self.cache, *last))
+        self.full = self._read(self._updated(self.cache, *self.last))
 
     def _updated(self, cache, key, value):
         """Return the cache with more tokens, in torch in place."""
@@ -64,7 +61,7 @@ class Cached:
         self.api.append(cache.pages, flat(key), flat(value), cache.page_table, lengths)
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
-    def _read(self, cache) -> dict[str, Any]:
+    def _read(self, cache) -> Values:
         """Return the existing raw and compressed tokens that the branches read, by name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
@@ -78,12 +75,27 @@ class Cached:
 
     def step(self, branch: str) -> "Step":
         """Return the step of one branch. The step of `all` appends the tokens and then attends."""
-        if branch == "all":
-            return self._whole()
-        function = functools.partial(self._branch, branch)
-        return stepped(self.runner, function, {"query": self.query, "cache": self.full})
+        if branch != "all":
+            function = functools.partial(self._branch, branch)
+            return stepped(self.runner, function, {"query": self.query, "cache": self.full})
+        names = Branches(*(getattr(self.choices, x).implementation for x in Branches._fields))
+        options = {"config": self.config, "implementation": names}
 
-    def _branch(self, branch: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        def attend(cache, *last):
+            return self.api.cached_attention(*last, cache, **options)
+
+        def step(cache, *last):
+            out, after = attend(cache, *last)
+            return {"out": out}, after._replace(length=cache.length)
+
+        last = self.query, *self.last, self.gates
+        if not self.torch:
+            return donated(self.runner, step, self.cache, last)
+        # The object is new, so that its length is; the buffers are the same.
+        fresh = functools.partial(dataclasses.replace, self.cache)
+        return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
+
+    def _branch(self, branch: str, given: Values) -> Values:
         """Run one branch on the cache. The result is `{"out", "lse"}`, or `{"indices"}` for
         `scores`.
         """
@@ -105,25 +117,6 @@ class Cached:
         out, lse = attend(query, *pair, *indices, **how(branch))
         return {"out": out, "lse": lse}
 
-    def _whole(self) -> "Step":
-        options = {"config": self.config, "implementation": self.names}
-        last = self.query, *self.last, self.gates
-
-        if self.torch:
-
-            def run(_):
-                # The object is new, so that its length is; the buffers are the same.
-                fresh = dataclasses.replace(self.cache)
-                return {"out": self.api.cached_attention(*last, fresh, **options)[0]}
-
-            return Step(self.runner, run)
-
-        def step(cache, query, key, value, gates):
-            out, after = self.api.cached_attention(query, key, value, gates, cache, **options)
-            return {"out": out}, after._replace(length=cache.length)
-
-        return donated(self.runner, step, self.cache, last)
-
     def chosen(self) -> jax.Array:
         """Return the blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
@@ -132,8 +125,7 @@ class Cached:
         """Count the keys that the last query reads in the branch, `[B, Hkv]` (see
         `bench.decode`).
         """
-        zeros = self.query * 0
-        given = {"query": zeros, "cache": self.full}
+        given = {"query": self.query * 0, "cache": self.full}
         if branch == "selected":
             given["block_indices"] = self.step("scores")()["indices"]
         step = Step(self.runner, lambda _: self._branch(branch, given))
@@ -160,10 +152,10 @@ class Paged:
         self.cache = self._append(self.cache, *cached.all_tokens)
 
     def _append(self, cache, key, value):
-        after = self.api.append(cache, flat(key), flat(value), *self.at)
-        return cache if self.cached.torch else after
+        # In torch the same cache, which is written to.
+        return self.api.append(cache, flat(key), flat(value), *self.at) or cache
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Values:
         """Return the tokens as a cache in fp8 stores them, by the names of `problems.Inputs`, in
         float32.
         """
@@ -184,12 +176,11 @@ class Paged:
 
         lead = config.compress_block // config.compress_stride - 1
         slots = lead, config.num_compressed(self.cached.tokens)
-        found: dict[str, Any] = {
-            f"compressed_{x}": tokens(f"compressed_{x}", *slots) for x in ("key", "value")
-        }
+        found: Values = {}
         for kind in ("key", "value"):
             pair = (tokens(f"{branch}_{kind}") for branch in ("selected", "sliding"))
             found[kind] = Branches(None, *pair)
+            found[f"compressed_{kind}"] = tokens(f"compressed_{kind}", *slots)
         return found
 
     @property
@@ -228,25 +219,22 @@ class Paged:
     def step(self) -> "Step":
         """Return the step, which appends the tokens and then attends."""
         query, gates, *_ = self._arguments()
-        options: dict[str, Any] = {"implementation": self.implementation}
 
-        if self.cached.torch:
-            for kind, pair in zip(("key", "value"), self.cached.last, strict=True):
-                # As projections give them: a step would copy slices of the whole rows.
-                options[kind] = Branches(*(x.contiguous() for x in flat(pair)))
+        def attend(cache, **new):
+            new["implementation"] = self.implementation
+            out = self.api.paged_attention(query, gates, cache, *self.at, **new)
+            return {"out": self._by_row(out)}
 
-            def run(_):
-                out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
-                return {"out": self._by_row(out)}
+        def step(cache, *last):
+            cache = self._append(cache, *last)
+            return attend(cache), cache
 
-            return Step(self.runner, run)
-
-        def step(cache, key, value):
-            cache = self._append(cache, key, value)
-            out = self.api.paged_attention(query, gates, cache, *self.at, **options)
-            return {"out": self._by_row(out)}, cache
-
-        return donated(self.runner, step, self.cache, self.cached.last)
+        if not self.cached.torch:
+            return donated(self.runner, step, self.cache, self.cached.last)
+        # As projections give them: a step would copy slices of the whole rows.
+        pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
+        new = dict(zip(("key", "value"), pairs, strict=True))
+        return Step(self.runner, lambda _: attend(self.cache, **new))
 
 
 class Step:
@@ -254,20 +242,20 @@ class Step:
     `Checker` are ignored.
     """
 
-    def __init__(self, runner, call: Callable[[int], dict[str, Any]]):
+    def __init__(self, runner, call: Callable[[int], Values]):
         self.runner, self.call = runner, call
 
-    def __call__(self, *ignored) -> dict[str, Any]:
+    def __call__(self, *ignored) -> Values:
         return self.at(0)
 
-    def at(self, index: int) -> dict[str, Any]:
+    def at(self, index: int) -> Values:
         """Make one call, in torch without gradients."""
         if self.runner.framework == "jax":
             return self.call(index)
         with self.runner.torch.no_grad():
             return self.call(index)
 
-    def timed(self, how: Mapping[str, Any]) -> tuple[timing.Timing, str]:
+    def timed(self, how: Values) -> tuple[timing.Timing, str]:
         """Return the time, and whether a CUDA graph replayed the step or the reason why it did
         not.
         """
@@ -291,7 +279,7 @@ class Step:
         return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))
 
 
-def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
+def stepped(runner, function: Callable, arguments: Values) -> Step:
     """Return a step that does not change its arguments."""
     if runner.framework == "torch":
         return Step(runner, lambda _: function(arguments))

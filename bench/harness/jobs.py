@@ -3,7 +3,7 @@ ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 from .cost import Cost
+from .records import Values
 from .runners import forward
 
 
@@ -27,11 +28,11 @@ class Job:
     # Whether it must be measured, since it was named. None if the name is another framework's.
     # Otherwise one row of the branch is enough.
     asked: bool | None = False
-    function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs instead
-    timed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # if other than judged
+    function: Callable[[Values], Values] | None = None  # runs instead
+    timed: Callable[[Values], Values] | None = None  # if other than judged
     work: Cost | None = None  # of a call that is timed, if other than the branch's
     # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
-    own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    own: Callable[[Values], Values] | None = None
     judged: bool = True  # False if it computes another function than the oracle, see `note`
     library: bool = False  # others' code, which may refuse in its own ways
     note: str = ""  # of a row that counts
@@ -133,7 +134,11 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
 
 def label(chosen: Choices) -> str:
     """Return the name that all steps share, or the four names in their order."""
-    names = [choice.implementation for choice in chosen]
+    return joined(choice.implementation for choice in chosen)
+
+
+def joined(names: Iterable[str]) -> str:
+    names = list(names)
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
@@ -143,13 +148,3 @@ def refusals(chosen: Choices) -> dict[str, str]:
         for choice in chosen
         for name, reason in choice.refused.items()
     }
-
-
-def explanation(plan) -> str:
-    """Return the implementations that would run, in order, and the reasons why others cannot."""
-    lines = []
-    for runner, job in plan:
-        fate = f"refuses: {job.unsupported}" if job.unsupported else "runs"
-        lines.append(f"{runner.framework:5} {job.branch:10} {job.label}: {fate}")
-        lines += [f"{'':17} not {name}: {reason}" for name, reason in job.refused.items()]
-    return "\n".join(lines)

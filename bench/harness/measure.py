@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +14,13 @@ import jax
 from ..judge.checks import Checker
 from . import cost, heartbeat
 from .jobs import Job
+from .records import FIELDS, Values
 from .runners import forward, out_of_memory, problem
 
 log = logging.getLogger(__name__)
 
 
-def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> dict[str, Any]:
+def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
     """Return the fields from `take`, or status and reason of its exception. `library` names
     measured code of others, which may raise other exceptions.
     """
@@ -42,10 +43,10 @@ class Judged:
 
     name: str
     library: bool
-    found: dict[str, Any]
-    time: Callable[..., dict[str, Any]] | None = None
+    found: Values
+    time: Callable[..., Values] | None = None
 
-    def timed(self, **how: Any) -> dict[str, Any]:
+    def timed(self, **how: Any) -> Values:
         """Return the fields of the record. `how` has arguments of `timing`."""
         time = self.time
         if time is None:
@@ -54,9 +55,17 @@ class Judged:
 
 
 def judged_row(
-    name: str, take: Callable[[], tuple[dict[str, Any], Any]], *, library: bool = False
+    name: str,
+    take: Callable[[], tuple[Values, Any]],
+    *,
+    library: bool = False,
+    refused: str = "",
 ) -> Judged:
-    """Return a row from `take`, which returns the fields of parity and a function that times it."""
+    """Return a row from `take`, which returns the fields of parity and a function that times it,
+    unless there is a reason against it.
+    """
+    if refused:
+        return Judged(name, library, {"status": "unsupported", "reason": refused})
     time = None
 
     def first():
@@ -81,14 +90,13 @@ def judge(
     it.
     """
     name = f"{runner.framework} {job.branch} {job.label}"
-    if job.unsupported:
-        return Judged(name, job.library, {"status": "unsupported", "reason": job.unsupported})
 
     def take():
         found, step = _judge(job, runner, settings, inputs, checker, mode, load or runner.load)
         return found, functools.partial(_time, step, job, runner, settings, inputs, mode)
 
-    return judged_row(name, take, library=job.library or job.branch == "dense")
+    library = job.library or job.branch == "dense"
+    return judged_row(name, take, library=library, refused=job.unsupported)
 
 
 def once(load: Callable) -> Callable:
@@ -103,7 +111,7 @@ def once(load: Callable) -> Callable:
     return lambda arrays: jax.tree.map(one, arrays)
 
 
-def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str, Any], Any]:
+def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[Values, Any]:
     """Return the fields of parity, and the step to time."""
     config = settings.nsa
 
@@ -131,9 +139,8 @@ def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str
     return judged(parity, len(checker.rows)), step
 
 
-def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
-    timing = step.time(**how)
-    shape = shape_of(settings, inputs)
+def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
+    timing, shape = step.time(**how), shape_of(settings, inputs)
     work = job.work or cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
     found = timed(timing, work, runner.device, shape.itemsize)
     if "jax" not in job.label.split("/"):  # else JAX allocates what torch does not see
@@ -144,28 +151,19 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
     return found
 
 
-def judged(parity, rows: int) -> dict[str, Any]:
+def judged(parity, rows: int) -> Values:
     """Return the fields of parity, which was checked on `rows` rows. `status` is included if a
     bound is broken.
     """
-    names = {
-        "error_max": "error_max",
-        "error_mean": "error_mean",
-        "error_bound": "bound_max",
-        "error_mean_bound": "bound_mean",
-        "error_rms": "error_rms",
-        "error_rms_bound": "bound_rms",
-        "slope": "slope",
-    }
-    values = {field: getattr(parity, name) for field, name in names.items()}
-    found = {
-        name: x if x is not None and math.isfinite(x) else None for name, x in values.items()
-    }
-    found |= {"rows_checked": rows, "rows_differ": parity.rows_differ, "error_of": parity.name}
-    return found if parity.ok else found | {"status": "wrong", "reason": parity.reason}
+    found: Values = {"rows_checked": rows}
+    for name, x in vars(parity).items():
+        if name in FIELDS:
+            found[name] = None if isinstance(x, float) and not math.isfinite(x) else x
+    reason = found.pop("reason")
+    return found if parity.ok else found | {"status": "wrong", "reason": reason}
 
 
-def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]:
+def timed(timing, work: cost.Cost, device: str, itemsize: int) -> Values:
     """Return the fields of a time. An impossible time becomes an error."""
     found = dataclasses.asdict(timing) | {
         "useful_flops": work.flops,
@@ -177,7 +175,7 @@ def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]
     return found | ({"status": "error", "reason": doubt} if doubt else {})
 
 
-def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
+def selection(runner, config, job: Job, arguments: Values) -> tuple:
     """Return the compressed keys and the blocks that the whole attention of `job` computes."""
     name = job.named("selected")
     if isinstance(name, str) and name not in runner.registry.names("scores"):

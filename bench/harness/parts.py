@@ -23,7 +23,7 @@ from ..judge.checks import Checker
 from . import command, problems, records, turns
 from .jobs import Job
 from .measure import Judged, guarded, judge
-from .records import Record
+from .records import Record, Values
 
 ROW_S = 120
 STDERR = 2  # the file descriptor, even if Python has replaced sys.stderr
@@ -47,8 +47,8 @@ class Problem:
     ):
         self.runner, self.settings, self.own = runner, settings, own
         self.about = about | {"overlap": None}
-        self.calls: list[dict[str, Any]] = []
-        self.how: dict[str, Any] = {}
+        self.calls: list[Values] = []
+        self.how: Values = {}
         self.refusal = ""
 
     def inputs(self) -> problems.Inputs:
@@ -83,7 +83,7 @@ class Problem:
         """Return the records of a row whose process ended."""
         return self._records([{"status": "error", "reason": reason}] * len(self.calls))
 
-    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
+    def _records(self, found: Sequence[Values]) -> list[Record]:
         about = (
             command.about(self.runner, self.settings, queries=self.about.get("T")) | self.about
         )

@@ -45,17 +45,27 @@ NOTES = {
 }
 
 
+def package_why_not(package: str, problem: Problem, source: str = "") -> str | None:
+    """Return the reason why a package is not installed or cannot run a problem in 16 bits, or
+    None.
+    """
+    if records.version(package) is None:
+        return f"{package} is not installed{source}"
+    if problem.platform != "cuda":
+        return f"{package} needs CUDA tensors, got {problem.platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"{package} needs float16 or bfloat16, got {problem.dtype}"
+    return None
+
+
 def why_not(problem: Problem, branch: str) -> str | None:
     """Return the reason why the package cannot run the branch, or None. It does not import the
     package.
     """
     config = problem.config
-    if records.version(PACKAGE) is None:
-        return f"{PACKAGE} is not installed: pip install git+https://github.com/XunhaoLai/{PACKAGE}"
-    if problem.platform != "cuda":
-        return f"{PACKAGE} needs CUDA tensors, got {problem.platform}"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"{PACKAGE} needs float16 or bfloat16, got {problem.dtype}"
+    source = f": pip install git+https://github.com/XunhaoLai/{PACKAGE}"
+    if reason := package_why_not(PACKAGE, problem, source):
+        return reason
     if problem.D != problem.Dv:
         return f"{PACKAGE} needs D = Dv, got D={problem.D}, Dv={problem.Dv}"
     if problem.D > WIDEST:

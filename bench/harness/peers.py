@@ -19,14 +19,14 @@ are judged by the same oracle; the whole is not, and has no speed-up.
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 
 from . import peer_nsa_triton, records
 from .jobs import Job
+from .records import Values
 
 NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
 # The packages that attend to all keys or a window of them, and the first GPUs that they take.
@@ -78,12 +78,8 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
 def flash_why_not(name: str, problem: Problem) -> str | None:
     """Return the reason why a FlashAttention package cannot run the problem, or None."""
     package, least = FLASH[name]
-    if records.version(package) is None:
-        return f"{package} is not installed"
-    if problem.platform != "cuda":
-        return f"{package} needs CUDA tensors, got {problem.platform}"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"{package} needs float16 or bfloat16, got {problem.dtype}"
+    if reason := peer_nsa_triton.package_why_not(package, problem):
+        return reason
     if problem.capability is not None and problem.capability < least:
         return f"{package} needs compute capability {least} or more, got {problem.capability}"
     return None
@@ -103,7 +99,7 @@ def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
         )
 
 
-def _flash_call(name: str, window: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def _flash_call(name: str, window: int | None, given: Values) -> Values:
     """Compute causal attention. A window of None means all keys."""
     if name == "fa4":
         from flash_attn.cute import flash_attn_func
@@ -132,14 +128,14 @@ def _fla(problem: Problem, branches) -> Iterator[Job]:
         )
 
 
-def _parallel(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def _parallel(branch: str, config: NSAConfig, given: Values) -> Values:
     """Compute a branch with `parallel_nsa`, or with the function that it calls for the window."""
     if branch == "sliding":
         return _flash_call("flash_attn", config.window, given)
     from fla.ops.nsa import parallel_nsa
 
     key, value = given["key"], given["value"]
-    sizes: dict[str, Any] = {
+    sizes: Values = {
         "block_counts": config.num_selected,
         "block_size": config.select_block,
     }

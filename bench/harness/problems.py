@@ -109,10 +109,12 @@ class Inputs:
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings in `configs/<name>.yaml` or in the file at a path, which override
-    those of the base file. `runtime` overrides single values of that section.
+    those of the base file. `runtime` overrides single values of that section; None overrides
+    nothing.
     """
     merged = config_files.overlay(config_files.load("base"), config_files.load(name))
-    merged = config_files.overlay(merged, {"runtime": dict(runtime or {})})
+    given = {name: x for name, x in (runtime or {}).items() if x is not None}
+    merged = config_files.overlay(merged, {"runtime": given})
     return config_files.build(Settings, merged)
 
 

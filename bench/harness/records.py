@@ -30,6 +30,7 @@ from . import process
 FOLDER = process.ROOT / "bench" / "records"
 FP8_RECORDS = "fp8/compare.jsonl"  # in the folder of a device
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+type Values = dict[str, Any]  # by the names of fields or of arguments
 type Milliseconds = Annotated[float, Field(gt=0)] | None
 
 
@@ -56,7 +57,7 @@ class Record:
     D: int = 0
     Dv: int = 0
     dtype: str = ""
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of NSAConfig
+    config: Values = dataclasses.field(default_factory=dict)  # fields of NSAConfig
     input: str = ""  # random, text, ...
     input_sha256: str | None = None  # of the corpus bytes that were read
     overlap: float | None = None  # mean share of selected blocks that neighbours have in common
@@ -80,12 +81,12 @@ class Record:
     slope: float | None = None  # <path, oracle> / <oracle, oracle>; None of few elements
     rows_checked: int | None = None  # query positions of each sequence that parity looked at
     rows_differ: int | None = None  # rows whose selection differs from the oracle's own
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one bench adds
+    extra: Values = dataclasses.field(default_factory=dict)  # what one bench adds
     status: Literal["ok", "wrong", "oom", "unsupported", "error", "timeout"] = "ok"
     reason: str = ""
-    refused: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refused: Values = dataclasses.field(default_factory=dict)
     device: str = "cpu"
-    versions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    versions: Values = dataclasses.field(default_factory=dict)
     commit: str | None = None
     dirty: bool | None = None
     time: str = ""  # UTC
@@ -140,7 +141,7 @@ def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
     """Return a record of `bench.<bench>` with the present time. Values that are not fields go
     to `extra`. `commit` is as in `environment`.
     """
-    found: dict[str, Any] = {"bench": bench, "time": utc_now()} | environment(commit) | values
+    found: Values = {"bench": bench, "time": utc_now()} | environment(commit) | values
     extra = {name: found.pop(name) for name in found.keys() - set(FIELDS)}
     found["extra"] = found.get("extra", {}) | extra
     return Record(**found)
@@ -155,7 +156,7 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
     )
 
 
-def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
+def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
     """Append one JSON line per mapping to the file at `path`, in one write.
 
     Raises:
@@ -249,7 +250,7 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
         raise ValueError(f"{where} must be one JSON object, got {data!r:.60}") from None
 
 
-def flat_lines(path: str | Path) -> list[dict[str, Any]]:
+def flat_lines(path: str | Path) -> list[Values]:
     """Return the fields of each line, including those in a record's `extra`."""
     return [line | line.pop("extra", {}) for _, line in read_lines(path)]
 
@@ -286,7 +287,7 @@ def utc_now() -> str:
 
 
 @functools.cache
-def environment(commit: str | None = None) -> dict[str, Any]:
+def environment(commit: str | None = None) -> Values:
     """Return the fields `versions`, `commit` and `dirty` of this process.
 
     Args:

@@ -4,7 +4,6 @@ and memory.
 
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from nsa_jax.jax_problem import capability
 
 from . import timing
 from .problems import Settings
+from .records import Values
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
 ROTATED_BYTES, MAX_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
@@ -27,7 +27,7 @@ PADDED = "values padded to the width of the keys"
 NOT_DIFFERENTIABLE = ("block_indices",)
 
 
-def forward(api, branch: str, config, implementation, arguments) -> dict[str, Any]:
+def forward(api, branch: str, config, implementation, arguments) -> Values:
     """Return a branch through the public functions of `api`; both frameworks have the same ones."""
     how = {"config": config, "implementation": implementation}
     if branch == "scores":
@@ -96,12 +96,12 @@ class JaxRunner:
         sizes = {"max_segments": batch, "max_seqlen": length}
         return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)
 
-    def dense(self, name: str, query, key, value) -> dict[str, Any]:
+    def dense(self, name: str, query, key, value) -> Values:
         """Compute causal attention by JAX's own function; `name` is its implementation."""
         width = value.shape[-1]
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, query.shape[-1] - width),))
         causal = _is_causal(query.shape[1], key.shape[1])
-        how: dict[str, Any] = {"is_causal": causal, "implementation": name}
+        how: Values = {"is_causal": causal, "implementation": name}
         out = jax.nn.dot_product_attention(query, key, value, **how)
         return {"out": out[..., :width]}
 
@@ -109,7 +109,7 @@ class JaxRunner:
         """Return a note on the implementation that ran, in addition to its name."""
         return PADDED if branch == "dense" and problem.Dv < problem.D else ""
 
-    def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "JaxStep":
+    def prepare(self, function, arguments: Values, cotangent=None) -> "JaxStep":
         return JaxStep(function, dict(arguments), cotangent)
 
     def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
@@ -137,7 +137,7 @@ class JaxStep:
             if jax.default_backend() == "cpu" and peak > _host_bytes():
                 raise MemoryError(f"needs {peak / 2**30:.1f} GiB beyond the inputs")
 
-    def __call__(self, *sources) -> dict[str, Any]:
+    def __call__(self, *sources) -> Values:
         return self.run(*sources)
 
     def time(self, seconds: float = math.inf, **how: Any) -> timing.Timing:
@@ -198,7 +198,7 @@ class TorchRunner:
 
         return jax.tree.map(tensor, arguments)
 
-    def dense(self, name: str, query, key, value) -> dict[str, Any]:
+    def dense(self, name: str, query, key, value) -> Values:
         """Compute causal attention by `scaled_dot_product_attention`; `name` is its backend."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -231,7 +231,7 @@ class TorchRunner:
             return f"FA-2 of {fa2.library()}"
         return ""
 
-    def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "TorchStep":
+    def prepare(self, function, arguments: Values, cotangent=None) -> "TorchStep":
         return TorchStep(self, function, dict(arguments), cotangent)
 
     def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
@@ -260,7 +260,7 @@ class TorchStep:
             self.extra_peak_bytes = torch.cuda.max_memory_allocated() - before
             torch.cuda.empty_cache()  # JAX, and processes that wait for their turn, need it more
 
-    def __call__(self, arguments, cotangent=None) -> dict[str, Any]:
+    def __call__(self, arguments, cotangent=None) -> Values:
         if cotangent is None:
             with self.torch.no_grad():
                 return self.function(arguments)
@@ -281,7 +281,13 @@ class TorchStep:
         return timing.time_host(lambda _: self(*self.sources), lambda result: result, **how)
 
 
-RUNNERS = {"jax": JaxRunner, "torch": TorchRunner}
+RUNNERS: dict[str, Any] = {"jax": JaxRunner, "torch": TorchRunner}
+
+
+def started(framework: str) -> tuple[list[Any], bool]:
+    """Return the runners of `framework`, which may be `both`, and whether one has a GPU."""
+    found = [make() for name, make in RUNNERS.items() if framework in (name, "both")]
+    return found, any(runner.device != "cpu" for runner in found)
 
 
 def out_of_memory(error: BaseException) -> bool:

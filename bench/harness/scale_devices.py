@@ -15,6 +15,7 @@ import nsa_jax
 from nsa_jax import context
 
 from . import timing
+from .records import Values
 from .scale_problem import RESULTS, Problem, judged
 
 SPEC = P(None, "context")
@@ -28,11 +29,11 @@ def devices(size: int) -> Iterator[Mesh]:
     yield Mesh(np.array(jax.devices()[:size]), ("context",))
 
 
-def row(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Any]:
+def row(problem: Problem, mesh: Mesh, samples: int) -> Values:
     sharding = NamedSharding(mesh, SPEC)
     given = jax.jit(lambda: _drawn(problem), out_shardings=[sharding] * 4)()
     call = functools.partial(_call(problem, mesh), None, *given)
-    how: dict[str, Any] = {"wait": jax.block_until_ready, "done": True, "warmup": 1}
+    how: Values = {"wait": jax.block_until_ready, "done": True, "warmup": 1}
     ms = timing.in_a_row(call, samples=samples, **how)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     found = {
@@ -76,7 +77,7 @@ def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., 
     return jax.jit(results)
 
 
-def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
+def _parity(problem: Problem, mesh: Mesh) -> Values:
     """The same as `scale_ranks.Measured.parity`."""
     if mesh.size == 1 or problem.S > problem.checked:
         return {"errors": None}
@@ -88,7 +89,7 @@ def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
     wide = [x.astype(jnp.float32) for x in whole]
     expected = _call(problem, None, implementation="xla")(indices, *wide)
     alone = _errors(_call(problem, None)(indices, *whole), expected)
-    how: dict[str, Any] = {"context_layout": problem.layout}
+    how: Values = {"context_layout": problem.layout}
     shards = (context.shard_sequence(x, mesh.size, **how) for x in (indices, *whole))
     given = jax.device_put([*shards], NamedSharding(mesh, SPEC))
     found = jax.device_put(_call(problem, mesh)(*given), jax.devices()[0])

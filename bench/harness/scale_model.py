@@ -15,19 +15,20 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+
+from .records import Values
 
 FLOAT32 = 4
 
 
-def moved_bytes(row: dict[str, Any], devices: int, itemsize: int = 2) -> float:
+def moved_bytes(row: Values, devices: int, itemsize: int = 2) -> float:
     """Return the bytes that a device receives in one call of the problem `row` on `devices`."""
     columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
     times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
     return (devices - 1) / devices * columns * times
 
 
-def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
+def fitted(rows: Sequence[Values]) -> Callable[..., float] | None:
     """Return the time of a call, `ms(devices, bandwidth)`, from the rows of one problem; None
     without one device, or without several. `bandwidth`, bytes per second, is that of other links
     than the measured ones.
@@ -53,20 +54,20 @@ def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
     return ms
 
 
-def problem(row: dict[str, Any]) -> tuple:
+def problem(row: Values) -> tuple:
     """Return the common fields of rows of the same problem."""
     names = "framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv"
     return *(row[name] for name in names), *row.get("documents", ())
 
 
-def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
-    found: dict[tuple, list[dict[str, Any]]] = {}
+def by_problem(rows: Iterable[Values]) -> dict[tuple, list[Values]]:
+    found: dict[tuple, list[Values]] = {}
     for row in rows:
         found.setdefault(problem(row), []).append(row)
     return found
 
 
-def alone(rows: Iterable[dict[str, Any]]) -> float | None:
+def alone(rows: Iterable[Values]) -> float | None:
     """Return the newest time on one device, or None."""
     found = [x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")]
     return found[-1] if found else None

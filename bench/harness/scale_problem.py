@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import ml_dtypes
 
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
+
+from .records import Values
 
 PAPER = NSAConfig()
 
@@ -51,7 +52,7 @@ class Problem:
         return [(self.H, self.D), (self.Hkv, self.D), (self.Hkv, self.Dv), (self.H, 3)]
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Values:
         """The fields of a row."""
         fields = dataclasses.asdict(self)
         return {k: x for k, x in fields.items() if k not in ("checked", "by_rows")}
@@ -67,7 +68,7 @@ def judged(
     errors: Mapping[str, float],
     alone: Mapping[str, float] | None = None,
     stray: bool = False,
-) -> dict[str, Any]:
+) -> Values:
     """Return the fields of a row: whether several devices are as near to the oracle as one.
 
     The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result; of a
@@ -80,7 +81,7 @@ def judged(
       stray: whether other tokens than these have gradients of their queries or gates.
     """
     eps = float(ml_dtypes.finfo(problem.dtype).eps)
-    found: dict[str, Any] = {"errors": errors}
+    found: Values = {"errors": errors}
     if alone is None:
         most, than = dict.fromkeys(errors, max(eps, FLOAT32_SUMS)), "by one rounding"
         found["on_some_rows"] = True

@@ -17,6 +17,7 @@ import nsa_torch
 from nsa_torch import context, context_ranks
 
 from . import scale_rows, timing
+from .records import Values
 from .scale_problem import RESULTS, Problem, judged
 
 
@@ -34,7 +35,7 @@ def devices(size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def row(problem: Problem, mesh: DeviceMesh, samples: int) -> dict[str, Any]:
+def row(problem: Problem, mesh: DeviceMesh, samples: int) -> Values:
     """Measure a row. If memory runs out, it does so on every rank."""
     return Measured(problem, mesh, samples).row()
 
@@ -46,11 +47,11 @@ class Measured:
         self.problem, self.mesh, self.samples = problem, mesh, samples
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.device, self.cuda = mesh.device_type, mesh.device_type == "cuda"
-        self.layout: dict[str, Any] = {"context_layout": problem.layout}
-        self.place: dict[str, Any] = {}
+        self.layout: Values = {"context_layout": problem.layout}
+        self.place: Values = {}
         if self.size > 1:
             self.place = {"context_mesh": mesh, **self.layout}
-        self.packed: dict[str, Any] = {"config": problem.config}
+        self.packed: Values = {"config": problem.config}
         if problem.documents:
             borders = torch.tensor([0, *itertools.accumulate(problem.documents)])
             sizes = {"config": problem.config, "device": mesh.device_type}
@@ -59,7 +60,7 @@ class Measured:
     def drawn(self, tokens: int, seed: int, device: str) -> list[torch.Tensor]:
         """Query, key, value and gates."""
         draw = torch.Generator(device).manual_seed(seed)
-        how: dict[str, Any] = {"generator": draw, "device": device}
+        how: Values = {"generator": draw, "device": device}
         how["dtype"] = getattr(torch, self.problem.dtype)
         drawn = (torch.randn(1, tokens, *shape, **how) for shape in self.problem.shapes)
         return [self.leaf(x.to(self.device)) for x in drawn]
@@ -85,14 +86,14 @@ class Measured:
         out = nsa_torch.attention(*tensors, **options)
         return [out, *torch.autograd.grad(out, tensors, out.detach())]
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Values:
         tensors = self.tensors()
         call = functools.partial(self.call, tensors, self.place)
         call()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         ms, _ = self.timed(call)
-        found: dict[str, Any] = {"status": "ok"} | timing.spread(ms)
+        found: Values = {"status": "ok"} | timing.spread(ms)
         found["memory_mib"] = None
         if self.cuda:
             peak = torch.cuda.max_memory_allocated() / 2**20
@@ -124,7 +125,7 @@ class Measured:
 
         return run
 
-    def parity(self) -> dict[str, Any]:
+    def parity(self) -> Values:
         """Judge the results of all ranks with a given selection, since a different block is not
         an arithmetic error."""
         problem = self.problem
@@ -144,7 +145,7 @@ class Measured:
         own = [self.leaf(self.cut(x)) for x in whole]
         return judged(problem, self.errors(self.call(own, place), expected), alone)
 
-    def rows(self) -> dict[str, Any]:
+    def rows(self) -> Values:
         """Return a few rows of all ranks, and every gradient that follows from them
         (`scale_rows`).
         """

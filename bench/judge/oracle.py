@@ -141,7 +141,7 @@ def outputs(
     otherwise the oracle.
     """
     with jax.enable_x64(True):
-        step, kept = _forward_slab(branch, config, slabs, low), []
+        step, kept = _forward_slab(branch, config, slabs.size, slabs.offset, low), []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):
             part = step(dict(arguments), jnp.int32(start))
             kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
@@ -149,9 +149,9 @@ def outputs(
 
 
 @functools.cache
-def _forward_slab(branch, config, slabs, low):
+def _forward_slab(branch, config, size, offset, low):
     def slab(arguments, start):
-        local, kv_len, dtype = _local(arguments, start, slabs, low)
+        local, kv_len, dtype = _local(arguments, start, size, offset, low)
         return dense(branch, local, config, kv_len, dtype)
 
     return compiled(slab)
@@ -172,7 +172,7 @@ def gradients(
     float64 for keys and values. Integer arguments have none.
     """
     with jax.enable_x64(True):
-        step, totals = _backward_slab(branch, config, slabs, low), None
+        step, totals = _backward_slab(branch, config, slabs.size, slabs.offset, low), None
         kept = [], []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):
             at = jnp.int32(start), jnp.int32(skip)
@@ -185,12 +185,12 @@ def gradients(
 
 
 @functools.cache
-def _backward_slab(branch, config, slabs, low):
+def _backward_slab(branch, config, size, offset, low):
     def slab(arguments, cotangent, start, skip):
-        local, kv_len, dtype = _local(arguments, start, slabs, low)
+        local, kv_len, dtype = _local(arguments, start, size, offset, low)
         fixed = {name: local.pop(name) for name in ("block_indices",) if name in local}
-        weight = lax.dynamic_slice_in_dim(cotangent, start, slabs.size, axis=1)
-        fresh = jnp.arange(slabs.size, dtype=jnp.int32)[:, None, None] >= skip
+        weight = lax.dynamic_slice_in_dim(cotangent, start, size, axis=1)
+        fresh = jnp.arange(size, dtype=jnp.int32)[:, None, None] >= skip
 
         def out_of(diff):
             found = dense(branch, {**diff, **fixed}, config, kv_len, dtype)
@@ -215,13 +215,13 @@ def _stacked(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
 
 
-def _local(arguments, start, slabs, low):
+def _local(arguments, start, size, offset, low):
     """Return the slab's own arguments, its `kv_len` and the dtype to compute in."""
     local = {
-        name: lax.dynamic_slice_in_dim(x, start, slabs.size, axis=1) if name in PER_QUERY else x
+        name: lax.dynamic_slice_in_dim(x, start, size, axis=1) if name in PER_QUERY else x
         for name, x in arguments.items()
     }
-    kv_len = start + slabs.size + slabs.offset
+    kv_len = start + size + offset
     if low:
         return local, kv_len, local["query"].dtype
 

@@ -52,31 +52,31 @@ CHUNK = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """The errors of a path relative to the oracle, and their bounds. `reason` is empty if all
-    bounds hold.
+    """The errors of a path relative to the oracle, and their bounds, by the names that a record
+    has. `reason` is empty if all bounds hold.
 
-    `error_rms` and `bound_rms` are None for indices, `slope` if there are too few elements.
+    `error_rms` and its bound are None for indices, `slope` if there are too few elements.
     """
 
     error_max: float
     error_mean: float
-    bound_max: float
-    bound_mean: float
+    error_bound: float
+    error_mean_bound: float
     ok: bool
     reason: str = ""
     rows_differ: int | None = None
-    name: str = ""  # of the array
+    error_of: str = ""  # the array
     error_rms: float | None = None
-    bound_rms: float | None = None
+    error_rms_bound: float | None = None
     slope: float | None = None
     slope_limit: float = SLOPE
 
     @property
     def share(self) -> float:
         """The largest error divided by its bound. Above 1 the bound is broken."""
-        pairs = [(self.error_max, self.bound_max), (self.error_mean, self.bound_mean)]
-        if self.error_rms is not None and self.bound_rms is not None:
-            pairs.append((self.error_rms, self.bound_rms))
+        pairs = [(self.error_max, self.error_bound), (self.error_mean, self.error_mean_bound)]
+        if self.error_rms is not None and self.error_rms_bound is not None:
+            pairs.append((self.error_rms, self.error_rms_bound))
         if self.slope is not None:
             pairs.append((abs(self.slope - 1), self.slope_limit))
         used = [error / bound if bound else float(error > 0) * 2 for error, bound in pairs]
@@ -178,13 +178,13 @@ def check_parity(
     return Parity(
         error_max=error.max,
         error_mean=error.mean,
-        bound_max=bound_max,
-        bound_mean=bound_mean,
+        error_bound=bound_max,
+        error_mean_bound=bound_mean,
         ok=not reason,
         reason=reason,
-        name=name,
+        error_of=name,
         error_rms=error.rms,
-        bound_rms=bound_rms,
+        error_rms_bound=bound_rms,
         slope=slope,
         slope_limit=limit,
     )
@@ -302,4 +302,4 @@ def merge(parts: Sequence[Parity]) -> Parity:
 
 
 def _broken(name: str, reason: str) -> Parity:
-    return Parity(np.inf, np.inf, np.nan, np.nan, False, f"{name}: {reason}", name=name)
+    return Parity(np.inf, np.inf, np.nan, np.nan, False, f"{name}: {reason}", error_of=name)

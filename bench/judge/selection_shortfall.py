@@ -23,8 +23,6 @@ from . import oracle, parity
 
 ROUNDOFF = 2.0**-24  # of one float32 operation, relative
 SMALLEST = 2.0**-126  # what is smaller may count as zero
-# Rows scored in one call, and at once within it: each needs [C, N] float64.
-ROWS, AT_ONCE = 256, 4
 MAX_ROWS = 2**15  # what differs more often is not rounding; the rest stays unexplained
 
 
@@ -161,40 +159,17 @@ def exact_scores(
     """Return the reference's block scores `[R, N]` in float64 of `rows` int `[R, 3]` (batch, token,
     key/value head), and the largest magnitude that a logit of each can have, `[R]`.
     """
-    scores, reach = [], []
-    with jax.enable_x64(True):
-        step = _scores(config)
-        for at in range(0, len(rows), ROWS):
-            part = rows[at : at + ROWS].astype(np.int32)
-            filled = np.concatenate([part, np.repeat(part[-1:], ROWS - len(part), axis=0)])
-            found = step(query, compressed_key, jnp.asarray(filled))
-            for kept, x in zip((scores, reach), found, strict=True):
-                kept.append(np.asarray(x)[: len(part)])
-    return np.concatenate(scores), np.concatenate(reach)
-
-
-@functools.cache
-def _scores(config):
-    def score(query, compressed_key, rows):
-        heads, width = query.shape[2:]
-        count, kv_heads = compressed_key.shape[1:3]
-        group = heads // kv_heads
-
-        def one(row):
-            batch, token, head = row
-            zero = jnp.zeros_like(token)
-            at = batch, token, head * group, zero
-            own = lax.dynamic_slice(query, at, (1, 1, group, width)).astype(jnp.float64)
-            key = lax.dynamic_slice(
-                compressed_key, (batch, zero, head, zero), (1, count, 1, width)
-            ).astype(jnp.float64)
-            found = reference.block_scores(own, key, config=config, kv_len=token + 1)
-            lengths = (jnp.sqrt((x * x).sum(axis=-1)).max(initial=0.0) for x in (own, key))
-            return found[0, 0, 0], math.prod(lengths) * width**-0.5
-
-        return lax.map(one, rows, batch_size=AT_ONCE)
-
-    return oracle.compiled(score)
+    (batch, token, head), width = rows.T, query.shape[-1]
+    tokens, place = np.unique(token, return_inverse=True)
+    slabs = oracle.Slabs(tuple(tokens.tolist()), 1, query.shape[1])
+    arguments = {"query": query, "compressed_key": compressed_key}
+    scores = oracle.outputs("scores", arguments, config, slabs)["scores"]
+    grouped = query.reshape(*query.shape[:2], compressed_key.shape[2], -1, width)
+    pair = grouped[batch, token, head], jnp.moveaxis(compressed_key, 1, 2)
+    own, keys = (
+        np.linalg.norm(np.asarray(x, np.float64), axis=-1).max(-1, initial=0.0) for x in pair
+    )
+    return scores[batch, place, head], own * keys[batch, head] * width**-0.5
 
 
 def compare(

@@ -237,10 +237,8 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
         if here:
             points.append(Point(run.tokens, run, here))
     fastest = {point.best.kernel for point in points if point.best}
-    for place, point in enumerate(points):
-        missing = fastest - {run.kernel for run in point.dense}
-        points[place] = dataclasses.replace(point, missing=tuple(sorted(missing)))
-    return tuple(points)
+    lacking = ((point, fastest - {run.kernel for run in point.dense}) for point in points)
+    return tuple(dataclasses.replace(x, missing=tuple(sorted(names))) for x, names in lacking)
 
 
 def sentence(device: str, each: Iterable[Panel]) -> str:

@@ -3,10 +3,8 @@
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..harness import process, records
-from ..harness.records import Record
 from ..lm import curves, watched
 from . import crossover, render
 from .plots import Plot, answer
@@ -55,7 +53,7 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
         columns=COLUMNS,
         numeric=NUMERIC,
         rows=[
-            (record, *both, _shape(record), _source(where, record), render.note(record))
+            (record, *both, where, render.note(record))
             for (where, record), *both in zip(report.rows, *gains, strict=True)
         ],
         training=[
@@ -70,14 +68,3 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
         several=watched.parity(report.training),
         files=[records.shown(name) for name in report.files],
     )
-
-
-def _shape(r: Record) -> str:
-    keys = f" S={r.S}" if r.S != r.T else ""
-    return f"B={r.B} T={r.T}{keys} H={r.H}/{r.Hkv} D={r.D}/{r.Dv}"
-
-
-def _source(where: str, record: Record) -> str:
-    name, _, line = where.rpartition(":")
-    commit = (record.commit or "unknown")[:9]
-    return f"{Path(name).name}:{line}, {record.bench}, commit {commit}"

@@ -132,31 +132,7 @@ def note(record: Record) -> str:
 
 def heading(records: Sequence[Record]) -> str:
     """Return the common properties of all rows: device, problem, versions."""
-    first = records[0]
-    shape = " ".join(
-        f"{name}={getattr(first, name)}" for name in ("B", "T", "H", "Hkv", "D", "Dv")
-    )
-    config = " ".join(f"{name}={value}" for name, value in first.config.items())
-    versions = " ".join(f"{name} {value}" for name, value in first.versions.items() if value)
-    state = {True: " with local changes", False: "", None: ""}[first.dirty]
-    text = f", sha256 {first.input_sha256[:16]}" if first.input_sha256 else ""
-    overlap = "" if first.overlap is None else f", overlap of neighbours {first.overlap:.3f}"
-    checked = next((r.rows_checked for r in records if r.rows_checked), 0)
-    devices = ", ".join(dict.fromkeys(record.device for record in records))
-    return "\n".join(
-        (
-            f"device: {devices}",
-            f"problem: {first.mode} {first.dtype} {shape}",
-            f"config: {config}",
-            f"input: {first.input}{text}{overlap}",
-            f"versions: {versions}; commit {first.commit or 'unknown'}{state}",
-            "error: of the result that uses most of its bound (worst), on "
-            f"{checked} query positions of each sequence; indices: shortfall of a score; "
-            "slope: of 10^5 elements or more",
-            "speed-up: over the fastest dense row of the same framework; "
-            "a/b/c/d: compressed/scores/selected/sliding",
-        )
-    )
+    return filled("heading.txt.jinja", records=records)
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -166,21 +142,10 @@ def markdown(records: Sequence[Record]) -> str:
     for row in table:
         row["note"] = f"[{notes.index(row['note']) + 1}]" if row["note"] else ""
     widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in COLUMNS}
-
-    def line(row):
-        fitted = (
-            row[name].rjust(widths[name]) if name in NUMERIC else row[name].ljust(widths[name])
-            for name in COLUMNS
-        )
-        return f"| {' | '.join(fitted)} |"
-
-    rule = {
-        name: "-" * (widths[name] - 1) + (":" if name in NUMERIC else "-") for name in COLUMNS
-    }
-    lines = [line(dict(zip(COLUMNS, COLUMNS, strict=True))), line(rule), *map(line, table)]
-    head = heading(records).replace("\n", "  \n")
-    foot = "  \n".join(f"[{number}] {note}" for number, note in enumerate(notes, 1))
-    return "\n\n".join((head, "\n".join(lines), foot)).rstrip() + "\n"
+    titles = dict(zip(COLUMNS, COLUMNS, strict=True))
+    about = {"widths": widths, "numeric": NUMERIC, "head": heading(records)}
+    text = filled("compared.md.jinja", rows=[titles, *table], notes=notes, **about)
+    return text.rstrip() + "\n"
 
 
 def csv_text(records: Sequence[Record]) -> str:

@@ -4,12 +4,11 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nsa_core import policy
 
 from ..harness import records
-from ..harness.records import Record
+from ..harness.records import Record, Values
 from ..lm import log, watch
 
 
@@ -32,11 +31,11 @@ class Report:
         return [line for _, lines in self.training for line in lines]
 
     @property
-    def environments(self) -> list[dict[str, Any]]:
+    def environments(self) -> list[Values]:
         """The environments of the runs: device, commit, versions, number of rows, first and
         last time.
         """
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Values] = {}
         for record in self.records:
             about = {
                 "device": record.device,

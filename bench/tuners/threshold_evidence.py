@@ -11,14 +11,13 @@ that differ in nothing but the implementation: lines of JSON, or a row of the CS
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nsa_core import policy
 
 from ..harness import command, records
-from ..harness.records import Record
+from ..harness.records import Record, Values
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
@@ -176,7 +175,7 @@ class Evidence:
         self.pairs.append(Pair(threshold, slowest, where, over, least[over], least[portable]))
 
 
-def _other(extra: Mapping[str, Any]) -> str | None:
+def _other(extra: Values) -> str | None:
     """Return the reason that a row does not concern the automatic choice, or None."""
     if extra.get("path") == "dense":
         return "the dense call of FA-2, which the library does not use"
@@ -235,7 +234,7 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
         if not (row[length].isascii() and row[length].isdigit()):
             raise ValueError(f"{where}: {length} must be a length, got {row[length]!r}")
         at = int(row[length])
-        about: dict[str, Any] = {n: row[n] for n in ("mode", "dtype", "commit") if row.get(n)}
+        about: Values = {n: row[n] for n in ("mode", "dtype", "commit") if row.get(n)}
         about |= {n: int(row[n]) for n in ("H", "D", "Dv") if row.get(n)}
         about |= {"bench": "csv", "framework": "torch", "branch": branch, "device": here}
         about |= {"T": at if fa2 else 0, "time": row.get("time") or "", "samples": 1}
@@ -246,7 +245,7 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
         if row.get(FA2_PORTABLE):
             each[PORTABLE["torch"]] = FA2_PORTABLE
         for name, column in each.items():
-            found: dict[str, Any] = {"status": status, "reason": reason}
+            found: Values = {"status": status, "reason": reason}
             if status == "ok" or (row[column] and name != kernel):
                 time = command.positive(row[column], f"{where}: {column}")
                 found = dict.fromkeys(("time_ms", "p20_ms", "p80_ms"), time)
