@@ -55,7 +55,9 @@ def test_rows_that_are_not_ours_say_so(installed):
     found = {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
     assert list(found) == ["selected", "sliding", "all"]
     assert [job.judged for job in found.values()] == [True, True, False]
-    assert "means of 32 tokens without overlap (ours: of 16, one each 8)" in found["all"].note
+    assert (
+        "means of 32 tokens without overlap (ours: of 16 tokens, every 8)" in found["all"].note
+    )
     assert list(peers.jobs(asked(), ["scores"], ["fla"])) == []
 
 
