@@ -55,7 +55,7 @@ class TestRecords:
             ('"schema": 2', '"schema": 7', "schema must be 2"),
             ('"time_ms": 2.0', '"time_ms": NaN', "time_ms must be"),
             ('"time_ms": 2.0', '"time_ms": -1', "time_ms must be"),
-            ('"time_ms": 2.0', '"time_ms": null', "needs times"),
+            ('"time_ms": 2.0', '"time_ms": null', "must have times"),
             ('"status": "ok"', '"status": "fine"', "status must be"),
             ('"branch": "sliding"', '"branch": "whole"', "branch must be"),
             ('"status": "ok"', '"status": "oom"', "must have a reason"),

@@ -261,7 +261,12 @@ ONES, TWOS = ([torch.full((2,), x)] for x in (1.0, 2.0))
 JUDGED = {
     "right": (["gathered_merge"], 3, [ONES] * 3, None),
     "a kernel is missing": (["deltas"], 3, [ONES] * 3, "gathered_merge did not run"),
-    "nothing to gather": (["gathered_merge"], 0, [ONES] * 3, "no tile was gathered"),
+    "nothing to gather": (
+        ["gathered_merge"],
+        0,
+        [ONES] * 3,
+        "no tile was gathered, although the layer must run gathered_merge",
+    ),
     "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "the results must be finite"),
     "other bits": (["gathered_merge"], 3, [ONES, ONES, TWOS], "2 results in 3 calls"),
 }
