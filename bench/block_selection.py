@@ -235,7 +235,9 @@ class Mode:
         return self.checked("plain", wide)
 
     def apart(self) -> float:
-        """The share of our lists, or of their blocks, that differ from the expected ones."""
+        """Return the share of our lists, or of their blocks, that differ from the expected
+        ones.
+        """
         raise NotImplementedError
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
@@ -266,7 +268,7 @@ class Mode:
 
 
 def last(x: Tensor, dim: int = 1) -> Tensor:
-    """Of the queries that are judged."""
+    """Return the last of the queries that are judged."""
     return x.narrow(dim, max(x.shape[dim] - FLAGS.checked, 0), min(x.shape[dim], FLAGS.checked))
 
 

@@ -26,7 +26,7 @@ between. These are functions:
 | `seed_variables` | environment variables, and their flags here | |
 
 It writes two pictures too: `docs/crossover.svg`, the first chart of `bench.report`, and
-`docs/distance.svg`, the worth of a passage by its distance.
+`docs/distance.svg`, the gain from a passage by its distance.
 
 A cell shows the newest record of its shape, or the status of a failed one, and nothing if it was
 refused. The column `commit` lists the commits of all figures that a row compares.
@@ -373,7 +373,7 @@ def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     """Return the results of an experiment: dense attention's means, and the differences of its
-    other runs. `runs` and `seeds` are lists with commas; by default all.
+    other runs. `runs` and `seeds` are comma-separated lists. They default to all.
     """
     from .lm.experiments import EXPERIMENTS, VARIANTS
 

@@ -1,4 +1,4 @@
-"""The host time of a call, with and without CUDA graphs of launches.
+"""Measures the host time of a call, with and without CUDA graphs of launches.
 
     python -m bench.host_time
     python -m bench.host_time --rounds 4 --out host.jsonl
@@ -85,7 +85,7 @@ def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
 
 @contextlib.contextmanager
 def form(name: str) -> Iterator[None]:
-    """A context in which consecutive launches become a graph, or each remains a launch."""
+    """Return a context in which consecutive launches become a graph, or each remains a launch."""
     from kernels_pallas.runtime import sequence
 
     before = sequence.GRAPH_AFTER

@@ -1,4 +1,4 @@
-"""Whether an implementation selects the blocks that the reference selects, in every row.
+"""Checks whether an implementation selects the same blocks as the reference in every row.
 
     python -m bench.indices --kernels mosaic
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
@@ -31,7 +31,7 @@ FLAGS = cli.define(
     batch=(int, "Sequences, instead of the config's."),
     dtype=(str, "Precision, instead of the config's.", problems.PRECISIONS),
     seed=(0, "Of the random arrays and of the text model.", None),
-    row_seconds=(0.5, "Time spent on samples of a selection."),
+    row_seconds=(0.5, "Seconds spent on timing a selection."),
     out=(str, "A new folder, for the records in indices.jsonl."),
     save_records=(False, "Append to bench/records/<device>/indices.jsonl too."),
 )

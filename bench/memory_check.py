@@ -9,15 +9,15 @@
 | `synccheck` | a barrier that not all threads reach |
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
-`bench.harness.checked_layer` has the layers, and the kernels of each that have to run. Each layer
-first runs without a tool, which builds its kernels; then under every tool, `--at_once` processes
-together. The caching allocator of torch is disabled, since `memcheck` cannot detect addresses
-past the end of a tensor within its large blocks. Each tool must first find a fault that is
-planted for it, otherwise no layer runs under it.
+`bench.harness.checked_layer` has the layers, and the kernels that each layer must run. Each
+layer first runs without a tool, which builds its kernels. It then runs under every tool.
+`--at_once` processes run at the same time. The caching allocator of torch is disabled, since
+`memcheck` cannot detect addresses past the end of a tensor within its large blocks. Each tool
+must first find a planted fault; otherwise no layer runs under this tool.
 
-A row is `ok`, `wrong` (the tool found something, a layer gave other bits, or a kernel did not run
-that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records` appends
-its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
+A row is `ok`, `wrong` (the tool found an error, the results of a layer have other bits, or a
+required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl;
+`--save_records` appends its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from .harness.checked_layer import LAYERS, TOOLS
 from .harness.records import Values
 
 FLAGS = cli.define(
-    only=((), "Layers whose names begin so (repeatable)."),
+    only=((), "Only layers whose names begin with this (repeatable)."),
     tool=(TOOLS, "Repeatable.", TOOLS),
-    kernels=("", "racecheck: only kernels whose names contain this."),
-    at_once=(8, "Processes side by side."),
+    kernels=("", "With --tool=racecheck: only kernels whose names contain this."),
+    at_once=(8, "Number of processes that run at the same time."),
     timeout_s=(300, "Of a process."),
-    out=(str, "A new folder; default: bench/results/<time>."),
+    out=(str, "Folder for the results, which must not exist; default: bench/results/<time>."),
     save_records=(False, "Keep the records."),
 )
 
@@ -55,8 +55,10 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY
 
 
 def watched(tool: str, layer: str, folder: Path) -> Values:
-    """Run a layer under a tool, or the planted fault where `layer` is "", and judges it: `ran` is
-    what `checked_layer` printed, `watched` is `--kernels` where the tool looked at these only."""
+    """Run a layer under a tool, or the planted fault if `layer` is "", and judge the result.
+    `ran` is the output of `checked_layer`. `watched` is `--kernels` if the tool checked only
+    these kernels.
+    """
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
     kernels = (FLAGS.kernels or None) if tool == "racecheck" else None
@@ -76,13 +78,13 @@ def watched(tool: str, layer: str, folder: Path) -> Values:
         return row | {"status": "timeout", "reason": done.reason}
     if not layer:
         caught = found and checked_layer.symbol(name) in text
-        reason = "" if caught else "it does not find the fault that was planted"
+        reason = "" if caught else "the tool does not find the planted fault"
     elif found:
         reason = f"{tool} found {found}"
     elif not ran:
         reason = done.reason or "it said nothing"
     elif tool != ALONE and not SUMMARY.search(text):
-        reason = f"no summary of {tool}"
+        reason = f"the log has no summary of {tool}"
     else:
         reason = ran["fault"] or done.reason
     return row | ({"status": "wrong", "reason": reason} if reason else {})
@@ -91,11 +93,12 @@ def watched(tool: str, layer: str, folder: Path) -> Values:
 def check(
     layers: Sequence[str], tools: Sequence[str], folder: Path
 ) -> Generator[Values, None, None]:
-    """Layers without a tool and the planted faults; then the layers that were right, under the
-    tools that found theirs. Processes end if the caller stops iterating over rows.
+    """Yield the rows of all layers without a tool and of the planted faults. Then yield those
+    of the layers that were right, under the tools that found their fault. The processes end if
+    the caller stops iterating.
 
     Raises:
-      ValueError: a layer has no kernel that `--kernels` names.
+      ValueError: `--kernels` matches no kernel of a layer.
     """
     pool = ThreadPoolExecutor(FLAGS.at_once)
     futures: list[Future[Values]] = []
@@ -113,14 +116,17 @@ def check(
                 names = [*row["ran"]["kernels"]]
                 if not any(FLAGS.kernels in checked_layer.symbol(name) for name in names):
                     raise ValueError(
-                        f"--kernels must be part of a kernel's name that {row['layer']!r} runs, "
-                        f"one of {', '.join(names)}"
+                        f"--kernels must be part of the name of a kernel of {row['layer']!r}, "
+                        f"which runs {', '.join(names)}"
                     )
             elif row["status"] == "ok":
                 trusted.append(row["tool"])
         for row in rows([(tool, layer) for tool in trusted for layer in bits]):
             if row["status"] == "ok" and row["ran"]["digest"] != bits[row["layer"]]:
-                row |= {"status": "wrong", "reason": "other bits than alone"}
+                row |= {
+                    "status": "wrong",
+                    "reason": "the results have other bits than without a tool",
+                }
             yield row
     finally:
         for future in futures:
@@ -134,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     layers = cli.chosen(FLAGS.only, LAYERS)
     if FLAGS.kernels and "racecheck" not in FLAGS.tool:
         raise ValueError(
-            "--kernels is for --tool=racecheck, because other tools watch all kernels"
+            "--kernels requires --tool=racecheck, since other tools check all kernels"
         )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise NotImplementedError("a Hopper GPU is needed")
@@ -158,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def shown(row: Values) -> Values:
-    """Values of the printed line."""
+    """Return the values of the printed line."""
     tiles = row["ran"].get("gathered_tiles")
     more = row.get("reason") or (f"{tiles} tiles gathered" if tiles else None)
     return {"more": more, "name": row["layer"] or "planted fault"}

@@ -3,13 +3,13 @@
     python -m bench.needle
     python -m bench.needle --S=65536 --pos=1234 --framework=jax
 
-One key, `pos`, points where the query of the last token looks; all others are noise. The
-report shows the results of the kernels, not a map of the scores: whether the block of `pos` is
-among the indices for the last query of each key/value head, the weight that selected attention
-gave to the needle (the output where all values are 0 but the needle's), the cosine
-of the whole output and the planted value (`cos`), the mean error against the float64 reference
-on the last row (`mae`), and the time of the whole attention over all `S` tokens. A needle
-that is not attended to is a wrong result.
+The key at `pos` points in the direction of the query of the last token; all other keys are
+noise. The report shows the results of the kernels, not a map of the scores: whether the block
+of `pos` is among the indices for the last query of each key/value head, the weight that
+selected attention gave to the needle (the output where all values are 0 but the needle's), the
+cosine of the whole output and the planted value (`cos`), the mean error against the float64
+reference on the last row (`mae`), and the time of the whole attention over all `S` tokens. A
+needle that is not attended to is a wrong result.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from .prefill import job
 FLAGS = command.flag_values(
     frameworks=True,
     **command.SIZES,
-    S=(int, "Tokens; default: 65536, without a GPU 1024.", 2),
-    pos=(int, "Where the needle is; default: S // 3.", 0),
+    S=(int, "Number of tokens; default: 65536, or 1024 without a GPU.", 2),
+    pos=(int, "Position of the needle; default: S // 3.", 0),
 )
 LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
 
@@ -63,7 +63,7 @@ def forced(block: int, length: int, config) -> bool:
 
 
 def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, Any]:
-    """Judge how the whole attention of one plan treats the needle. Returns the fields of the
+    """Judge how the whole attention of one plan treats the needle. Return the fields of the
     record, and the function that times it.
     """
     config, block = settings.nsa, position // settings.nsa.select_block
@@ -108,9 +108,9 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
     reason = ""
     if not holds.all():
         missing = np.flatnonzero(~holds.all(axis=0)).tolist()
-        reason = f"block {block} is not among the selected of kv heads {missing}"
+        reason = f"block {block} is not selected by key/value heads {missing}"
     elif not weight.min() > LEAST_WEIGHT:
-        reason = f"the needle's weight is {weight.min():.3g}, expected over {LEAST_WEIGHT}"
+        reason = f"the weight of the needle must be over {LEAST_WEIGHT}, got {weight.min():.3g}"
     return found | ({"status": "wrong", "reason": reason} if reason else {}), time
 
 

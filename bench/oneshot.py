@@ -7,8 +7,8 @@
 
 Each step is a process with its own timeout and log. The results are in a new folder
 `artifacts/<commit>`, `summary.json` among them. A step that fails, runs out of time or cannot
-start within the budget makes the exit status 1; the steps after it run all the same. SIGINT
-and SIGTERM end the current step; the status in the summary is then `interrupted`.
+start within the budget makes the exit status 1; later steps still run. SIGINT and SIGTERM end
+the current step; the status in the summary is then `interrupted`.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from .harness.process import Result, Step
 SCHEMA = 1
 PLANS = config_files.FOLDER / "oneshot"
 FLAGS = cli.define(
-    out=(str(process.ROOT / "artifacts"), "Folder for the folder of this run."),
-    plan=(str, "The plan: gpu, cpu, or a path; default: as the device is."),
-    only=((), "Only this step (repeatable)."),
-    skip=((), "Not this step (repeatable)."),
-    list=(False, "Print the steps, and run none."),
-    quick=(False, "The smaller sizes of the plan."),
-    minutes=(10.0, "Budget of the whole run."),
-    save_records=(False, "Steps keep their records in bench/records/ too."),
+    out=(str(process.ROOT / "artifacts"), "Parent of the folder of this run."),
+    plan=(str, "Plan: gpu, cpu, or the path of a file; default: by the device."),
+    only=((), "Run only this step (repeatable)."),
+    skip=((), "Skip this step (repeatable)."),
+    list=(False, "Print the steps without running them."),
+    quick=(False, "Use the smaller sizes of the plan."),
+    minutes=(10.0, "Time budget of the whole run, in minutes."),
+    save_records=(False, "Also append the records of the steps to bench/records/."),
 )
 
 
@@ -45,7 +45,8 @@ def load(name: str) -> list[Step]:
     """Return the steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
     Raises:
-      ValueError: A name occurs twice, or a step needs one that is not before it.
+      ValueError: Two steps have the same name, or a step needs another one that is not before
+        it.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
     data = config_files.load(path)
@@ -89,7 +90,7 @@ def template_of(step: Step, hopper: bool) -> str:
 
 
 class Run:
-    """The steps of one run, one after the other, and its summary."""
+    """Runs the steps of one run in order and writes its summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
         """`about` has further fields of the summary. Its field `hopper` determines the
@@ -118,7 +119,7 @@ class Run:
         return "--skip" if step.name in FLAGS.skip else None
 
     def run(self) -> int:
-        """Run every step; the exit status."""
+        """Run every step and return the exit status."""
         status = 0
         try:
             with process.interruptible():

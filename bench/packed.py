@@ -6,7 +6,7 @@ eager mode.
 
 Forms of a call, forward and with gradients:
 
-    rows        a batch of the documents, where all have one length
+    rows        a batch of the documents, if all have the same length
     varlen      one row, with `varlen_metadata` made before
     cu_seqlens  one row, with only the boundaries
 
@@ -33,9 +33,9 @@ from .harness.records import Values
 from .harness.timed_problem import Problem, named, torch_inputs
 
 FLAGS = cli.define(
-    only=((), "Shapes whose names begin so (repeatable)."),
+    only=((), "Only shapes whose names begin with this (repeatable)."),
     implementation=("mosaic", "Kernels.", ["mosaic", "triton"]),
-    row_seconds=(0.5, "Of timing a row."),
+    row_seconds=(0.5, "Seconds spent on timing a row."),
     save_records=(False, "Keep the records."),
 )
 cli.define_lines(FLAGS)
@@ -72,7 +72,7 @@ def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
 
 
 def measure(name: str) -> Iterator[Values]:
-    """The rows of a shape."""
+    """Return the rows of a shape."""
     sizes = dict(SHAPES[name])
     lengths, total = sizes.pop("documents"), sizes["T"]
     ends, seconds = [0, *itertools.accumulate(lengths)], FLAGS.row_seconds

@@ -32,7 +32,7 @@ FLAGS = command.flag_values(
 
 
 def scaling(now: Record, before: Record | None) -> Values:
-    """Values of the row of a length, given the record of the length before it."""
+    """Return the values of the row of a length, given the record of the previous length."""
     found: Values = {"now": now}
     if now.times_ms is not None:
         found["tokens_per_s"] = now.B * now.S / now.times_ms[0] * 1e3

@@ -1,5 +1,5 @@
-"""Compares two ways to express a selection as half-open ranges of keys, which are a loop over its
-rows and the array program.
+"""Compares two ways to express a selection as half-open ranges of keys, with a loop over its
+rows and with an array program.
 
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096
@@ -68,7 +68,9 @@ def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
     )
     parity = {"rows_checked": shape[1], "rows_differ": differ}
     if differ:
-        reason = f"v1 and v2 differ in {differ} of {expected[..., 0, 0].size} rows"
+        reason = (
+            f"the ranges of v1 and v2 differ in {differ} of {expected[..., 0, 0].size} rows"
+        )
         return [parity | {"status": "wrong", "reason": reason}] * 2
     first = timing.time_host(
         lambda _: v1(indices, places, config), lambda x: x, **{**how, "warmup": 1}

@@ -2,10 +2,10 @@
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
-Writes `report.html` (one file that asks for nothing else, its first chart: from which length NSA
-is faster, `reports.crossover`), `report.md` (environment, parity, speed-ups by length, thresholds)
-and the plots as PNG. Failed rows are included with their reason and without a speed-up. Files
-of `bench.train` become tables of runs.
+Writes `report.html` (one self-contained file; its first chart shows from which length NSA is
+faster, see `reports.crossover`), `report.md` (environment, parity, speed-ups by length,
+thresholds) and the plots as PNG. Failed rows are included with their reason and without a
+speed-up. Files of `bench.train` become tables of runs.
 """
 
 import json
@@ -26,7 +26,7 @@ from .reports.sources import Report, read
 
 FLAGS = cli.define(
     flags.FlagValues(),
-    out=(str, "A new folder for the report."),
+    out=(str, "Folder for the report, which must not exist."),
     title=(str, "Of the report."),
 )
 # The rows of speed-ups: a branch, the kernel, and its baseline.
@@ -78,7 +78,7 @@ def markdown(report: Report) -> str:
 
 
 def _parity(some: Sequence[Record]) -> str:
-    """PASS or FAIL of each path, with its largest share of the bound."""
+    """Return PASS or FAIL of each path, with its largest error relative to the bound."""
     rows = []
     for key, group in render.judged(some).items():
         shares = [s for s in (r.bound_share for r in group) if s is not None]

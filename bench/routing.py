@@ -1,4 +1,4 @@
-"""The choice of every step for each preset and framework, as `explain` reports it.
+"""Prints the choice of every step for each preset and framework, as `explain` reports it.
 
 python -m bench.routing              # print it
 python -m bench.routing --out DIR    # and keep it, in routing.json
@@ -20,7 +20,7 @@ from .harness.runners import RUNNERS, asked
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = cli.define(
-    out=(str, "Folder for routing.json, which must not be there."),
+    out=(str, "Folder for routing.json, which must not exist there."),
 )
 
 
@@ -32,7 +32,7 @@ def presets() -> list[str]:
 
 
 def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The `Choices` of each preset and framework, and their entries in `routing.json`."""
+    """Return the `Choices` of each preset and framework, and their entries in `routing.json`."""
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:

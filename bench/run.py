@@ -25,8 +25,8 @@ def rows(
     kept: str | None = None,
     out: Path | None = None,
 ) -> list[str]:
-    """Print each row as it comes and appends its record to a file, since the process may be
-    ended from outside; the statuses.
+    """Print each row as soon as it is measured and append its record to a file, since the
+    process may be ended from outside. Return the statuses.
 
     Args:
       show: values of the printed line in addition to the row's own.
@@ -48,7 +48,7 @@ def rows(
 
 
 def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> None:
-    """Print named times, and appends their records to `--out`."""
+    """Print named times and append their records to `--out`."""
     print(f"{name}: {', '.join(f'{x} {time:.3f}' for x, time in times.items())}", flush=True)
     commit = records.environment(own.commit)["commit"]
     if own.out:
@@ -57,8 +57,8 @@ def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> No
 
 
 def chosen(own: Any, problems: Iterable[Problem], unit: str = "") -> Iterator[Problem]:
-    """The `problems` that `--only` names, on a GPU. The device is printed first if the lines of
-    the command are times in `unit`.
+    """Return the `problems` that `--only` names, on a GPU. The device is printed first if the
+    lines of the command are times in `unit`.
     """
     import torch
 

@@ -7,9 +7,9 @@
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
 Each number of devices is a separate run: in torch one process per GPU (`torchrun`, NCCL; `gloo`
-without a GPU), in JAX one process. A row of JSON each in `--out`:
+without a GPU), in JAX one process. Each problem gives a row of JSON in `--out`:
 
-  ms            of the slowest device, all begin together: median, p20, p80
+  ms            of the slowest device, if all begin together: median, p20, p80
   efficiency    ms on one device / (devices * ms), of the same length
   tokens_s_device  tokens per second and device, to compare with `--weak`, which gives each device
                 as many tokens; the work of a token still grows with the length
@@ -25,8 +25,8 @@ without a GPU), in JAX one process. A row of JSON each in `--out`:
                 of any length, and of every gradient where the others' outputs have none; more
                 than one rounding of the dtype is `wrong`
 
-If one device cannot hold the problem its row reports it, and others have no efficiency.
-`--predict` computes the time of more devices from rows; it is no measurement.
+If one device cannot hold the problem, its row reports this, and the other rows have no
+efficiency. `--predict` computes the time of more devices from rows; this is not a measurement.
 """
 
 import importlib
@@ -61,36 +61,47 @@ MODES, LAYOUTS = ("forward", "fwdbwd"), ("zigzag", "contiguous")
 DTYPES = ("bfloat16", "float16", "float32")
 FLAGS = cli.define(
     devices=(["1", "2"], "Numbers of devices."),
-    lengths=(["131072"], "Tokens of the whole sequence."),
+    lengths=(["131072"], "Numbers of tokens of the whole sequence."),
     framework=("torch", "What runs it.", ["torch", "jax"]),
     mode=(MODES, "Repeatable.", MODES),
     layout=(("zigzag",), "Repeatable.", LAYOUTS),
     heads=(64, "Query heads."),
     kv_heads=(4, "Key/value heads."),
-    dk=(128, "Columns of queries and keys."),
+    dk=(128, "Number of columns of queries and keys."),
     dv=(128, "Columns of values."),
     dtype=("bfloat16", "Precision.", DTYPES),
     documents=(
         [],
-        "Tokens of each, of a packed row of that length (torch); none: one sequence.",
+        "Number of tokens of each document of a packed row (torch); none: one sequence.",
     ),
-    weak=(False, "--lengths are tokens a device, not of all."),
+    weak=(False, "Take --lengths as tokens per device instead of as the total."),
     samples=(10, "Of a row."),
-    checked=(32768, "Longest sequence that is judged.", None),
-    recompute=(False, "Branches are computed again in the backward pass (torch)."),
-    check=("whole", "What is judged: all, up to --checked; or rows.", ["whole", "rows"]),
-    timeout_s=(600.0, "Of one number of devices.", None),
+    checked=(32768, "Length of the longest sequence that is judged.", None),
+    recompute=(False, "Recompute the branches in the backward pass (torch)."),
+    check=(
+        "whole",
+        "What is judged: all rows up to --checked tokens, or a sample of rows at any length.",
+        ["whole", "rows"],
+    ),
+    timeout_s=(600.0, "Time limit for the run of one number of devices, in seconds.", None),
     predict=([], "Numbers of devices to predict from rows."),
-    records=(str, "The rows to predict from."),
-    link_gb_s=(float, "GB/s of other links than the measured.", None),
+    records=(str, "File of the rows to predict from."),
+    link_gb_s=(
+        float,
+        "Bandwidth to predict for, in GB/s, if the links differ from the measured ones.",
+        None,
+    ),
     worker=(False, "What a run is given."),
 )
 cli.define_lines(FLAGS)
 
 
 def problems(size: int) -> list[Problem]:
-    """Return the problems for a number of devices. Raises: ValueError: devices cannot share a
-    length in whole chunks, or documents do not have it.
+    """Return the problems for a number of devices.
+
+    Raises:
+      ValueError: A length cannot be divided among devices in whole chunks, or the documents do not
+        add up to it.
     """
     if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(
@@ -124,7 +135,9 @@ def problems(size: int) -> list[Problem]:
 
 
 def measured(size: int) -> tuple[list[Values], str]:
-    """Return the rows of a run on `size` devices, and why it ended early, or nothing."""
+    """Return the rows of a run on `size` devices, and the reason why it ended early, or an
+    empty string.
+    """
     words = ["bench.scale", *sys.argv[1:], f"--devices={size}", "--worker"]
     if FLAGS.framework == "torch":
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
@@ -159,7 +172,7 @@ def predict(path: str) -> int:
     found = scale_model.by_problem(rows).values()
     models = [(x, ms) for x in found if (ms := scale_model.fitted(x))]
     if not models:
-        print("no problem was measured on one device and on several, with transport")
+        print("no problem was measured with transport both on one device and on several")
         return exit_status.NOT_MEASURED
     sizes = command.integers("predict", FLAGS.predict, ())
     how = {"models": models, "sizes": sizes, "bandwidth": bandwidth}

@@ -1,10 +1,11 @@
-"""A test report of one run of `bench.oneshot`: FA-2, thresholds, and PASS or FAIL of each test.
+"""Writes a test report of one run of `bench.oneshot`: FA-2, thresholds, and PASS or FAIL of
+each test.
 
     python -m bench.seed_report artifacts/<commit>
 
 Writes `seed_report.md` there: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches, files. Its
-form is that of other reports (docs/seed.md). A test
-that was not run, or that could not be measured here, is NOT RUN and no PASS.
+form is that of other reports (docs/seed.md). A test that was not run or could not be measured
+here is NOT RUN, never PASS.
 """
 
 import json
@@ -49,7 +50,7 @@ BENCHES = {
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
-    """Return the records of a step. Those of training have another form."""
+    """Return the records of a step. Records of training have another form."""
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
     return [record for path in paths for record in records.read(path)]
 
@@ -65,7 +66,7 @@ def verdict(
         return "FAIL", bad[0].reason.splitlines()[0]
     if judged_by_rows and not any(row.status == "ok" for row in rows):
         if step["status"] == "timeout" or not rows:
-            return "FAIL", step["reason"] or "the step made no rows"
+            return "FAIL", step["reason"] or "the step has made no rows"
         return "NOT RUN", rows[0].reason.splitlines()[0]
     if step["status"] != "ok" and not judged_by_rows:
         return "FAIL", step["reason"]
@@ -73,7 +74,7 @@ def verdict(
 
 
 def tests(folder: Path, steps: dict[str, Values]) -> Iterator[tuple]:
-    """Each test of the section Tests: its name, verdict, reason and seconds."""
+    """Yield each test of the section Tests: its name, verdict, reason and seconds."""
     for name, (step, wanted) in TESTS.items():
         ran = steps.get(step)
         rows = [] if wanted is None else [r for r in rows_of(folder, step) if wanted(r)]
@@ -107,10 +108,10 @@ def last_lines(folder: Path, step: str) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Both templates.
+    """Return both templates with their values.
 
     Raises:
-      FileNotFoundError: the folder is not of a run.
+      FileNotFoundError: The folder has no results of a run.
     """
     run = json.loads((folder / "summary.json").read_text())
     fa2 = rows_of(folder, "fa2")

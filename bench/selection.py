@@ -13,8 +13,8 @@ time of the library's selected attention on the implementation in column `kernel
 that of the portable path. `speedup` is their ratio if `kernel` is a kernel. `mae` is the mean
 error relative to the float64 reference. Implementations of `--beside` have their own columns.
 With `--streams k` each time is that of k concurrent calls on k CUDA streams. All are checked
-before they are timed. With `--processes p` the rows are made ready by p processes together, and
-a kernel that crashes or hangs costs only its own row.
+before they are timed. With `--processes p`, p processes prepare the rows concurrently, and a
+kernel that crashes or hangs costs only its own row.
 
 `--preset` names a matrix in `configs/selection/`, or a path; a flag that is given replaces its
 list. `s2` is a matrix of sizes for Triton, packed SDPA and FA-2;
@@ -48,15 +48,15 @@ FLAGS = command.flag_values(
     H="heads",
     D="dk",
     Dv="dv",
-    preset=(str, "A matrix of problems: a name in configs/selection/, or a path."),
-    N=(int, "Queries; default: 256, without a GPU 64."),
-    L_list=(list, "Selected keys a query; default: 64,128,256,512."),
-    dist=(tuple(SPANS), "How the blocks lie (repeatable).", SPANS),
+    preset=(str, "Matrix of problems: a name in configs/selection/, or a path."),
+    N=(int, "Numbers of queries; default: 256, or 64 without a GPU."),
+    L_list=(list, "Numbers of selected keys per query; default: 64,128,256,512."),
+    dist=(tuple(SPANS), "Distribution of the selected blocks (repeatable).", SPANS),
     streams=(1, "Calls at once."),
-    decode=(0, "1: one query a sequence.", (0, 1)),
+    decode=(0, "1: each sequence has one query.", (0, 1)),
     batch=(1, "Sequences."),
     ref=(str, "The reference implementation; default: sdpa in torch, xla in JAX."),
-    beside=([], "Implementations with columns of their own."),
+    beside=([], "Further implementations, each with its own columns."),
 )
 
 
@@ -64,7 +64,7 @@ def matrix_of(gpu: bool) -> Matrix:
     """Return the matrix of `--preset` or of the flags; flags replace its lists.
 
     Raises:
-      ValueError: the file or a flag has an invalid value.
+      ValueError: The file or a flag has an invalid value.
     """
     sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
     preset = FLAGS.preset
@@ -97,7 +97,7 @@ def gain(base: Record, fast: Record) -> float | None:
 
 
 def values(fast: Record, base: Record, *beside: Record) -> Values:
-    """Values of a row of the table."""
+    """Return the values of a row of the table."""
     more, others = {}, ""
     for each in beside:
         bad = "" if each.status == "ok" else f"{each.status}: {each.reason}"
@@ -110,8 +110,8 @@ def values(fast: Record, base: Record, *beside: Record) -> Values:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a further implementation: its time, the kernel's speed-up over it, its
-    mean error, the reason that it has none.
+    """Return the columns of a further implementation: its time, the kernel's speed-up over it,
+    its mean error, and the reason if it has no time.
     """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
@@ -183,7 +183,7 @@ class Selection(parts.Problem):
             yield job
 
     def function(self, name: str, kv_len: int) -> Callable[..., Values]:
-        """Without the checks of the public function."""
+        """Return the function without the checks of the public function."""
         where: Values = {"config": self.settings.nsa, "kv_len": kv_len}
         if self.runner.framework == "torch":
             where |= {"with_lse": False}  # as in the whole attention
@@ -241,7 +241,9 @@ def main(argv: Sequence[str]) -> int:
     for known in filter(None, names):
         if known not in runner.registry.names("selected"):
             listed = runner.registry.names("selected")
-            raise ValueError(f"{runner.framework} has {listed}, got {known!r}")
+            raise ValueError(
+                f"implementations of {runner.framework} must be of {listed}, got {known!r}"
+            )
     rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, rows)

@@ -7,10 +7,10 @@ commit.
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
 Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch.
-All shapes of one input precede those of the next input, whose oracles are then compiled
-already. `--at_once` of them compile and are judged in parallel, then each is timed with
-exclusive use of the GPU. Parity looks at `--most_rows` queries of each sequence. The targets
-and their measurements are in bench/records/log/calls.md, "Against the targets".
+All shapes of one input precede those of the next input, so that the oracles are already
+compiled for the latter. `--at_once` of them compile and are judged in parallel. Each is then
+timed with exclusive use of the GPU. Parity looks at `--most_rows` queries of each sequence. The
+targets and their measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl; `--save_records` appends them to
 bench/records/<device>/compare.jsonl too.
@@ -27,14 +27,17 @@ from .harness import cli, command, exit_status, problems, records, turns
 from .harness.timed_problem import Problem
 
 FLAGS = cli.define(
-    only=((), "Shapes whose names begin so (repeatable)."),
-    input=(("random", "text"), "Where arrays come from.", problems.KINDS),
-    packed=(False, "Beside each its rows as one packed row, whose metadata is there."),
-    dense=(False, "Dense attention beside the first input of each."),
+    only=((), "Only shapes whose names begin with this (repeatable)."),
+    input=(("random", "text"), "Sources of the arrays.", problems.KINDS),
+    packed=(
+        False,
+        "Also measure the rows of each shape as one packed row, with metadata made in advance.",
+    ),
+    dense=(False, "Also measure dense attention, for the first input of each shape."),
     kernels=("mosaic", "Implementation of all branches."),
     most_rows=(96, "Queries judged.", 12),
-    at_once=(5, "Processes side by side."),
-    out=(str, "A new folder; default: bench/results/<time>."),
+    at_once=(5, "Number of processes that run at the same time."),
+    out=(str, "Folder for the results, which must not exist; default: bench/results/<time>."),
     save_records=(False, "Keep the records."),
 )
 
@@ -61,8 +64,8 @@ def settings(p: Problem) -> dict[str, dict[str, int]]:
 
 
 def words_of(name: str, source: str, folder: Path) -> list[str]:
-    """Return the arguments of a `bench.compare`, which writes into a folder with the name of its
-    row. The file of its settings is in `folder`.
+    """Return the arguments of a `bench.compare` that writes into a folder named after its row.
+    `folder` has the file of its settings.
     """
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings(SHAPES[name])))

@@ -28,20 +28,20 @@ from .lm import config_file, log, variants
 from .reports import render
 
 FLAGS = cli.define(
-    lengths=(["512", "1024", "2048"], "Tokens of a row."),
+    lengths=(["512", "1024", "2048"], "Numbers of tokens of a row."),
     modes=(list(variants.RANGES), "Of bench.train --ranges."),
-    config=(str, "As of bench.train; default: runbook_s<length>."),
-    set=((), "As of bench.train (repeatable)."),
-    row_seconds=(10.0, "Time spent on samples of a row."),
-    timeout_s=(600.0, "Of a row's process.", 1),
-    out=(str, "A new folder for the results; default: bench/results/<time>."),
+    config=(str, "--config of bench.train; default: runbook_s<length>."),
+    set=((), "--set of bench.train (repeatable)."),
+    row_seconds=(10.0, "Seconds spent on timing a row."),
+    timeout_s=(600.0, "Time limit for the process of a row, in seconds.", 1),
+    out=(str, "Folder for the results, which must be empty; default: bench/results/<time>."),
 )
 QUERY = "timestamp,utilization.gpu,memory.used"
 COLUMNS = tuple(tables.KINDS["ranges"]["cells"])
 
 
 class Row(NamedTuple):
-    """A length and a mode: the measurement, or the reason that there is none."""
+    """A length and a mode, with the measurement or the reason that there is none."""
 
     length: int
     mode: str
@@ -115,8 +115,8 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """A context in which nvidia-smi, if it is installed, writes a line per second to `path`
-    about the first visible GPU.
+    """Return a context in which nvidia-smi, if it is installed, writes a line per second to
+    `path` about the first visible GPU.
     """
     if shutil.which("nvidia-smi") is None:
         yield path
@@ -135,8 +135,8 @@ def watched(path: Path) -> Iterator[Path]:
 
 
 def used(path: Path, seconds: float) -> float | None:
-    """Return the mean share of the GPU's time over the last `seconds` before the last two samples,
-    in which a row's process is timed; None if nothing is known.
+    """Return the mean utilization of the GPU over the last `seconds` before the last two
+    samples, when the process of a row is timed. None if no samples exist.
     """
     if not path.exists():
         return None
@@ -162,7 +162,7 @@ def fa2(speed: log.Speed) -> str:
 
 
 def cells_of(row: Row) -> dict[str, str]:
-    """Return a line of the table."""
+    """Return the cells of a line of the table."""
     speed = row.speed
     about = row._asdict() | {"status": "ok", "fate": row.status}
     if speed is not None:

@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = config_files.FOLDER / "oneshot" / "skips.yaml"
 FLAGS = cli.define(
     flags.FlagValues(),
-    out=(str, "A new folder, for junit.xml and tests.json."),
-    skips=(str(ALLOWED), "The reasons that are allowed."),
+    out=(str, "Folder for junit.xml and tests.json, which must not exist."),
+    skips=(str(ALLOWED), "File of the allowed reasons."),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Tests by outcome, the names of those that failed, and the skipped ones by reason."""
+    """Numbers of tests by outcome, the names of failed tests, and the skipped tests by reason."""
 
     passed: int
     failed: int
@@ -79,7 +79,7 @@ def allow_list(path: str | Path) -> list[str]:
     """Return the reasons in the file at `path`: a list of mappings with `reason` and `why`.
 
     Raises:
-      ValueError: an entry lacks one of them, or is no regular expression.
+      ValueError: An entry lacks one of them, or its reason is not a regular expression.
     """
     found = []
     for entry in config_files.load(path, list):
@@ -98,10 +98,10 @@ def run(
     """Run pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
 
     Returns:
-      The status of pytest, and the outcomes in its report; None if it wrote none.
+      The status of pytest, and the outcomes in its report or None if it wrote no report.
 
     Raises:
-      OSError, ValueError: the file `skips` of allowed reasons cannot be read.
+      OSError, ValueError: The file `skips` of allowed reasons cannot be read.
     """
     allowed = allow_list(skips)
     folder.mkdir(parents=True, exist_ok=True)

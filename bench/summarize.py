@@ -1,12 +1,12 @@
-"""Prints a table of a CSV file of `bench.decode`: the share of each branch in a step, and the
-reads.
+"""Prints a table of a CSV file of `bench.decode` with the share of each branch in a step and
+the reads.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
 The shares are fractions of `ms_total`. They need not add up to 100 %, since each branch was timed
 separately, and one above 100 % has a `*`.
-A row that was not measured is shown with its status. A damaged file is refused with the line
-and the column.
+A row that was not measured is shown with its status. For a damaged file, the error message
+names the line and the column.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def read(path: Path) -> list[dict[str, str]]:
     """Return the rows of the file. Valid rows have a number in every needed column.
 
     Raises:
-      ValueError: a column is missing, a row is not whole, or a cell is no number over 0.
+      ValueError: A column is missing, a row is incomplete, or a cell is not a positive number.
     """
     found = command.read_csv(path, NEEDED)
     for where, row in found:

@@ -1,4 +1,5 @@
-"""Cells, lines and CSV columns from templates of `tables.yaml` (documents) and `lines.yaml`.
+"""Makes cells, lines and CSV columns from templates of `tables.yaml` (documents) and
+`lines.yaml`.
 
 A template is one of Python's `format`. A format specification may also be a name of `FORMATS`, and
 one in the style of C with the text of a missing value: `{ms:%.3f ms or n/a}`.
@@ -69,7 +70,7 @@ TEMPLATE = _Template()
 
 
 def cell(template: str, line: Line) -> str:
-    """Return the template's text; the status of a line that failed in place of a time."""
+    """Return the template's text. Instead of a time, a line that failed gives its status."""
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]
     try:
@@ -79,13 +80,15 @@ def cell(template: str, line: Line) -> str:
 
 
 def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
-    """Return the cells of each line by the column's title, of a table whose lines are rows."""
+    """Return the cells of each line by the title of the column, for a table whose lines are
+    rows.
+    """
     kind = KINDS[name]
     return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
 
 
 def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cells of a CSV row of `bench.<name>`; a path that does not exist gives None."""
+    """Return the cells of a CSV row of `bench.<name>`. A path that does not exist gives None."""
 
     def value(path: str) -> Any:
         try:
@@ -97,6 +100,6 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, values: Mapping[str, Any]) -> str:
-    """Return a printed line of `bench.<name>`; a value that is missing is None."""
+    """Return a printed line of `bench.<name>`. A missing value is None."""
     known = collections.defaultdict(lambda: None, values)
     return TEMPLATE.vformat(LINES[name]["line"], (), known).rstrip()

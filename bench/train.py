@@ -50,7 +50,7 @@ from .lm.ranks import LostError, Ranks
 
 # sysexits.h: 69 "service unavailable", 75 "try again"
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
-MEMORIZED = "what differs then is what a model keeps of it, too"
+MEMORIZED = "the difference may then also be in what a model has memorized"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 DEFAULTED = "batch", "seq_len", "steps", "lr"
 DEFAULTS = {
@@ -60,69 +60,87 @@ DEFAULTS = {
 }
 
 FLAGS = cli.define(
-    config=(str, "A run of configs/train/, or the path of such a file."),
-    set=((), "key=value in place of the file's, as train.lr=3e-4 (repeatable)."),
-    model=("tiny", "Sizes of the model.", list(spec.MODELS)),
-    framework=("both", "What trains it.", ["jax", "torch", "both"]),
-    attention=("both", "What it attends by.", ["nsa", "dense", "both"]),
+    config=(str, "Configuration of the run: a name in configs/train/, or the path of a file."),
+    set=(
+        (),
+        "key=value that replaces a value of the file, for example train.lr=3e-4 (repeatable).",
+    ),
+    model=("tiny", "Name of the model's sizes.", list(spec.MODELS)),
+    framework=("both", "Framework that trains the model.", ["jax", "torch", "both"]),
+    attention=("both", "Kinds of attention of the model.", ["nsa", "dense", "both"]),
     dense=(
         "auto",
-        "Backend of dense attention; all: each of the framework's, with --throughput.",
+        "Backend of dense attention; all: each backend of the framework, with --throughput.",
         ["auto", "all", *dict.fromkeys(itertools.chain(*variants.DENSE.values()))],
     ),
-    phi=("avg", "NSA's compression.", PHIS),
-    gate=(["sigmoid"], f"NSA's gates, of {GATES}; several, with --throughput."),
-    dtype=(str, "Of the computation; default: f32, on a GPU bf16.", list(DTYPES)),
+    phi=("avg", "Compression of NSA.", PHIS),
+    gate=(["sigmoid"], f"Gates of NSA, of {GATES}; several gates only with --throughput."),
+    dtype=(str, "Dtype of the computation; default: f32, or bf16 on a GPU.", list(DTYPES)),
     steps=(int, "Optimizer steps."),
-    seq_len=(int, "Tokens a sequence."),
-    batch=(int, "Sequences a step, of all devices together."),
-    batch_size=(int, "In place of --batch: sequences of a micro-batch on one device."),
+    seq_len=(int, "Number of tokens per sequence."),
+    batch=(int, "Number of sequences per step, over all devices."),
+    batch_size=(int, "Instead of --batch: number of sequences of a micro-batch on one device."),
     lr=(float, "Highest learning rate."),
-    warmup=(int, "Steps up to it; default: a tenth.", 0),
-    clip=(1.0, "Largest norm of the gradient."),
-    seed=(0, "Of weights and data.", 0),
+    warmup=(int, "Number of warmup steps; default: a tenth of the steps.", 0),
+    clip=(1.0, "Norm to which gradients are clipped."),
+    seed=(0, "Seed of weights and data.", 0),
     dataset=(
         data.TEXT,
         "text: the standard library's source; a corpus of bench.lm.corpus; a path, folder or glob "
         "of .jsonl, .parquet, .txt; or owner/name[:config] of the Hugging Face Hub.",
     ),
-    text_column=("text", "Of the documents in --dataset."),
-    tokenizer=(str, "A file of the library tokenizers; default: bytes."),
+    text_column=("text", "Name of the column of documents in --dataset."),
+    tokenizer=(str, "File of the library tokenizers; default: tokens are bytes."),
     pack=(
         str,
-        "Rows of documents with their borders; of one stream: none, at random places, or once, "
-        "each once an epoch; default: documents, text: none, a corpus: once.",
+        "documents: rows of documents with boundaries; none: windows of one stream at random "
+        "places; once: each row of the stream once per epoch; default: documents, for text none, "
+        "for a corpus once.",
         [*data.PACKS],
     ),
-    shuffle_buffer=(int, "Documents shuffled at a time, of the Hub; default: 4096."),
-    corpus_bytes=(CORPUS_BYTES, "Bytes of --dataset=text, a sixteenth held out."),
+    shuffle_buffer=(
+        int,
+        "Number of documents of the Hub that are shuffled at a time; default: 4096.",
+    ),
+    corpus_bytes=(
+        CORPUS_BYTES,
+        "Number of bytes of --dataset=text; a sixteenth of them is held out.",
+    ),
     ranges=(
         "none",
-        "Key ranges that torch's fa2 reads the selected keys by: none: blocks; v1: made on the "
-        "host; v2: on the device; adaptive: v1 for short rows, v2 for long ones.",
+        "Key ranges with which fa2 in torch reads the selected keys; none: it reads blocks; v1: "
+        "ranges made on the host; v2: ranges made on the device; adaptive: v1 for short rows, v2 "
+        "for long ones.",
         variants.RANGES,
     ),
-    tolerance=(float, "Of a loss of JAX beside torch's; default by dtype."),
-    margin=(curves.MARGIN, "How much worse NSA may end than dense.", None),
+    tolerance=(
+        float,
+        "Accepted difference between the losses of JAX and torch; default: by dtype.",
+    ),
+    margin=(
+        curves.MARGIN,
+        "Largest accepted excess of NSA's last loss over that of dense attention.",
+        None,
+    ),
     out=(str, "Folder of the results; default: bench/results/<time>."),
     checkpoint_dir=(str, "Folder of the checkpoints; default: in --out."),
-    save_every=(100, "Steps between checkpoints."),
+    save_every=(100, "Number of steps between checkpoints."),
     evaluate_every=(
         int,
-        "Steps between evaluations of held-out text; default: at the end alone.",
+        "Number of steps between evaluations on held-out text; default: only at the end.",
     ),
     graph=(
         bool,
-        "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
-        "compiled. With --parallel=ddp gradients are added up after it, and there is no "
-        "DistributedDataParallel; with --parallel=fsdp its collectives are in it.",
+        "In torch on a GPU, forward and backward run as one CUDA graph; default: true in one "
+        "process without --compile. With --parallel=ddp, gradients are summed after the graph, "
+        "without DistributedDataParallel; with --parallel=fsdp, the graph has the collectives.",
     ),
-    resume=(False, "Go on from the checkpoints there are."),
-    throughput=(False, "Only measure, by length."),
+    resume=(False, "Continue from the existing checkpoints."),
+    throughput=(False, "Only measure training steps, by length."),
     lengths=("512,1024,2048,8192,32768".split(","), "Lengths for --throughput."),
-    tokens=(32768, "Tokens a step for --throughput, without --batch."),
-    row_seconds=(3.0, "Time spent on samples of a row of --throughput."),
-    save_records=(False, "Append to bench/records/<device>/train.jsonl too."),
+    tokens=(32768, "Number of tokens per step for --throughput without --batch."),
+    row_seconds=(3.0, "Seconds spent on timing a row of --throughput."),
+    save_records=(False, "Also append the lines to bench/records/<device>/train.jsonl."),
     **spread.DEFINED,
 )
 
@@ -151,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.graph and FLAGS.framework == "jax":
         raise ValueError("--graph needs --framework=torch, got jax")
     if None not in (FLAGS.batch, FLAGS.batch_size):
-        raise ValueError("--batch and --batch_size are both given")
+        raise ValueError("--batch and --batch_size must not both be given")
     ranks = spread.ranks(FLAGS, FLAGS.framework)
     try:
         first = str(command.folder(FLAGS.out) if ranks.rank == 0 else "")
@@ -177,7 +195,7 @@ def _frameworks() -> tuple[str, ...]:
 
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
-    """Return a task for each attention; `known` overrides values of `Training`."""
+    """Return a task for each attention. `known` overrides values of `Training`."""
     values: dict[str, Any] = dict(zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True))
     for name in (*DEFAULTED, "warmup", "clip", "seed"):
         if FLAGS[name].value is not None:

@@ -42,11 +42,16 @@ FLAGS = cli.define(
     flags.FlagValues(),
     records=(
         (),
-        "Files of records, or folders of them (repeatable; arguments without a flag are such too).",
+        "Files of records, or folders with such files (repeatable). Arguments without a flag are "
+        "added to them.",
     ),
     csv=((), "CSV files of bench.fa2 or bench.selection (repeatable)."),
-    device=(str, "Only rows of this device, as its driver calls it; needed for several."),
-    margin=(1.2, "By which factor the kernel must be faster.", 1.0),
+    device=(
+        str,
+        "Use only rows of the device that has this name in its driver; required if records are of "
+        "several devices.",
+    ),
+    margin=(1.2, "Factor by which the kernel must be faster.", 1.0),
     dense=(
         (),
         "Records of whole and of dense attention (repeatable): the lengths from which NSA is "
@@ -54,13 +59,16 @@ FLAGS = cli.define(
     ),
     threshold=(
         (),
-        "Only these (repeatable), which must have rows; default: all that have. The others stay as "
-        "they are in the file.",
+        "Only these thresholds (repeatable), which must have rows; default: all that have rows. "
+        "The other thresholds in the file are unchanged.",
         list(policy.DECIDES),
     ),
     out=(str, "Folder of the file; default: configs/devices."),
-    dry_run=(False, "Print, and write nothing."),
-    check=(False, "Check that choice switches where the file of --device says."),
+    dry_run=(False, "Print the thresholds without writing them."),
+    check=(
+        False,
+        "Check that the automatic choice switches at the lengths in the file of --device.",
+    ),
 )
 
 
@@ -71,8 +79,8 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
-    """The worst pair of the shortest length at which the kernel is faster, and of the length
-    that ends the search.
+    """Return the worst pair of the shortest length at which the kernel is faster, and that of
+    the length that ends the search.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
@@ -85,8 +93,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
     """Return the sections `runtime` and `evidence` of a device's file.
 
     Raises:
-      ValueError: no measured rows for a threshold that is wanted, or for any if none is
-        named, or rows of several devices.
+      ValueError: A requested threshold has no measured rows, no threshold has any if none is
+        requested, or the rows are of several devices.
     """
     if not wanted:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
@@ -152,7 +160,7 @@ def merged(path: Path, device: str, tuned: Values) -> tuple[str, list[str]]:
     provisional rules.
 
     Raises:
-      ValueError: the file there is damaged, or of another device.
+      ValueError: The file at `path` is damaged or belongs to another device.
     """
     if not path.is_file():
         data = {"schema": policy.SCHEMA, "device": device, **tuned}
@@ -201,7 +209,10 @@ def main(argv: Sequence[str]) -> int:
     files = [*FLAGS.records, *argv[1:]]
     if FLAGS.check:
         if not FLAGS.device or files or FLAGS.csv:
-            raise ValueError("--check reads a device's file: give --device, and no records")
+            raise ValueError(
+                "--check must be used with --device and without records, since it reads the file "
+                "of the device"
+            )
         names = "dense", "margin", "threshold", "dry_run"
         cli.refuse_beside(FLAGS["check"], map(FLAGS.__getitem__, names))
         path = folder / f"{config_files.slug(FLAGS.device)}.yaml"

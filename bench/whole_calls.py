@@ -4,8 +4,9 @@
     python -m bench.whole_calls --only 64k --out variants.jsonl
 
 `bench.shapes` times single calls with flushed caches, one after the other. A GPU at its power
-limit is faster after a rest, and calls in a row hide the host. Milliseconds, medians of
-`--rounds`; shapes are those of `bench.against`, forward and with gradients, on `mosaic`:
+limit is faster after a rest, and calls in a row hide the host. Times are in milliseconds, as
+medians of `--rounds`. The shapes are those of `bench.against`, forward and with gradients, on
+`mosaic`:
 
     <shape>                          of calls in a row, nothing flushed
     <shape>, after 50 ms of rest     of a single call, caches flushed
@@ -46,7 +47,9 @@ def measure(problem: Problem) -> str:
         replays[name]()
         sync(found)
         if digest(found) != wanted:
-            return f"{problem.name}, {name}: other bits than without a graph"
+            return (
+                f"{problem.name}, {name}: the results with a graph have other bits than without"
+            )
     rounds = [
         [milliseconds(call, sync) for call in replays.values()] for _ in range(FLAGS.rounds)
     ]

@@ -266,7 +266,9 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
         segments(segment_ids, batch, None)
         kv_len = segment_ids.shape[1]
         if kv_len < tokens:
-            raise ValueError(f"segment_ids must cover the T={tokens} queries, got {kv_len}")
+            raise ValueError(
+                f"segment_ids must have at least T={tokens} tokens per row, got {kv_len}"
+            )
     _count(compressed_key, config, kv_len)
     return None if segment_ids is not None else kv_len
 

@@ -137,7 +137,7 @@ def _gather_forward(axis, places, order, x):
 
 @any_rank
 def _gather_backward(axis, places, order, _, grad):
-    if grad.dtype == jax.dtypes.float0:  # of integers
+    if grad.dtype == jax.dtypes.float0:  # integers have gradients of this dtype
         return (None,)
     wider = jnp.moveaxis(grad.astype(wide(grad.dtype)), 1, 0)
     total = lax.psum_scatter(_moved(wider, order), axis, scatter_dimension=0, tiled=True)

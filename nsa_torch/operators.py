@@ -490,7 +490,7 @@ MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 # The residuals of a call: none, all residuals, or only those for a backward pass that computes
 # the branches again.
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
-PAGES = "pages"  # as FORWARD
+PAGES = "pages"  # like FORWARD
 
 
 def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]]:

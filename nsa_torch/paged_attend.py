@@ -410,9 +410,9 @@ def with_indices(
     new: tuple[Branches, Branches] | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels `name`. Return the output, and the selected blocks of each query, int32
-    `[N, Hkv, n]`. `new` has the keys and values that the `mosaic` kernel appends first, and
-    `slots` the buffers of newest tokens of their rows.
+    """Run the kernels of the implementation `name`. Return the output, and the selected blocks
+    of each query, int32 `[N, Hkv, n]`. `new` has the keys and values that the `mosaic` kernel
+    appends first, and `slots` the buffers of newest tokens of their rows.
     """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":

@@ -149,7 +149,7 @@ def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(branches, "select_blocks", blind)
     status, (found,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
     assert status == 1 and found.status == "wrong"
-    assert "block 6 is not among the selected of kv heads [1]" in found.reason
+    assert "block 6 is not selected by key/value heads [1]" in found.reason
     assert row["selected"] == "[True, False]" and row["time_ms"] == ""
     assert "'time_ms': None" in capsys.readouterr().out
 

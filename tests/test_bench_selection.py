@@ -146,7 +146,7 @@ def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
     [
         (("--L_list=12",), "L_list must be multiples of l_sel=8, got"),
         (("--streams=2",), "streams must be 1 except in torch on CUDA, got 2"),
-        (("--ref=xla",), r"torch has .*'sdpa'.*, got 'xla'"),
+        (("--ref=xla",), r"implementations of torch must be of .*'sdpa'.*, got 'xla'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, tmp_path):

@@ -115,7 +115,7 @@ def test_a_folder_of_another_user_and_one_that_cannot_be_written(store, monkeypa
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     _, state, words = doctor.folder()
-    assert state == "note" and f"must belong to user {user + 1}, not to" in words
+    assert state == "note" and f"must belong to user {user + 1}, got" in words
 
 
 def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):

@@ -121,7 +121,7 @@ def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
     for path, said in {
         tmp_path: "must be a regular file or not exist",
         cut: "must end with a complete line",
-        cut / "more.jsonl": "cut.jsonl, which is none",
+        cut / "more.jsonl": "cut.jsonl is not a folder",
     }.items():
         own = flags.FlagValues()
         cli.define_lines(own)

@@ -123,10 +123,20 @@ FAULTS = [
     ({f"memcheck {LAYER}": 2}, {}, ("memcheck", LAYER), "memcheck found 2"),
     ({f"racecheck {OTHER}": 1}, {}, ("racecheck", OTHER), "racecheck found 1"),
     ({f"synccheck {LAYER}": None}, {}, ("synccheck", LAYER), "no summary of synccheck"),
-    ({"memcheck --planted=memcheck": 0}, {}, ("memcheck", ""), "not find the fault that was"),
-    ({"racecheck --planted=racecheck": None}, {}, ("racecheck", ""), "not find the fault that"),
-    ({"memcheck --planted=memcheck": -2}, {}, ("memcheck", ""), "not find the fault that was"),
-    ({}, {f"memcheck {LAYER}": {"digest": "b"}}, ("memcheck", LAYER), "other bits than alone"),
+    ({"memcheck --planted=memcheck": 0}, {}, ("memcheck", ""), "not find the planted fault"),
+    (
+        {"racecheck --planted=racecheck": None},
+        {},
+        ("racecheck", ""),
+        "not find the planted fault",
+    ),
+    ({"memcheck --planted=memcheck": -2}, {}, ("memcheck", ""), "not find the planted fault"),
+    (
+        {},
+        {f"memcheck {LAYER}": {"digest": "b"}},
+        ("memcheck", LAYER),
+        "other bits than without a tool",
+    ),
     ({}, {f"synccheck {LAYER}": {"fault": "no tile"}}, ("synccheck", LAYER), "no tile"),
     ({}, {f"alone {LAYER}": {"fault": "2 results"}}, ("alone", LAYER), "2 results"),
     ({}, {f"memcheck {LAYER}": {"exit": 7}}, ("memcheck", LAYER), "exit status 7"),
@@ -211,10 +221,10 @@ def test_records_are_kept_where_asked_for(sanitizer, tmp_path, monkeypatch):
 def test_bad_input(sanitizer, tmp_path, monkeypatch):
     with pytest.raises(
         ValueError,
-        match="of a kernel's name that 'gathered, G=1' runs, one of selected_forward, ga",
+        match="of the name of a kernel of 'gathered, G=1', which runs selected_forward, ga",
     ):
         check(tmp_path, "--kernels=interval")
-    with pytest.raises(ValueError, match="--kernels is for --tool=racecheck"):
+    with pytest.raises(ValueError, match="--kernels requires --tool=racecheck"):
         check(tmp_path, "--kernels=gathered", "--tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)

@@ -173,10 +173,10 @@ def test_thresholds_stand_with_their_evidence(build, tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with pytest.raises(ValueError, match="no records were found; name their files"):
+    with pytest.raises(ValueError, match="no records were found; pass the files"):
         sources.read([])
     path.write_text("")
-    with pytest.raises(ValueError, match=r"rows.jsonl: holds no records"):
+    with pytest.raises(ValueError, match=r"rows.jsonl has no records"):
         sources.read([path])
     path.unlink()
     records.append(path, [record("sliding", "fa2", 1.0)] * 2)

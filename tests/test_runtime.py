@@ -143,7 +143,7 @@ def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatc
     ("what", "words"),
     [
         ("compiler", "a C compiler is missing, which is needed to build kernels; install gcc"),
-        ("plugin", "JAX's CUDA plugin is missing, .*: pip install 'native-sparse"),
+        ("plugin", "JAX's CUDA plugin is missing, .*; pip install 'native-sparse"),
         ("ptxas", "ptxas is missing, which is needed to build kernels; pip install"),
     ],
 )

@@ -545,7 +545,7 @@ BAD = {
     "--framework=jax --jax_coordinator=auto": "needs --parallel=ddp or fsdp, got none",
     "--framework=jax --jax_process=0": "--jax_process needs --jax_coordinator",
     "--framework=jax --jax_processes=2": "--jax_processes needs --jax_coordinator",
-    f"{TINY} --batch_size=1": "--batch and --batch_size are both given",
+    f"{TINY} --batch_size=1": "--batch and --batch_size must not both be given",
     f"{TINY} --set=model.vocabulary=255": "model.vocabulary must be >= 256, that of the tokens",
     f"{TINY} --attention=nsa --seq_len=31": "seq_len must be >= select_block=32 .*, got 31",
     f"{TINY} --config=125m_2gpu": "parallel.strategy=ddp needs --parallel|torchrun|processes",

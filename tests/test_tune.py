@@ -340,7 +340,7 @@ def damaged(change):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("", "bad.jsonl: holds no records"),
+        ("", "bad.jsonl has no records"),
         (
             damaged(lambda line: line[: len(line) // 2]),
             "bad.jsonl:1 must be a complete JSON line",
@@ -436,7 +436,7 @@ def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):
 
 
 def test_check_needs_a_device_and_its_file(run, write):
-    with pytest.raises(ValueError, match="give --device"):
+    with pytest.raises(ValueError, match="must be used with --device"):
         run("--check")
     with pytest.raises(ValueError, match="no file"):
         run("--check", "--device", "Nobody's")

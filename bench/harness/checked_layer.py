@@ -1,4 +1,4 @@
-"""A layer whose kernels run under `compute-sanitizer`: a process of `bench.memory_check`.
+"""Runs a layer whose kernels `compute-sanitizer` checks, as a process of `bench.memory_check`.
 
     python -m bench.harness.checked_layer "gathered, G=4"
     python -m bench.harness.checked_layer --planted=memcheck

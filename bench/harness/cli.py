@@ -1,5 +1,5 @@
-"""The start of every command: flags, variables `NSA_*` (`seed_env`), the debug log, then
-`main`.
+"""Starts every command: reads flags and the variables `NSA_*` (`seed_env`), opens the debug
+log, and calls `main`.
 
     cli.run(main)                # a command whose flags are the program's
     cli.run(main, FLAGS)         # its own until it is the main program: others have such names

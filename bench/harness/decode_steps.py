@@ -1,5 +1,5 @@
-"""The decode steps for the last tokens on a filled cache, which `bench.decode` times and whose
-reads it counts.
+"""Runs the decode steps for the last tokens on a filled cache. `bench.decode` times the steps
+and counts their reads.
 
 A step does not change the length of the cache, so that all calls are equal. torch writes the
 tokens to the same slots, and JAX restores the length of the returned cache.

@@ -1,4 +1,6 @@
-"""Block lists for torch's FlexAttention: unions for tiles of queries, and a mask of each pair."""
+"""Makes block lists for torch's FlexAttention: unions for tiles of queries, and a mask of each
+pair.
+"""
 
 import functools
 from typing import Any

@@ -58,7 +58,9 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
 def on_silence(
     last: Callable[[], float], seconds: float, call: Callable[[], None]
 ) -> Iterator[None]:
-    """A context that calls `call` in a thread whenever the time `last()` was `seconds` ago."""
+    """Return a context that calls `call` in a thread whenever the time `last()` was `seconds`
+    ago.
+    """
     ended = threading.Event()
 
     def watch():

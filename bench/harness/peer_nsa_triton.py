@@ -1,4 +1,4 @@
-"""native-sparse-attention-triton, another NSA in Triton, compared with ours (`peers`).
+"""Compares native-sparse-attention-triton, another NSA in Triton, with ours (`peers`).
 
 The package (github.com/XunhaoLai/native-sparse-attention-triton, module
 `native_sparse_attention`, which is also the name of other packages' modules) has a function

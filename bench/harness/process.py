@@ -1,4 +1,4 @@
-"""A command as a step of a longer run: a process with a timeout, a log and a result.
+"""Runs a command as a step of a longer run, in a process with a timeout, a log and a result.
 
 The process has a separate process group, so that its children end with it.
 """
@@ -132,7 +132,8 @@ def run(
     torch.
 
     Args:
-      budget: Whether `timeout_s` is the remaining time of the whole run, for the reason.
+      budget: Whether `timeout_s` is the remaining time of the whole run. If so, the reason of a
+        timeout states this.
       before: A command that starts this one.
       variables: Environment variables in addition to those of this process.
     """

@@ -188,7 +188,7 @@ def check_appendable(path: str | Path) -> None:
     elif path.exists():
         raise ValueError(f"{path} must be a regular file or not exist")
     elif not (folder := next(x for x in path.absolute().parents if x.exists())).is_dir():
-        raise ValueError(f"{path} must be in a folder, got {folder}, which is none")
+        raise ValueError(f"{path} must be in a folder, but {folder} is not a folder")
 
 
 def _check_end(file: BinaryIO, path: Path) -> int:

@@ -1,4 +1,4 @@
-"""One sequence over the devices of JAX's process, timed: what `bench.scale` measures in JAX."""
+"""Times one sequence over the devices of a JAX process, for `bench.scale`."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ SPEC = P(None, "context")
 
 @contextlib.contextmanager
 def devices(size: int) -> Iterator[Mesh]:
-    """The first devices."""
+    """Return the first devices."""
     if len(jax.devices()) < size:
         raise NotImplementedError(f"{size} devices are needed, got {len(jax.devices())}")
     yield Mesh(np.array(jax.devices()[:size]), ("context",))

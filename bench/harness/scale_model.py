@@ -1,4 +1,5 @@
-"""The traffic and the time of one sequence on R devices, with a prediction for more devices.
+"""Computes the traffic and the time of one sequence on R devices, and predicts the time on more
+devices.
 
     moved(R)    bytes that a device receives. Keys and values of each head are gathered once
                 forward and once more backward, in their own dtype; their gradients are summed

@@ -1,4 +1,4 @@
-"""A sequence of `bench.scale` for both frameworks, and the rule for its results."""
+"""Defines the sequence of `bench.scale` for both frameworks, and the rule for its results."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,4 @@
-"""One sequence over the processes that `torchrun` started, timed: what `bench.scale` measures in
-torch.
-"""
+"""Times one sequence over the processes that `torchrun` started, for `bench.scale`."""
 
 import contextlib
 import functools
@@ -23,7 +21,7 @@ from .scale_problem import RESULTS, Problem, judged
 
 @contextlib.contextmanager
 def devices(size: int) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks."""
+    """Return the mesh of all ranks."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
@@ -227,8 +225,9 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """A context that replaces the data of other ranks with those of this rank, so that a call
-    does all its work without waiting. Its results are meaningless."""
+    """Return a context that replaces the data of other ranks with those of this rank, so that a
+    call does all its work without waiting. Its results are meaningless.
+    """
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum
 

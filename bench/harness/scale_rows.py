@@ -1,4 +1,4 @@
-"""A long sequence judged by a few of its rows: `bench.scale --check rows`.
+"""Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
 
 The gradient of the output is zero but in the rows that are judged. Each gradient, of all keys and
 values too, then follows only from these rows, and a float32 oracle of one row after the other

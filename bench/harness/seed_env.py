@@ -1,4 +1,5 @@
-"""The seed system's environment variables, and their meanings here from `seed_env.yaml`.
+"""Reads the environment variables of the seed system, whose meanings here are in
+`seed_env.yaml`.
 
 Nothing here is configured by the environment. A variable of the seed system that is still set
 gives one line on stderr, with the flag that replaces it or the reason that there is none. A flag
@@ -54,7 +55,7 @@ def truthy(text: str) -> bool:
 
 
 def _length(text: str) -> str:
-    """A threshold: 0 and less switched the kernel off."""
+    """Return a threshold. In the seed system, 0 and negative values disabled the kernel."""
     try:
         return text if int(text) > 0 else policy.NEVER
     except ValueError:
@@ -199,7 +200,7 @@ def _set(flag, text: str, name: str) -> None:
 
 
 def markdown() -> str:
-    """Every variable, and its meaning here."""
+    """Return every variable and its meaning here as Markdown."""
     rows = []
     for name, meaning in TABLE.items():
         if meaning.flags:

@@ -1,4 +1,4 @@
-"""The seed system's scripts and tests, and the commands that replace them here.
+"""Lists the scripts and tests of the seed system, and the commands that replace them here.
 
 They are in `seed_names.yaml`; `seed_env` has its environment variables. `markdown()` is the tables
 that documents show.

@@ -1,4 +1,4 @@
-"""The problems of `bench.selection`: lists of sizes, and layouts of selected blocks."""
+"""Defines the problems of `bench.selection`: lists of sizes, and layouts of selected blocks."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ class Matrix:
         return sorted({length for listed in self.L.values() for length in listed})
 
     def rows(self) -> Iterator[Row]:
-        """Every combination; the layout of blocks changes first, then the length."""
+        """Return every combination. The layout of blocks changes first, then the length."""
         for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
             for length in self.lengths:
                 for dist in (name for name, listed in self.L.items() if length in listed):

@@ -1,4 +1,5 @@
-"""Real text as attention input: Python source, bytes as tokens, a small seeded model.
+"""Makes attention inputs from real text: Python source, whose bytes are the tokens of a small
+seeded model.
 
 Random normal queries and keys select random blocks. Here equal contexts attend to each other,
 neighbours want mostly the same blocks, and some heads are sharp and others flat, so scores

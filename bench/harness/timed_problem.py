@@ -1,10 +1,11 @@
-"""One problem on the library of one checkout: a process of `bench.against`.
+"""Times one problem on the library of one checkout, as a process of `bench.against`.
 
     PYTHONPATH=<checkout> python -P timed_problem.py '<Problem as JSON>'
 
 It knows the library by the public names that all checkouts share, and nothing else of `bench`.
-It compiles and prints one JSON line with the hashes of its results; then one line of
-milliseconds for every line that it reads, so that its parent decides who has the GPU.
+It compiles the problem and prints one JSON line with the hashes of the results. After that it
+prints one line of milliseconds for every line that it reads, so that its parent decides which
+process has the GPU.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The dense reference on slabs of query rows, to which results are compared.
+"""Computes the dense reference on slabs of query rows. Results are compared with it.
 
 Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
 themselves, with `kv_len` up to `b`, or if T < S to `b + S - T`. Long problems are checked

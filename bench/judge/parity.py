@@ -1,5 +1,5 @@
-"""The tolerance rule, which limits how far a path may be from the oracle. Arrays are NumPy arrays
-from any framework.
+"""Applies the tolerance rule, which limits the distance of a path from the oracle. Arrays are
+NumPy arrays from any framework.
 
 `oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
 reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`
@@ -191,7 +191,7 @@ def check_parity(
 
 
 def _chunks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """The same elements of each array, flat, in float64."""
+    """Yield the same elements of each array, flat, in float64."""
     flat = [np.ravel(x) for x in arrays]
     for at in range(0, flat[0].size, CHUNK):
         yield [x[at : at + CHUNK].astype(np.float64) for x in flat]
@@ -207,7 +207,7 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
 
 
 def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
-    """The rules of Eq. 11 that do not depend on scores, and which rows follow them.
+    """Yield the rules of Eq. 11 that do not depend on scores, and the rows that follow them.
 
     Args:
       indices: `[.., n]`.
@@ -236,8 +236,9 @@ def check_indices(
     """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
     Exactly: `rules`. Every scored block must reach `(1 - 2**-10)` times the score of the last one
-    that the oracle takes; `error_max` and `error_mean` are the relative shortfalls. `rows_differ`
-    counts the rows that are not the oracle's own selection (equal scores: lower index).
+    that the oracle takes; `error_max` and `error_mean` are the relative shortfalls.
+    `rows_differ` counts the rows that differ from the selection of the oracle, which prefers
+    the lower index among equal scores.
 
     Args:
       positions: `[T]`, the position of each query in its sequence.

@@ -1,4 +1,4 @@
-"""How far a selection falls short of the reference's: every row, judged by float64 scores.
+"""Measures in every row how far a selection falls short of the reference's, by float64 scores.
 
 A row is one query position and one key/value head. The reference selects in float32, all
 rows, a slab of queries at a time; rows that differ are scored once more in float64. Such a

@@ -1,4 +1,4 @@
-"""From which length is NSA faster than dense attention? The chart that the page opens with.
+"""Answers from which length NSA is faster than dense attention, in the first chart of the page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
@@ -49,7 +49,7 @@ class Run:
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
-    """Run of whole attention and of dense attention, from records and training logs."""
+    """Return the runs of whole attention and of dense attention from records and training logs."""
     for r in records:
         compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
@@ -80,8 +80,9 @@ def _is_plain(implementation: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Our kernel and the dense ones at one length; `missing`: dense kernels without a row,
-    of those that are the fastest at some length."""
+    """Our kernel and the dense kernels at one length. `missing` has the dense kernels that have
+    no row here but are the fastest at another length.
+    """
 
     tokens: int
     ours: Run
@@ -94,13 +95,13 @@ class Point:
         return min(timed, key=lambda run: run.row.times_ms or (), default=None)
 
     def ratio(self, run: Run) -> float | None:
-        """The time of the fastest dense kernel over that of `run`."""
+        """Return the time of the fastest dense kernel divided by that of `run`."""
         best = self.best.row.times_ms if self.best else None
         return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
 
     @property
     def faster(self) -> bool | None:
-        """Whether NSA is faster; None if not known."""
+        """Whether NSA is faster, or None if that is not known."""
         best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
         if not best:
             return None
@@ -111,7 +112,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The answer to one question; without points: it was not measured."""
+    """The answer to one question. Without points, the question was not measured."""
 
     question: str
     points: tuple[Point, ...] = ()
@@ -129,8 +130,10 @@ class Panel:
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None, str, bool]]]:
-        """The curves by dense kernel, with "" for our kernel. A point has tokens, ratio,
-        status, and whether a fast dense kernel is missing. A single point is not a curve."""
+        """Return the curves by dense kernel, with "" for our kernel. A point has tokens, ratio,
+        status, and whether a fast dense kernel is missing. There is no curve for a single
+        point.
+        """
         found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
         for point in self.points:
             for run in (*point.dense, point.ours):
@@ -181,8 +184,8 @@ def _gain(point: Point) -> str:
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
-    """Return the panels of each device of which at least one can be drawn, in the questions'
-    order.
+    """Return the panels of each device for which at least one can be drawn, in the order of the
+    questions.
     """
     found = asked(records, lines)
     return {x: each for x, each in found.items() if any(panel.drawn for panel in each)}
@@ -201,8 +204,8 @@ def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, li
 
 
 def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
-    """Return the panel of the problem that has the most lengths; of equals the longest, the
-    newest.
+    """Return the panel of the problem that has the most lengths. Among equals, the longest
+    problem wins, then the newest.
     """
     some = [Panel(question, points) for points in map(_points, problems) if points]
 
@@ -214,8 +217,10 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 
 
 def _points(found: Sequence[Run]) -> tuple[Point, ...]:
-    """The lengths that our kernel and a dense one have; `found`: of one problem, oldest first.
-    Of our kernels it is the one with the most lengths, of equals the fastest at its longest."""
+    """Return the lengths that our kernel and a dense kernel have. `found` has the runs of one
+    problem, oldest first. Our kernel is the one with the most lengths; among equals, the
+    fastest at its longest length.
+    """
     newest = {(run.dense, run.kernel, run.tokens): run for run in found}
     kernels: dict[str, list[Run]] = {}
     dense: dict[str, dict[int, Run]] = {}
@@ -242,5 +247,5 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
 
 
 def sentence(device: str, each: Iterable[Panel]) -> str:
-    """All answers as one sentence."""
+    """Return all answers of a device as one sentence."""
     return f"{device}: {'; '.join(f'{panel.name} {panel.answer}' for panel in each)}."

@@ -1,4 +1,4 @@
-"""The report as one HTML page: `page.html` filled in, every text from a record escaped."""
+"""Makes the report as one HTML page from `page.html`. Every text from a record is escaped."""
 
 import itertools
 from collections import Counter
@@ -16,7 +16,7 @@ COLUMNS = ("status", "branch", "implementation", "problem", *NUMERIC, "note")
 
 
 def html(report: Report, plots: Sequence[Plot]) -> str:
-    """Return the whole page; nothing in it is fetched from elsewhere."""
+    """Return the whole page. It fetches nothing."""
     found = report.records
     gains = [render.speed_ups(found, over) for over in ("dense", "portable")]
     number = itertools.count()  # makes the ids of drawings differ

@@ -54,7 +54,9 @@ def length(record: Record) -> tuple[int, str]:
 
 
 def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
-    """Return the rows of each line, by length: those with a value, of two lengths at least."""
+    """Return the rows of each line, by length. These rows have a value. A line has at least two
+    lengths.
+    """
     lines: dict[tuple[str, ...], list[Record]] = {}
     for record in rows:
         if record.times_ms and value(record):
@@ -70,7 +72,7 @@ def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
 def panels(
     records: Sequence[Record], value: Callable
 ) -> Iterator[tuple[str, str, list[list[Record]]]]:
-    """Branch, axis and lines of each panel, in the order of the branches."""
+    """Return branch, axis and lines of each panel, in the order of the branches."""
     for branch in BRANCHES:
         some = [r for r in records if r.branch == branch]
         for axis in dict.fromkeys(length(r)[1] for r in some):
@@ -80,7 +82,7 @@ def panels(
 
 
 def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
-    """All plots of each device and mode, the PNG files under `folder`."""
+    """Return all plots of each device and mode, and write the PNG files to `folder`."""
     times, gains = [], []
     for device in sorted({r.device for r in records}):
         for mode in ("forward", "fwdbwd", "backward", "decode"):
@@ -120,8 +122,8 @@ def answers(each: Sequence[Panel]) -> str:
 
 
 def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> str:
-    """Return the SVG of gains by distance, on white: by title and label, for each of `places` the
-    values of all runs, in nats per token. Bars span the runs.
+    """Return the SVG of gains by distance on white. `found` has the values of all runs for each
+    of `places`, in nats per token, by title and label. Bars span the runs.
     """
     figure, grid = _grid(len(found), (3.6, 2.4))
     for axes, (title, curves) in zip(grid, found.items(), strict=False):
@@ -262,7 +264,7 @@ def _saved(figure, title: str, folder: Path) -> Plot:
 
 
 def _svg(figure, name: str, **how: Any) -> str:
-    """Return the figure as SVG, the same for the same values; the figure is closed."""
+    """Return the figure as SVG, with equal text for equal values, and close the figure."""
     from matplotlib import pyplot
 
     buffer = io.StringIO()
@@ -273,7 +275,7 @@ def _svg(figure, name: str, **how: Any) -> str:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Only the `svg` element, with unique ids and the colour of the text around it."""
+    """Return only the `svg` element, with unique ids and the colour of the text around it."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)

@@ -59,8 +59,10 @@ def problem_of(record: Record) -> tuple[str, ...]:
 
 
 def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | None]:
-    """Time of a baseline over the time of each row: of the fastest dense row of its problem, of
-    the portable path (`sdpa`, `xla`) of its branch, or of one SDPA under its whole mask.
+    """Return the time of a baseline divided by the time of each row. The baseline is the
+    fastest dense row of its problem, the portable path (`sdpa`, `xla`) of its branch, or one
+    SDPA under its whole mask. A value is None if the parity of the row failed or was not
+    judged, or if the row or the baseline has no time.
 
     None if the row's parity failed or was not judged, or if it or the baseline has no time.
     """
@@ -121,10 +123,13 @@ def note(record: Record) -> str:
     """Return the note of a row."""
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
-        parts.append(f"{record.rows_differ} rows select otherwise than the oracle")
+        parts.append(f"the selection differs from the oracle in {record.rows_differ} rows")
     if record.branch == "all" and record.refused:
         names = dict.fromkeys(name.rpartition(".")[2] for name in record.refused)
-        parts.append(f"refused before it: {', '.join(names)} (why: --explain)")
+        parts.append(
+            f"implementations that refused before it: {', '.join(names)} (--explain gives the "
+            "reasons)"
+        )
     else:
         parts += [f"not {name}: {reason}" for name, reason in record.refused.items()]
     return "; ".join(parts).replace("\n", " ")
@@ -136,7 +141,7 @@ def heading(records: Sequence[Record]) -> str:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """One table, padded for reading as plain text, with the notes below it."""
+    """Return one table, padded for reading as plain text, with the notes below it."""
     table = rows(records)
     notes = list(dict.fromkeys(row["note"] for row in table if row["note"]))
     for row in table:
@@ -149,7 +154,7 @@ def markdown(records: Sequence[Record]) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Every field of every record, and the speed-up."""
+    """Return every field of every record, and the speed-up, as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*FIELDS, "speed_up"])
@@ -159,7 +164,9 @@ def csv_text(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Milliseconds of each branch and implementation, logarithmic, with p20 to p80."""
+    """Plot milliseconds of each branch and implementation on a logarithmic axis, with p20 to
+    p80.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -53,11 +53,12 @@ class Report:
 
 
 def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
-    """All records of the files, and the files of the devices that they are of. Heartbeats are read
-    with the lines of their run; as separate files (`*.jsonl` of a folder) they are left out.
+    """Return all records of the files, and the files of their devices. Heartbeats are read
+    together with the lines of their run. If they are among `paths`, they are skipped.
 
     Raises:
-      ValueError: a line is damaged, a file or all of them are empty; the message names it.
+      ValueError: A line is damaged, or a file or all files are empty. The message names the
+        file.
     """
     rows: list[tuple[str, Record]] = []
     training: list[tuple[str, list[log.Line]]] = []
@@ -65,13 +66,13 @@ def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
     for path in files:
         first = next(iter(records.read_lines(path)), None)
         if first is None:
-            raise ValueError(f"{path}: holds no records")
+            raise ValueError(f"{path} has no records")
         if isinstance(first[1], dict) and "kind" in first[1]:
             training.append((path, log.read(path)))
         else:
             rows += records.placed(path)
     if not files:
-        raise ValueError("no records were found; name their files")
+        raise ValueError("no records were found; pass the files that have them")
     names = sorted({record.device for _, record in rows})
     devices = [found for found in map(policy.of, names) if found]
     title = title or f"Native Sparse Attention on {', '.join(names) or 'no device'}"

@@ -1,8 +1,9 @@
 """Derives from records the length from which NSA is faster than dense attention, by heads and
 pass.
 
-Of one sequence with the paper's sizes and random inputs, on which NSA is slowest. What counts as
-faster: `reports/crossover.py`. Of one length nothing follows where NSA is faster there.
+Only records of one sequence with the paper's sizes count, and of random inputs, on which NSA is
+slowest. `reports/crossover.py` defines when NSA is faster. If NSA was measured at a single
+length and is faster there, no length is derived.
 """
 
 import itertools

@@ -1,8 +1,9 @@
 """Checks whether the automatic choice switches from the portable path to the kernel at the
 lengths of a file.
 
-A problem of one length less and of that length is described, on a GPU of the file's device, and
-the registry is asked between the kernel and the portable path, both assumed to be able.
+For a problem of exactly that length and one of a length less, on a GPU of the file's device,
+the registry chooses between the kernel and the portable path. Both are assumed to support the
+problem.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ SIZES = {"dtype": "bfloat16", "B": 1, "H": 4, "Hkv": 1, "D": 64, "Dv": 64, "pack
 
 
 def check(device: Device) -> Iterator[tuple[bool, str]]:
-    """A verdict and its sentence for each side of each threshold of `device`.
+    """Return a verdict and its sentence for each side of each threshold of `device`.
 
     Raises:
-      ValueError: its file has no thresholds.
+      ValueError: The file has no thresholds.
     """
     if not device.runtime.given():
         raise ValueError(f"{device.source} has no thresholds to check")

@@ -36,7 +36,7 @@ type Row = tuple[str, Record]  # with its location, <file>:<line>
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A kernel's row and its baseline on the same problem; times in milliseconds."""
+    """A kernel's row and its baseline on the same problem. Times are in milliseconds."""
 
     threshold: str
     row: Record
@@ -72,8 +72,8 @@ class Pair:
 
     @property
     def over_portable(self) -> float | None:
-        """The speed-up of the kernel over the portable path, if the baseline is another one and
-        both have times.
+        """The speed-up of the kernel over the portable path, if the baseline is another path
+        and both have times.
         """
         if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
             return None
@@ -104,8 +104,8 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """Return the pairs of the kernel that automatic choice tries first, of those measured;
-        later ones decide nothing here.
+        """Return the pairs of the measured kernel that automatic choice tries first. Kernels
+        that it tries later do not affect this threshold.
         """
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
@@ -119,7 +119,7 @@ class Evidence:
             used = self.of(threshold)
             for pair in self.pairs if used else ():
                 if pair.threshold == threshold and pair not in used:
-                    ahead = f"{used[0].row.implementation} stands before it"
+                    ahead = f"{used[0].row.implementation} comes before it"
                     text = f"{threshold} {pair.row.implementation}: {ahead}"
                     notes.setdefault(text, []).append(pair.where)
         return [
@@ -147,7 +147,7 @@ class Evidence:
                     self._pair(threshold, kernel, group)
 
     def _pair(self, threshold: str, kernel: str, group: Sequence[Row]) -> None:
-        """The slowest run of a kernel, and the fastest of its baseline."""
+        """Return the slowest run of a kernel, and the fastest of its baseline."""
         framework, branch = group[0][1].framework, group[0][1].branch
         portable = PORTABLE[framework]
         over = portable if branch == "selected" else MASKED
@@ -188,8 +188,8 @@ def read_records(path: str | Path) -> list[Row]:
     """Return the rows of a file of JSON lines, or of those about thresholds below a folder.
 
     Raises:
-      ValueError: a line is damaged, a file is empty or the folder has none; the message names file
-        and line.
+      ValueError: A line is damaged, a file is empty, or the folder has no such file. The
+        message names the file and the line.
     """
     path = Path(path)
     paths = sorted(x for name in FILES for x in path.rglob(name)) if path.is_dir() else [path]
@@ -199,19 +199,20 @@ def read_records(path: str | Path) -> list[Row]:
     for each in paths:
         rows = list(records.placed(each))
         if not rows:
-            raise ValueError(f"{each}: holds no records")
+            raise ValueError(f"{each} has no records")
         found += rows
     return found
 
 
 def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
-    """The rows of a CSV file of `bench.fa2` or `bench.selection`.
+    """Return the rows of a CSV file of `bench.fa2` or `bench.selection`.
 
     Args:
       device: The device, if the file has no column `device`.
 
     Raises:
-      ValueError: it is empty, damaged or of neither; the message names file and line.
+      ValueError: The file is empty, damaged or of another command. The message names the file
+        and the line.
     """
     for where, row in command.read_csv(path, ()):
         fa2 = {*FA2_COLUMNS, "branch"} <= row.keys()

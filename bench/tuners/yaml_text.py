@@ -1,5 +1,6 @@
-"""The text of a YAML file with other values: unchanged sections keep their text,
-and the comments above and below a section do in any case."""
+"""Writes other values into the text of a YAML file. Unchanged sections keep their text.
+Comments above and below a section are always kept.
+"""
 
 import re
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         else:
             each = warp.word(sizes.N) // sizes.B
             row = token // each
-            begin, end = row * each, row * each + each  # of the row's tokens in this call
+            begin, end = row * each, row * each + each  # the row's tokens in this call
         length = entry(refs.lengths, row)
         position = warp.where(token < end, length - (end - token), -1)
         there = (length > 0) & warp.below(position, sizes.M * spec.block)
@@ -72,7 +72,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         start = position - before
 
         def mean():
-            older = warp.larger(begin - (token - before), 0)  # of the window's tokens
+            older = warp.larger(begin - (token - before), 0)  # older tokens in the window
 
             def add_older(i, total):
                 for tap in [i * loads + j for j in range(loads)]:

@@ -21,8 +21,8 @@ warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`dec
 Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves rows idle. wgmma
 would pad the rows to 64 and need a barrier over 4 warps.
 Bandwidth bound for long caches, since a strip is read once and used by 16 rows, with 16
-operations per byte. Latency bound for short caches or few rows, since three round trips to
-memory and four exchanges follow each other (`docs/kernels/decode.md`).
+operations per byte. The kernel is latency bound for short caches or few rows, since three round
+trips to memory and four exchanges follow each other (`docs/kernels/decode.md`).
 """
 
 from typing import Any
@@ -182,7 +182,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
             there = number < work.mine
             p = exchange.probabilities(lane, tiles, norms)
             weighted = [[x * gates[0][j // 2] for j, x in enumerate(tile)] for tile in p]
-            if spec.fp8:  # whose values have scales
+            if spec.fp8:  # in fp8, values have scales
                 exchange.keep(lane, place, weighted, there)
             else:
                 words = exchange.left_operand(lane, weighted)

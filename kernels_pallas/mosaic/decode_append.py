@@ -22,10 +22,10 @@ from kernels_pallas.mosaic.decode_lane import Lane
 from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
-COLUMNS = 8  # of a row per lane, 16 bytes
-ROWS = 8  # of a mean that a warp loads together
+COLUMNS = 8  # columns of a row per lane, 16 bytes
+ROWS = 8  # rows of a mean that a warp loads together
 KINDS = "key", "value"
-# As in `nsa_core.rounding`.
+# The same as in `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
 NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 

@@ -77,7 +77,7 @@ class Work(NamedTuple):
         `warps`.
       mine: The number of strips of the warp.
       sliding: Number of the warp's strips of the sliding branch. The last warp of the cluster
-        has the first one, since it has the fewest other strips.
+        has the first of these strips, since it has the fewest other strips.
       window_start: First key of the sliding branch.
       blocks: Number of selection blocks.
     """

@@ -72,7 +72,7 @@ from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
 from kernels_pallas.specs.work_items import WorkItem, part_column
 
 COLUMNS = 8  # query rows whose statistics are in registers at a time
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread, for intervals
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # per thread, in kernels of intervals
 AT_ONCE = 2, 1  # partials that the merge loads together
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
 
-BYTES = 16  # of a lane
+BYTES = 16  # per lane and copy
 NUMBER_BYTES = 2
 SLAB = 64  # columns
 SLAB_ROW_BYTES = SLAB * NUMBER_BYTES
 SLAB_BYTES = ROWS * SLAB_ROW_BYTES
 PARTS = SLAB_ROW_BYTES // BYTES  # of a row of a slab
-ROWS_AT_A_TIME = 128 // PARTS  # of the threads of a warpgroup
+ROWS_AT_A_TIME = 128 // PARTS  # rows that the threads of a warpgroup copy together
 
 
 class RowCopies(NamedTuple):

@@ -89,8 +89,8 @@ class GatheredRows(NamedTuple):
         return SoftmaxStats(*_by_row(load, [row_stats], words, [token], dtypes, self.interpret))
 
     def put(self, array, value, b, kv_head, length, index, only):
-        """Store `array[b, kv_head, index] = value` per row, if `only`. The array is float32
-        `[B, Hkv, length]`, in which the rows of a token are adjacent.
+        """Store `array[b, kv_head, index] = value` for each row whose `only` is true. The array
+        is float32 `[B, Hkv, length]`, in which the rows of a token are adjacent.
         """
         if self.interpret:
             for i in range(self.tokens):

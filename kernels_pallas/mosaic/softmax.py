@@ -26,7 +26,7 @@ from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, ROWS, across
 
 MASKED = -1e30  # score of a key that a row must not see
 EMPTY = -1e20  # no row that sees a key has a maximum below this
-ABSENT = 3e38  # as a row's maximum: every probability becomes exactly 0
+ABSENT = 3e38  # with this maximum of a row, every probability is exactly 0
 
 
 class SoftmaxState(NamedTuple):

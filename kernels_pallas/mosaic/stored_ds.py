@@ -57,7 +57,7 @@ from kernels_pallas.specs.stored_ds import FIRST_ROW, HEADS, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
-HALF_BYTES = 8  # of a lane, for 8 heads and 16 keys
+HALF_BYTES = 8  # per lane, for 8 heads and 16 keys
 NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 

@@ -172,8 +172,8 @@ class BlockQueryLists(Spec):
 
 @described
 def count_entries(spec: BlockQueryLists) -> Kernel:
-    """Inputs: `selection`. Output: `edges` before the running sum, zero and the number of
-    entries of each row, tile of keys and chunk of tokens.
+    """Inputs: `selection`. Output: `edges`, before the running sum is computed. It has a zero,
+    and the number of entries of each row, tile of keys and chunk of tokens.
     """
     return _kernel("count_entries", spec, {}, {"edges": spec.edges})
 

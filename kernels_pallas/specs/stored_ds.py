@@ -80,8 +80,8 @@ def dq(spec: StoredDsQuery) -> Kernel:
     Inputs:
       key: `[B, S, Hkv, D]`.
       block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
-      indices: int32 `[B, T, Hkv, n]`, position and, if `packed`, key_start: int32 `[B, T]`: the
-        inputs of the lists.
+      indices: int32 `[B, T, Hkv, n]`, an input of the lists. So are position and, if `packed`,
+        key_start, int32 `[B, T]`.
       ds_chunk: As described above.
       ds: The array ds of the rows in the chunk.
       added: `[B, T, H, D]`, if `added`.

@@ -121,7 +121,8 @@ def launcher_why_not() -> str | None:
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "needs a C compiler, with which Triton builds its launcher; install gcc"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
+    # The scheme is chosen as in Triton.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     if not os.path.exists(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
         return "needs Python.h, with which Triton builds its launcher; install python3-dev"
     return None

@@ -313,7 +313,7 @@ def finish(
     """
     program = tl.program_id(0).to(tl.int64)
     part = (program % c.PARTS).to(tl.int32)
-    item = program // c.PARTS  # of [B * HEADS, QUERIES]
+    item = program // c.PARTS  # index into [B * HEADS, QUERIES]
     query_number = (item % c.QUERIES).to(tl.int32)
     batch, head = pair_of(item // c.QUERIES, c.HEADS)
     pair = batch * c.HEADS + head

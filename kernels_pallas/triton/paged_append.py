@@ -3,7 +3,7 @@
 A program has one token and one key/value head. It writes the token to its page. If the token is
 the last one of a window, at position i d + l - 1, the program also writes the mean of the last
 `l` tokens. It reads tokens of this call from the inputs, since other programs may not have
-written them yet, and earlier tokens from their pages. The time is bound by the launch.
+written them yet, and earlier tokens from their pages. Most of the time is the launch.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its means use the older tokens in
 the row's ring buffer, if these round to the tokens in the page.
@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels_pallas.triton.decode import entry_place
 from kernels_pallas.triton.rows import load_rows, store_rows
 
-LARGEST = tl.constexpr(448.0)  # as in `nsa_core.rounding`
+LARGEST = tl.constexpr(448.0)  # the same as in `nsa_core.rounding`
 LEAST = tl.constexpr(1e-30)
 NEAR = tl.constexpr(2**-4 + 2**-7)
 LEAST_NEAR = tl.constexpr(2**-9)

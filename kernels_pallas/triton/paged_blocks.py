@@ -281,7 +281,10 @@ def chosen(
     above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
     found, need = _found(counts, item, need, c, VALUES)
     least = (above.to(tl.uint32) << c.BITS) + found.to(tl.uint32)
-    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # of the previous parts
+    count, equals = (
+        tl.zeros([], tl.int32),
+        tl.zeros([], tl.int32),
+    )  # sums over the previous parts
     value = tl.arange(0, VALUES)
     for other in range(0, part):
         of_part = item * c.PARTS + other

@@ -153,7 +153,7 @@ class _Segment(NamedTuple):
 
     kernel: GatheredAttention
     segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile
-    tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
+    tokens: tuple[slice, ...]  # indices into arrays `[B, T, ...]`
 
 
 def _segments(
@@ -168,7 +168,7 @@ def _segments(
         *sizes, tile=tile, limit=spec.gather_limit, interpret=spec.interpret
     )
     step = math.lcm(lists.chunk, tile)
-    output_bytes = spec.B * spec.H * width * 2  # of a token
+    output_bytes = spec.B * spec.H * width * 2  # per token
     size = max(MAX_BYTES, output_bytes * spec.T // 2) // (output_bytes * n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * n))

@@ -43,7 +43,7 @@ def attention(
         found = [getattr(cache, f"{name}_scale", None) for name in names]
         return [lengths if x is None else x for x in found]  # which nothing reads
 
-    candidates = max(config.num_compressed(p.S), 1)  # of the longest row
+    candidates = max(config.num_compressed(p.S), 1)  # candidates of the longest row
     splits = cdiv(candidates, SPLIT)
     windows = cdiv(min(config.window + p.T - 1, p.S), SPLIT) if config.window else 0
     scalars = pages, cache.num_pages, splits, windows, candidates, p.log2_scale

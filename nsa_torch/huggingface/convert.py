@@ -91,9 +91,9 @@ class DifferentError(Exception):
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
-    """Reorder the rows of heads of `width`, since rotary embedding pairs them differently.
-    Transformers rotates rows i and i + width / 2 together, which become rows 2i and 2i + 1
-    here.
+    """Reorder the rows of each head, which has `width` rows, since rotary embedding pairs them
+    differently. Transformers rotates rows i and i + width / 2 together, which become rows 2i
+    and 2i + 1 here.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -363,7 +363,7 @@ def _write(
             made |= {name: x.to(config.dtype) for name, x in extra.items()}
         for name, x in made.items():
             if not x.isfinite().all():
-                raise ValueError(f"{name} must be finite in {x.dtype} (start {start!r})")
+                raise ValueError(f"{name} must be finite in {x.dtype} with start={start!r}")
         safetensors.torch.save_file(made, target / file, {"format": "pt"})
         places |= dict.fromkeys(made, file)
         size += sum(x.nbytes for x in made.values())
