@@ -289,7 +289,7 @@ def crossovers() -> str:
         [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
         for x in _crossovers()[1]
     )
-    return table(["", "NSA is faster", "of", "commit"], rows)
+    return table(["what", "NSA is faster", "measured", "commit"], rows)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -384,7 +384,7 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
         dense = dense or kind
         if kind.runs:
             rows.append([f"`{kind.label}`", what, *quality.answer_row(kind, dense)])
-    return table(["run", "what it is", *quality.ANSWER_HEAD], rows)
+    return table(["run", "description", *quality.ANSWER_HEAD], rows)
 
 
 def solved(setting: str, runs: str) -> str:

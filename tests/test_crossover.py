@@ -139,7 +139,7 @@ def test_training_steps_are_compared_at_equal_tokens_a_step():
     lines += [speed("nsa", "mosaic", 512, 0.1, batch=1)]
     found = panel([], "step", lines)
     assert found.answer == "from 8k tokens (2x)"
-    assert found.points[0].ours.about == "torch, 125m model, 32768 tokens a step, bfloat16"
+    assert found.points[0].ours.about == "torch, 125m model, 32768 tokens per step, bfloat16"
 
 
 def test_a_wrong_row_is_a_word_and_breaks_the_line():

@@ -67,7 +67,7 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
         if isinstance(x, Speed):
             step = x.batch * x.seq_len
             problem = x.framework, x.model, x.dtype, step
-            about = f"{x.framework}, {x.model} model, {step} tokens a step, {x.dtype}"
+            about = f"{x.framework}, {x.model} model, {step} tokens per step, {x.dtype}"
             yield Run("step", problem, about, x.seq_len, x.attention == "dense", x)
 
 
