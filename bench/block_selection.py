@@ -547,8 +547,12 @@ FLAGS = cli.define(
     n_sel=(16, "Number of blocks per query."),
     dtype=("bfloat16", "Precision.", ("bfloat16", "float16", "float32")),
     device=(str, "Device; default: a GPU if there is one.", ("cuda", "cpu")),
-    mode=(tuple(MODES), "Repeatable.", MODES),
-    implementation=(IMPLEMENTATIONS, "Repeatable.", IMPLEMENTATIONS),
+    mode=(tuple(MODES), "What to measure (repeatable).", MODES),
+    implementation=(
+        IMPLEMENTATIONS,
+        "Implementations to measure (repeatable).",
+        IMPLEMENTATIONS,
+    ),
     overlap=(
         0.0,
         "Probability that a block of the previous query is selected again; default: blocks are "

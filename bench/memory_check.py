@@ -37,10 +37,10 @@ from .harness.records import Values
 
 FLAGS = cli.define(
     only=((), "Only layers whose names begin with this (repeatable)."),
-    tool=(TOOLS, "Repeatable.", TOOLS),
+    tool=(TOOLS, "Tools to run (repeatable).", TOOLS),
     kernels=("", "With --tool=racecheck: only kernels whose names contain this."),
     at_once=(8, "Number of processes that run at the same time."),
-    timeout_s=(300, "Of a process."),
+    timeout_s=(300, "Time limit of a process."),
     out=(str, "Folder for the results, which must not exist; default: bench/results/<time>."),
     save_records=(False, "Keep the records."),
 )

@@ -13,33 +13,37 @@ from .ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
 DEFINED: dict[str, Any] = dict(
     parallel=(
         "none",
-        "ddp: all weights on every device; fsdp: shards of them. torch: by torchrun.",
+        "ddp: every device has all weights; fsdp: every device has a shard of them. torch needs "
+        "torchrun.",
         KINDS,
     ),
-    devices=(int, "Devices in all; default: torch's processes, all devices of JAX."),
+    devices=(
+        int,
+        "Number of devices; default: the processes of torchrun, or all devices of JAX.",
+    ),
     tensor=(1, "Devices that share the heads of a row (JAX)."),
-    accumulate=(1, "Micro-batches a step."),
-    compile=(False, "torch.compile of blocks."),
+    accumulate=(1, "Micro-batches per step."),
+    compile=(False, "Run blocks with torch.compile."),
     ddp_safe=(
         False,
-        "torch: collectives are compared between ranks before they run, and ddp looks for "
-        "weights without a gradient, whose memory is their own. Slow; for steps that hang.",
+        "torch: compare collectives between ranks before they run, and find weights without a "
+        "gradient under ddp. This is slow and serves to debug steps that hang.",
     ),
-    timeout_s=(TIMEOUT_S, "How long processes wait for each other."),
+    timeout_s=(TIMEOUT_S, "Seconds that processes wait for each other."),
     jax_coordinator=(
         str,
         "JAX in several processes: address:port of process 0, or auto on a cluster that "
-        "jax.distributed knows.",
+        "jax.distributed supports.",
     ),
-    jax_processes=(int, "How many."),
-    jax_process=(int, "Which this is.", 0),
-    tensorboard=(False, "Files for tensorboard in --out (extra tensorboard)."),
-    csv=(True, "What is watched is rows of <run>.csv in --out too."),
+    jax_processes=(int, "Number of JAX processes."),
+    jax_process=(int, "Index of this JAX process.", 0),
+    tensorboard=(False, "Write files for TensorBoard to --out (extra tensorboard)."),
+    csv=(True, "Also write the observed values to <run>.csv in --out."),
     heartbeat_s=(watch.HEARTBEAT_S, "Seconds between lines of heartbeat_rank<r>.jsonl."),
-    watch_every=(watch.EVERY, "Steps between looks at gates and selection."),
+    watch_every=(watch.EVERY, "Steps between observations of gates and selection."),
     hang_s=(
         watch.HANG_S,
-        "Seconds without a step after which a process writes its stacks and ends; 0: never.",
+        "Seconds without a step after which a process writes its stacks and ends; 0 means never.",
     ),
 )
 
