@@ -20,8 +20,8 @@ Each is launched with its own checks and its own wait, one after the other. They
 the whole, and if another process uses the machine a part's median can exceed the whole's. Such a
 time has a `*` and is listed in the column `above_whole`. A part that is longer by more than noise
 is refused. The table also has dense attention to all of the cache. In torch on CUDA a CUDA graph
-replays the step if it can be captured (`graph`). `ms_host` and `ms_paged_host` are the host times
-of consecutive eager steps there.
+replays the step if it can be captured (`graph`). There `ms_host` and `ms_paged_host` are the host
+times of consecutive eager steps, without the graph.
 
 Reads are key rows, raw or compressed, that the last query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the

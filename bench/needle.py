@@ -110,7 +110,7 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
         missing = np.flatnonzero(~holds.all(axis=0)).tolist()
         reason = f"block {block} is not selected by key/value heads {missing}"
     elif not weight.min() > LEAST_WEIGHT:
-        reason = f"the weight of the needle must be over {LEAST_WEIGHT}, got {weight.min():.3g}"
+        reason = f"the weight of the needle must exceed {LEAST_WEIGHT}, got {weight.min():.3g}"
     return found | ({"status": "wrong", "reason": reason} if reason else {}), time
 
 

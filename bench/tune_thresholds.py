@@ -7,9 +7,9 @@
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is a recorded length. In all rows of this length or longer, the kernel is faster by at
-least the margin. The smallest such length is written, or `never` if there is none. FA-2 is
-compared with one SDPA under the whole mask, and with the portable path. The kernels of the
-selection are compared with the portable path. A kernel that failed at a length does not win there.
+least the margin. The smallest such length is written, or `never` if there is none. FA-2 is compared
+with one SDPA under the whole mask, and with the portable path. The kernels of the selection are
+compared with the portable path. A kernel that failed at a length does not win at this length.
 Without measured rows no threshold is set. Of a folder its files `fa2.jsonl` and `selection.jsonl`
 are read, at any depth.
 

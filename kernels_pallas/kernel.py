@@ -125,7 +125,8 @@ class Kernel:
         sizes: Mapping[str, int] | None = None,
         **options: Any,
     ) -> Self:
-        """Return a kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
+        """Return a kernel whose body accesses its refs by the keys of `inputs` and `outputs`
+        (`mosaic.refs.build_kernel`).
 
         Inputs whose value is False are omitted. If the spec is for any length, the kernel
         begins with an input for each of its `sizes`. `described` adds a name and a body by

@@ -6,8 +6,8 @@ An implementation named by the caller never falls back, unless the caller sets
 choice is the first implementation in order that can run the problem, and that the thresholds
 and the policy of the device allow (`policy.py`).
 
-The step `attention` stands for all steps at once. Its implementation runs only if it was chosen
-for every single step.
+The step `attention` computes all other steps in one call. An implementation of `attention` runs
+only if the same implementation was chosen for each of the other steps.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ class Choices:
     beside_dense: str | None = None
 
     def __iter__(self) -> Iterator[Choice]:
-        """Return the choice of every single step, in the order of `STEPS`."""
+        """Return the choice of each step, in the order of `STEPS`."""
         return (getattr(self, step) for step in STEPS)
 
     def __str__(self) -> str:

@@ -330,8 +330,8 @@ def check_loss(
         block_lists.lists(name, block_indices, tokens, heads, kv_heads)
         if block_indices.shape[2] not in (1, index_heads):
             raise ValueError(
-                f"block_indices must have a list for all heads or for each of the {index_heads} "
-                f"index heads, got {block_indices.shape[2]}"
+                f"block_indices must have 1 list for all heads or {index_heads} lists, one per "
+                f"index head, got {block_indices.shape[2]}"
             )
     elif block_size is not None:
         raise ValueError(f"block_size must be None if block_indices are None, got {block_size}")

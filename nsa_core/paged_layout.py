@@ -152,7 +152,7 @@ def first_slot(config: NSAConfig) -> int:
 
 
 class Entries(NamedTuple):
-    """The entries of a row in its pages. Entry `i` covers the tokens `i stride .. i stride +
+    """The entries of a row in its pages. Entry `i` covers the tokens `i * stride .. i * stride +
     block - 1`. Its index in the row's pages is `first + i`, and a page has `per_page` entries.
     """
 

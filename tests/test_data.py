@@ -184,7 +184,7 @@ def test_a_row_shorter_than_a_document(load, tmp_path):
         ("x.jsonl", '{"text": 3}\n', "x.jsonl:1: column 'text' must be text, got 3"),
         ("x.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
         ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8"),
-        ("x.txt", "short", "tokens of dataset .*x.txt must be over 144 for seq_len=8, got 5"),
+        ("x.txt", "short", "tokens of dataset .*x.txt must exceed 144 for seq_len=8, got 5"),
         ("x.csv", "a,b\n", "must consist of files with one of .*, got .*x.csv"),
         ("x.parquet", b"PAR1 cut off", "x.parquet is not a complete parquet file"),
     ],
@@ -273,12 +273,10 @@ class TestTokenizer:
 
     def test_faults(self, path, load, tmp_path):
         path.write_text(path.read_text()[:40])
-        with pytest.raises(ValueError, match=r"file of the library tokenizers, got .*r.json: "):
+        with pytest.raises(ValueError, match=r"\(Hugging Face tokenizers\), got .*r.json: "):
             load("text", tokenizer=str(path))
         for name, reason in (("gpt2", "No such file"), (tmp_path, "Is a directory")):
-            message = (
-                f"tokenizer must be a file .*, got {name}: {reason}.*; download tokenizer.json"
-            )
+            message = f"a tokenizer.json file .*, got {name}: {reason}.*; download the tok"
             with pytest.raises(FileNotFoundError, match=message):
                 load("text", tokenizer=str(name))
 

@@ -399,12 +399,12 @@ def test_kinds_are_named_by_what_differs():
     [
         ({"b": pair(0, (1, 1), (1, 1))}, "seed 0 occurs twice among the runs with nsa"),
         ({"b": lines("nsa", 1, 1.0, 1.0, steps=11)}, "must include dense attention"),
-        ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a run that ended of torch-nsa"),
+        ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a finished run of torch-nsa"),
         (
             {"b": lines("nsa", 1, 1.0, 1.0)},
             r"dense must have the seeds of nsa .*but lacks \[1\]",
         ),
-        ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
+        ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
         ({"b": []}, "must hold a run, got none"),
     ],
 )
@@ -515,7 +515,7 @@ def test_a_row_of_an_experiment():
     [
         ({"a": RUNS["a"]}, "a must hold one run"),
         ({"a": []}, "a must hold one run"),
-        ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
+        ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
         (
             {x: lines("nsa", 1, 1.0, 1.0) for x in "ab"},
             "b: seed 1 occurs twice among the runs with",

@@ -526,7 +526,7 @@ BAD = {
     "--lengths=64": "--lengths requires --throughput",
     "--tokens=64": "--tokens requires --throughput",
     "--resume": "--resume needs a checkpoint, found none in",
-    "--seq_len=40 --corpus_bytes=640": "corpus_bytes must be over 656 for seq_len=40",
+    "--seq_len=40 --corpus_bytes=640": "corpus_bytes must exceed 656 for seq_len=40",
     "--throughput --lengths=512,x": "lengths must be positive numbers",
     "--throughput --lengths=": r"lengths must be positive numbers, got \[\]",
     "--parallel=ddp": "--parallel needs --framework=torch, got both",

@@ -254,7 +254,7 @@ def test_a_token_that_the_model_does_not_know(whole):
     batch = whole[0].batches.train(0)
     check_vocabulary(batch, 256)
     wide = batch._replace(tokens=batch.tokens.astype(np.int32) + 200)
-    with pytest.raises(ValueError, match=r"vocabulary must be over every token .* got vocab"):
+    with pytest.raises(ValueError, match=r"vocabulary must exceed every token .* got vocab"):
         check_vocabulary(wide, 256)
 
 

@@ -77,13 +77,11 @@ class Batches:
             held_out = int(size * HELD_OUT_SHARE)
             least = int((length + 1) / HELD_OUT_SHARE)
             if held_out <= length:
-                raise ValueError(
-                    f"{name} must be over {least} for seq_len={length}, got {size}"
-                )
+                raise ValueError(f"{name} must exceed {least} for seq_len={length}, got {size}")
         if min(held_out, size - held_out) <= length:
             raise ValueError(
-                f"{name} and those held out must each be over seq_len={length}, got "
-                f"{size - held_out} and {held_out}"
+                f"{name}: the numbers of training tokens and of held-out tokens must each exceed "
+                f"seq_len={length}, got {size - held_out} and {held_out}"
             )
         self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
         self.vocabulary = documents.vocabulary
@@ -218,7 +216,8 @@ def load(
         `name:config` of a dataset of the Hugging Face Hub.
       size: bytes of "text".
       pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".
-      tokenizer: Path of a file of the library `tokenizers`. Defaults to bytes, or to the corpus's.
+      tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). Defaults to bytes,
+        or to that of the corpus.
       column: name of the text column, in files with columns.
       split, revision, buffer, notes: See `stream.Streamed` and `hub.Hub`.
       cache: Folder for the tokens of local files. Defaults to the user's cache.

@@ -172,7 +172,7 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
     """Return the runs of files with one run each, which differ only in the seed.
 
     Raises:
-      ValueError: a file does not hold one run that ended, or has the seed of another.
+      ValueError: a file does not contain one finished run, or has the seed of another.
     """
     runs: dict[int, Ended] = {}
     for name, lines in found.items():
@@ -193,7 +193,7 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
     mine = [line for line in lines if line.run == run]
     header, end = curves.last(mine, Header).get(run), curves.last(mine, Summary).get(run)
     if header is None or end is None or end.status != "ok" or end.held_out_loss is None:
-        raise ValueError(f"{name} must hold a run that ended of {run}")
+        raise ValueError(f"{name} must contain a finished run of {run}")
     evaluations = [line for line in mine if isinstance(line, Evaluation)]
     values = dict(evaluations[-1].measures) if evaluations else {}
     values |= {

@@ -95,6 +95,6 @@ def check_vocabulary(batch: Batch, vocabulary: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(
-            f"vocabulary must be over every token of the data, got vocabulary={vocabulary} "
+            f"vocabulary must exceed every token of the data, got vocabulary={vocabulary} "
             f"and tokens {low} to {high}"
         )

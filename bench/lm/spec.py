@@ -45,8 +45,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
             raise ValueError(
-                "dense_first must be below the layers of a model with NSA, and 0 in others, got "
-                f"{self.dense_first}"
+                f"dense_first must be less than layers={self.layers} if attention is nsa, and 0 "
+                f"otherwise, got {self.dense_first}"
             )
         for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:

@@ -72,8 +72,8 @@ def tokenizer_file(path: str | Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise FileNotFoundError(
-            f"tokenizer must be a file of the library tokenizers, got {path}: {error.strerror}; "
-            "download tokenizer.json of a model"
+            f"tokenizer must be a tokenizer.json file (Hugging Face tokenizers), got {path}: "
+            f"{error.strerror}; download the tokenizer.json of a model"
         ) from None
 
 
@@ -96,7 +96,8 @@ class FromFile:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(
-                f"tokenizer must be a file of the library tokenizers, got {path}: {error}"
+                f"tokenizer must be a tokenizer.json file (Hugging Face tokenizers), got {path}: "
+                f"{error}"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

@@ -93,7 +93,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, lane: Lane, seen: Any) -> "Work":
-        """Distribute the strips. Compressed token i is visible from `i stride + compress_block`
+        """Distribute the strips. Compressed token i is visible from `i * stride + compress_block`
         tokens on. All CTAs except the last have the same number of strips.
         """
         m, spec = lane.m, lane.spec

@@ -10,8 +10,8 @@ iteration fences and starts that product. Otherwise they must be computed after 
 these rules are broken, ptxas waits after every instruction (its remarks C7510 to C7514, stored
 in `Cubin.remarks`). ptxas deletes a product whose result is unused.
 
-Operands are stored in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, where
-each slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
+An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
+slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
 `P V`, V is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a
 column. They are never read transposed, which the instruction does not support.
 
@@ -38,8 +38,8 @@ MAX_COLUMNS = 256
 
 
 class Operand(NamedTuple):
-    """A matrix in shared memory. Its slabs are `[slabs, rows / 8, 1, 8, slab]`, in the tiling
-    of Mosaic.
+    """A matrix in shared memory. It has the shape `[slabs, rows / 8, 1, 8, columns per slab]`, in
+    the tiling of Mosaic.
 
     Attributes:
       ref: The memory of the matrix.

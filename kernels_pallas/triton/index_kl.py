@@ -77,7 +77,8 @@ def kl_targets(
       position: int32 `[B, T]`; negative positions are padding.
       order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
-      masses: float32 `[B, T, INDEX_HEADS, N]`, the sums of t, written for listed blocks.
+      masses: float32 `[B, T, INDEX_HEADS, N]`, output: the sum of the targets t_j over the keys
+        of each listed block. Other entries are not written.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, the values t of listed keys.
     """
     at_row, batch, head, tile, begin, end = _part_of(

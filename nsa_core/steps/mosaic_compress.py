@@ -13,7 +13,7 @@ from nsa_core.validate import dtype_name
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """Return the means of the windows of tokens `[B, S, Hkv, .]`, as `[B, C, Hkv, D]` and `[B,
     C, Hkv, Dv]`. Zeros follow the means up to a whole selection block. No query attends to
-    these zeros, but the kernel of the scores reads them. In packed rows the means are in the
+    these zeros, but the score kernel reads them. In packed rows the means are in the
     slots of their sequences.
     """
     if not params.config.num_compressed(key.shape[1]):
