@@ -254,7 +254,7 @@ def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
         loaded.can_build.cache_clear()
         assert ffi.serves(kernel) == found
     loaded.can_build.cache_clear()
-    assert "each kernel for each length, in each process: no compiler" in caplog.text
+    assert "each kernel for each length, in each process, because no compiler" in caplog.text
     monkeypatch.setattr(loaded, "_loaded", {})
     with pytest.raises(RuntimeError, match=f"{kernel.name} is not stored on disk"):
         ffi._run(call_of(kernel))

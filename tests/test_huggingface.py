@@ -631,6 +631,13 @@ def test_configurations_that_are_refused(changed, sentence, kind):
         NSAForCausalLM(config)
 
 
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    with pytest.raises(
+        ValueError, match="hidden_size must be a multiple of num_attention_heads=4"
+    ):
+        NSAModelConfig(hidden_size=65, num_attention_heads=4)
+
+
 def test_another_models_configuration(tmp_path):
     LlamaConfig(vocab_size=8).save_pretrained(tmp_path)
     for load in (NSAModelConfig.from_pretrained, NSAForCausalLM.from_pretrained):

@@ -74,7 +74,7 @@ def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert installed.main([]) == 1
-    assert capsys.readouterr().err == "a Hopper GPU is needed\n"
+    assert capsys.readouterr().err == "this command needs a Hopper GPU\n"
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Rows that lanes copy, emulated: they lie where the copy engine would put them, and come back."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -32,16 +31,15 @@ class Copying(Warps):
             self.put((array, index + (offset // 4 + i)), x, only)
 
 
-@dataclasses.dataclass(frozen=True)
 class Emulated(RowCopies):
-    """Operands are addresses."""
+    """Operands are addresses in the memory of `machine`."""
 
     machine: Any
 
     def _call(self, function, refs, operands, numbers):
         words = [self.machine.word(x) for x in numbers]
         with np.errstate(all="ignore"):
-            function(self.machine, refs, operands, words)
+            function(self.machine, *refs, *operands, *words)
 
 
 class Operand:
@@ -70,7 +68,9 @@ def operand_of(memory, address, width):
 
 def copies_of(group, memory_bytes):
     buffers = Buffers(np.dtype("float16"), Tile(group, 64, group))
-    return Emulated(buffers, group, KV_HEADS * SLOTS, Copying(1, 4, memory_bytes))
+    copies = Emulated(buffers, group, KV_HEADS * SLOTS)
+    copies.machine = Copying(1, 4, memory_bytes)
+    return copies
 
 
 def entries_of(tokens, kv_head):

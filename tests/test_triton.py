@@ -232,7 +232,7 @@ def test_refusals(change, reason, _):
     assert reason in kernels_pallas.why_not("triton", pose(**refusals.given(change)))
 
 
-UNFIT = "jax-triton 0.4.1 needs triton 3.7, got 3.6.0: install jax-triton 0.3.1"
+UNFIT = "jax-triton 0.4.1 needs triton 3.7, got 3.6.0; install jax-triton 0.3.1"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
     out = tmp_path / "variants.jsonl"
     assert run(f"--out={out}", "--only=8k, graph", "--only=4k") == exit_status.WRONG
     _, wrong, other, *_ = capsys.readouterr().out.splitlines()
-    assert wrong.startswith("8k, graph, forward: other bits")
+    assert wrong.startswith("8k, graph, forward: the results with a graph have other bits")
     assert other.startswith("4k: "), "a reason is printed before the next row is measured"
     names = {line["variant"] for line in records.flat_lines(out)}
     assert names == {"4k", "4k, after 50 ms of rest"}

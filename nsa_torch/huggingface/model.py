@@ -418,7 +418,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
 
         Args:
           labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of
-            the next column. Labels of -100 are ignored.
+            the next column. Labels of -100 are ignored. If `logits_to_keep` is given, they are
+            those of the kept columns.
           logits_to_keep: For how many of the last columns logits are computed, or the indices
             of the columns. 0 means all columns.
         """
@@ -441,6 +442,11 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
+            if labels.shape[:2] != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must have the shape of the logits, {tuple(logits.shape[:2])} for "
+                    f"{logits_to_keep=}, got {tuple(labels.shape)}"
+                )
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
         return CausalLMOutputWithPast(
