@@ -6,8 +6,8 @@
 
 The two checkouts run in separate processes on one machine. All processes compile in parallel.
 Consecutive calls are then timed in turn (before, after, after, before, ...), with one process
-on the GPU at a time. A row is slower if the median of its ratios exceeds `--margin`. The exit
-status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
+on the GPU at a time. A row is slower if the median of its ratios exceeds 1 + `--margin`. The
+exit status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
 round differently, pass `--allow_other_bits`. The kernels are those of `mosaic`, so that a
 Hopper GPU is needed.
 """
@@ -34,7 +34,10 @@ FLAGS = cli.define(
     checkout=(str, "Folder of the other checkout."),
     only=cli.ONLY,
     rounds=(5, "Number of times that both checkouts are timed.", 3),
-    margin=(0.02, "Ratio of times above which a row counts as slower."),
+    margin=(
+        0.02,
+        "A row is slower if the median ratio of its times exceeds 1 plus this value.",
+    ),
     allow_other_bits=(False, "Bits may differ."),
     memory_gib=(70.0, "GPU memory in GiB for all processes that run at once.", None),
     other_commit=(str, "Commit of the other checkout; default: git's."),

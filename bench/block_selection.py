@@ -139,8 +139,9 @@ def random_blocks(
 def similar_blocks(
     batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
 ) -> Tensor:
-    """Return blocks as `random_blocks` does, except that each block of the previous query is
-    drawn again only with probability `1 - overlap`.
+    """Return blocks as `random_blocks` does, except that each block other than the query's own
+    is drawn again only with probability `1 - overlap`. Otherwise it is that of the previous
+    query.
     """
     draw = torch.Generator(device).manual_seed(0)
     shape = batch, kv_heads, length, chosen - 1
@@ -268,7 +269,7 @@ class Mode:
 
 
 def last(x: Tensor, dim: int = 1) -> Tensor:
-    """Return the last of the queries that are judged."""
+    """Return the part of `x` for the queries that are judged, which are the last ones."""
     return x.narrow(dim, max(x.shape[dim] - FLAGS.checked, 0), min(x.shape[dim], FLAGS.checked))
 
 

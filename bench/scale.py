@@ -7,9 +7,9 @@
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
 Each number of devices is a separate run: in torch one process per GPU (`torchrun`, NCCL; `gloo`
-without a GPU), in JAX one process. Each problem gives a row of JSON in `--out`:
+without a GPU), in JAX one process. Each problem of each run is a row of JSON in `--out`:
 
-  ms            of the slowest device, if all begin together: median, p20, p80
+  ms            of the slowest device; all begin together: median, p20, p80
   efficiency    ms on one device / (devices * ms), of the same length
   tokens_s_device  tokens per second and device, to compare with `--weak`, which gives each device
                 as many tokens; the work of a token still grows with the length

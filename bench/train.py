@@ -115,11 +115,11 @@ FLAGS = cli.define(
     ),
     tolerance=(
         float,
-        "Accepted difference between the losses of JAX and torch; default: by dtype.",
+        "Accepted relative difference between the losses of JAX and torch; default: by dtype.",
     ),
     margin=(
         curves.MARGIN,
-        "Largest accepted excess of NSA's last loss over that of dense attention.",
+        "Share by which NSA's loss at the end of a run may exceed that of dense attention.",
         None,
     ),
     out=(str, "Folder of the results; default: bench/results/<time>."),

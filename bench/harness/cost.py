@@ -1,5 +1,5 @@
-"""Computes the useful work and the compulsory traffic of a branch, and the limits of a device
-that no measured time may exceed.
+"""Computes the useful work and the compulsory traffic of a branch, and the rates of a device
+that no measurement can exceed.
 
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the

@@ -63,8 +63,6 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
     fastest dense row of its problem, the portable path (`sdpa`, `xla`) of its branch, or one
     SDPA under its whole mask. A value is None if the parity of the row failed or was not
     judged, or if the row or the baseline has no time.
-
-    None if the row's parity failed or was not judged, or if it or the baseline has no time.
     """
 
     def key(record):

@@ -147,7 +147,7 @@ class Evidence:
                     self._pair(threshold, kernel, group)
 
     def _pair(self, threshold: str, kernel: str, group: Sequence[Row]) -> None:
-        """Return the slowest run of a kernel, and the fastest of its baseline."""
+        """Add the pair of the slowest run of a kernel and the fastest run of its baseline."""
         framework, branch = group[0][1].framework, group[0][1].branch
         portable = PORTABLE[framework]
         over = portable if branch == "selected" else MASKED

@@ -101,9 +101,8 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
     """Return the bytes of shared memory that selected attention needs, the maximum of forward
-    and dq. No other kernel can exceed
-    `SMEM_BUDGET`. The memory has query rows, keys, values and the
-    block list of a tile.
+    and dq. No other kernel can exceed `SMEM_BUDGET`. The memory has query rows, keys, values
+    and the block list of a tile.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

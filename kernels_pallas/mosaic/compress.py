@@ -141,8 +141,8 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
 
     def stride_block(side, i, block):
         """Write the gradients of the tokens in stride block `block`, which are in the windows
-        from `block - l / d + 1` to `block`. A window of the previous sequence contains no token
-        of this block, so it adds 0.
+        from `block - l / d + 1` to `block`. If some of these slots belong to the previous
+        sequence, they have no whole window. Their gradient is 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

@@ -43,8 +43,9 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     """Copy the row of the page table to shared memory, with entries clamped to existing pages.
     Also copy the entries for the pages of new tokens, unchanged.
 
-    Returns: The number of tokens to which the query attends. It is 0 if the position of the
-      query is negative.
+    Returns:
+      The number of tokens to which the query attends. It is 0 if the position of the query is
+      negative.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)

@@ -142,7 +142,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     def add_share(value, begin):
         """Add up a warp's share of the window. Tokens of the call are read from the inputs, and
         older tokens from the pages. With fp8, an older token is read from the ring buffer of
-        the row, provided that it rounds to the token in the page (`nsa_core.rounding.is_of`).
+        the row, provided that the token in the page may have been rounded from it
+        (`nsa_core.rounding.is_of`).
 
         All rows are loaded before the first one is added.
         """
@@ -209,8 +210,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Write row `new` of the array with index `number`. The arrays are keys and values,
-        branch by branch.
+        """Write row `new` of the array with index `number`. The arrays are, branch by
+        branch, the keys and then the values.
         """
         value = number & 1
         names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]

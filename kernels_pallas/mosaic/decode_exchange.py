@@ -83,7 +83,7 @@ def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words
 
 
 def gated(norms: list[Words], gate: Words) -> list[Words]:
-    """Multiply `norms` by a gate g, so that `probabilities` returns g p instead of p."""
+    """Multiply 1 / sum in `norms` by a gate g, so that `probabilities` returns g p instead of p."""
     return [[top, inverse * g] for (top, inverse), g in zip(norms, gate, strict=True)]
 
 

@@ -2,11 +2,11 @@
 multiplies with them.
 
 A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies it with 16 bytes
-per lane, and reads it with another assignment of lanes. Each warp has its own ring buffer. Its
-lanes synchronize before they read a strip and before they overwrite it. It is stored in parts
-of 128 bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64, `[16 rows, 64
-bytes]`. The chunks of 16 bytes of a row's part are permuted by the row's index (`turned`), so
-that all banks are used by 8 lanes that access
+per lane, and reads it with another assignment of lanes. Each warp has its own ring buffer. The
+lanes of the warp synchronize before they read a strip and before they overwrite it. A strip is
+stored in parts of 128 bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64,
+`[16 rows, 64 bytes]`. The chunks of 16 bytes of a row's part are permuted by the row's index
+(`turned`), so that all banks are used by 8 lanes that access
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same

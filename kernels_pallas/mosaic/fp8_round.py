@@ -112,7 +112,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         warp.repeat(TILES, tile)
 
     def statistics(side, sums, count) -> tuple[list, list]:
-        """Return the mean of the lane's columns, and the bits of their scale."""
+        """Return the mean of the lane's columns, and the bits of their scales."""
 
         def add(turn, total, largest):
             loaded = []

@@ -16,7 +16,7 @@ scatters their results:
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
                       compute;  store(i), all columns or an atom at a time
 
-A far block ends before the first token of its tile, so that all tokens attend to the whole
+A far block ends before the first token of its tile, so that its tokens attend to the whole
 block. The entries of the next step are read one step ahead, so that they are in the cache when
 its copies start.
 Tiles: 64 // G tokens x G heads, and one block.

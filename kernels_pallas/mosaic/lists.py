@@ -106,8 +106,8 @@ class BlockBitmap(NamedTuple):
       warp: The instructions of the program.
       refs: `indices` `[B, T, Hkv, n]`, `position` and `key_start` `[B, T]`, int32, and the row `b`
         and the head `g`.
-      T: The number of tokens, an integer or a word.
-      tokens: Number of tokens.
+      T: The number of tokens per row of the selection, an integer or a word.
+      tokens: Number of tokens of the bitmap.
       first: The first block; earlier blocks are ignored.
     """
 
@@ -202,7 +202,7 @@ class BlockBitmap(NamedTuple):
         return self.each(token0, visit, *state)
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
-        """Return whether a token with the bound `own` may select the block."""
+        """Return whether `token` may select the block. `own` has the bounds of all tokens."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 

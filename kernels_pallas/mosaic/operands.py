@@ -325,9 +325,8 @@ class Buffers(NamedTuple):
         """Return `left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the
         result of `meanwhile`, which runs during the products. The products sum over the number
         of columns of the narrower operand. The products of Mosaic are used here since they are
-        faster for operands at constant addresses, whose descriptors the compiler keeps in
-        registers. With `start_product` such kernels are up to 11 % slower
-        (docs/kernels/gathered.md).
+        faster for operands at constant addresses, whose descriptors the compiler keeps. With
+        `start_product` such kernels are up to 11 % slower (docs/kernels/gathered.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()

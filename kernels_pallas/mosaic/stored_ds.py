@@ -30,8 +30,6 @@ did not select the block. The kernel needs no masks and no exponentials.
     dS of block i   global memory ─► registers ───┘
 
 Bound: L2 to shared memory, as in the loop of `selected_dq`, but with half of its bytes, and dS once
-from typing import Any, NamedTuple
-
 from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
 """
 
@@ -62,8 +60,8 @@ NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 
 class StoredDs(NamedTuple):
-    """Reads and writes ds (`specs/stored_ds.py`) of tokens with `group_rows` rows in a
-    warpgroup.
+    """The reads and writes of ds (`specs/stored_ds.py`) by a warpgroup. A token has `group_rows`
+    rows.
     """
 
     group_rows: int

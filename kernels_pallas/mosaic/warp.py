@@ -219,7 +219,9 @@ def exchange(x: Word, distance: int) -> Word:
 
 
 def _of_warp(text: str) -> Callable[..., Word]:
-    """Emit an instruction that all lanes execute together, and return its result."""
+    """Return a function that emits an instruction and returns its result. All lanes execute the
+    instruction together.
+    """
     return functools.partial(_ptx, text, together=True, reads=True)
 
 
