@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("one of --preset, --list and --clear must be given")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    # Kernels in the installed package count as stored, unless the kernels are built for another
-    # folder.
+    # Kernels in the installed package do not count as stored (`presets=None`), so that the
+    # folder becomes complete.
     store, status = Store(options.out, presets=None), 0
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")

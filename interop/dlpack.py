@@ -5,12 +5,13 @@ pool, which reuses freed memory in the order of its own streams. DLPack shares t
 following rules make sharing correct.
 
 Order: which stream waits for which. Only array objects are passed to `from_dlpack`, never a
-capsule. A capsule has no stream, so that no stream would wait for another. torch -> JAX JAX
-names its stream to `Tensor.__dlpack__`, which makes that stream wait for torch's current
-stream. What the current stream has queued is visible to JAX. JAX -> torch torch names its
-current stream to `Array.__dlpack__`, which makes that stream wait for the array. Another torch
-stream must wait for that one. The host does not wait on CUDA. On the CPU torch runs at once,
-and `to_torch` waits until the array is computed.
+capsule. A capsule has no stream, so that no stream would wait for another.
+  torch -> JAX  JAX names its stream to `Tensor.__dlpack__`, which makes that stream wait for
+                torch's current stream. What the current stream has queued is visible to JAX.
+  JAX -> torch  torch names its current stream to `Array.__dlpack__`, which makes that stream
+                wait for the array. Another torch stream must wait for that one.
+The host does not wait on CUDA. On the CPU torch runs at once, and `to_torch` waits until the
+array is computed.
 
 Lifetime: which object keeps which memory alive.
   Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
@@ -18,7 +19,7 @@ Lifetime: which object keeps which memory alive.
                 every output that was computed from it, on the current stream. From then on, the
                 order of torch protects its memory. Call `record_stream` if another stream
                 allocated it.
-  JAX's output A torch alias keeps the array alive, but XLA does not know torch's streams. Once
+  JAX's output  A torch alias keeps the array alive, but XLA does not know torch's streams. Once
                 the alias is dropped, the next XLA program may get that memory while a queued
                 torch kernel still reads it. An alias may therefore be dropped only when the
                 kernels that read it have finished. If you cannot ensure this, request a copy:
@@ -89,7 +90,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         )
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
-    # torch uses the stream of the current device, not that of the tensor's device.
+    # torch reads the stream to wait for from the current device, not from the tensor's.
     with torch.cuda.device(tensor.device):
         return jax.dlpack.from_dlpack(tensor)
 

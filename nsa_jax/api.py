@@ -202,7 +202,7 @@ def _by_branch(steps, query, key, value, gates, compressed, block_indices, **res
 
 
 def _gated_sum(outputs, gates, *, config, kv_len, segment_ids, scale):
-    del scale  # the scale is that of keys or values of the branches
+    del scale  # only the branches, which compute logits, use it
     where = geometry.layout_of(gates.compressed, 0, config, kv_len, segment_ids)
     return branches.combine(outputs, Branches(*zero_padding(jnp, where, *gates)))
 

@@ -41,11 +41,10 @@ def block_attention(
     """Compute causal attention of each query to the key blocks in its list, with one softmax
     over all of them.
 
-    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the
-    query's sequence. The query attends to those at or before its own position. The queries are
-    the last `T` of the `S` tokens. Query, key and value receive gradients, also through the
-    log-sum-exp. On
-    `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order. The
+    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
+    sequence. The query attends to those at or before its own position. The queries are the last
+    `T` of the `S` tokens. Query, key and value receive gradients, also through the log-sum-exp.
+    On `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order. The
     argument names are those of `jax.nn.dot_product_attention`.
 
     Args:
@@ -61,8 +60,8 @@ def block_attention(
         of 64 if a list has up to 64 parts of 64 tokens.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
-        the query is the last token of that block. With `tail` the lists must not contain the
-        query's own block.
+        the query is the last token of that block. The lists must not contain a block that
+        `tail` adds.
       query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a
         row. None means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`. None means `S`.
@@ -199,8 +198,8 @@ def paged_block_attention(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
-        that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the
+        last row, at most `N`. None means that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `xla` (gathers and a softmax), or None for the
@@ -213,9 +212,8 @@ def paged_block_attention(
     """
     arrays = query, key_pages, value_pages, block_indices
     if cu_seqlens_q is not None:
-        cu_seqlens_q = jnp.asarray(
-            cu_seqlens_q
-        )  # arrays of NumPy do not support a traced index
+        # arrays of NumPy do not support a traced index
+        cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     paged = Paged(page_table, lengths, cu_seqlens_q)
     how = block_size, include, scale
     block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)

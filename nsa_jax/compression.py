@@ -117,9 +117,8 @@ def _windows_bwd(block, stride, kept, gradients):
     ends = jnp.where(starts < 0, length, starts)
     begins = jnp.zeros((batch, length), jnp.int32)
     begins = jax.vmap(put, (0, 0, None))(begins, ends, 1)
-    newest = (
-        jnp.cumsum(begins, axis=1) - 1
-    )  # the last window that begins at or before each token
+    # the last window that begins at or before each token
+    newest = jnp.cumsum(begins, axis=1) - 1
     token = jnp.arange(length, dtype=jnp.int32)
     total = jnp.zeros((batch, length, *gradients.shape[3:]), wide(gradients.dtype))
     for older in reversed(range(block // stride)):

@@ -196,8 +196,8 @@ def compress(
 
 
 def _compressed_tokens(shard, x, params, config, segment_ids):
-    """Return the compressed tokens of the whole sequence. `segment_ids` also belong to the
-    whole sequence.
+    """Return the compressed tokens of the whole sequence. `x` has the device's own tokens, and
+    `segment_ids` are those of the whole sequence.
     """
     block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
     count, most = config.num_compressed(shard.length), -(-chunk // stride)
@@ -288,9 +288,8 @@ def select_blocks(
 
     Args:
       query: `[B, T, H, D]`, the device's own queries.
-
-        segment_ids: `[B, T]`, the ids of the device's own tokens.
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
+      segment_ids: `[B, T]`, the ids of the device's own tokens.
     """
     validate.queries(query)
     shard = _shards(context_axis, context_layout, "query", query.shape[1])

@@ -10,10 +10,8 @@ def _table(step: str) -> tuple[Implementation, ...]:
     name = FUNCTIONS[step]
     kernels = (
         Implementation(x, f"nsa_jax.{x}:{name}", functools.partial(kernels_pallas.why_not, x))
-        for x in (
-            "mosaic",
-            "triton",
-        )  # mosaic is for Hopper, triton for NVIDIA GPUs from Ampere on
+        # mosaic is for Hopper, triton for NVIDIA GPUs from Ampere on
+        for x in ("mosaic", "triton")
     )
     if step == WHOLE:
         return tuple(kernels)

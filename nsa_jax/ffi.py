@@ -2,8 +2,7 @@
 
     trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
              a number that stands for it
-    compile XLA compiles the rest of the program; the kernel exists already, or is built
-    meanwhile
+    compile  XLA compiles the rest of the program; the kernel exists already, or is built meanwhile
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
 For a new shape JAX therefore only traces the call. The process that runs a program needs only
@@ -129,7 +128,7 @@ def _registered() -> bool:
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     except Exception as error:
-        _tell(f"XLA accepts XLA accepts no custom call: {error}")
+        _tell(f"XLA accepts no custom call: {error}")
         return False
     return True
 

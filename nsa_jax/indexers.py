@@ -69,9 +69,9 @@ def index_blocks(
         then count from the start of each sequence.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, a `pool` that is a power of two up to 256, and no packed rows. If
-        there is one list per head, with at most 64 blocks of at least 16 keys each, it writes
-        no scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to
-        256 MB of scores at a time.
+        `activation` and `reduce` are None, `num_selected` is at most 64 and `pool` is at least
+        16, it writes no scores to memory. Otherwise it supports up to 32768 blocks per row, and
+        writes up to 256 MB of scores at a time.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
@@ -133,8 +133,8 @@ def paged_index_blocks(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
-        that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the
+        last row, at most `N`. None means that all rows have the same number of queries.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
         most 32768 blocks. `xla` copies the keys of all rows.

@@ -263,7 +263,7 @@ class NSAAttention(nnx.Module):
             )
         self.context_axis, self.context_layout = context_axis, context_layout
         self.dense_below, self.compute_dtype = dense_below, computed(config, compute_dtype)
-        _ = self.config  # the assignment checks the compute dtype
+        _ = self.config  # the property checks the compute dtype
 
         factory: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         linear = functools.partial(nnx.Linear, use_bias=spec.bias, **factory)

@@ -150,8 +150,8 @@ def append(
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
       lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
         padding.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then `N`. None
-        means that each row has `N / B` new tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the end of
+        the last row, at most `N`. None means that each row has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
         None means that compressed tokens are means.
       made_with: as in `cached_attention`.
@@ -335,7 +335,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
     """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`. Entries that are not
-    yet written become zeros, since a probability of zero times NaN is NaN.
+    complete become zeros, since a probability of zero times NaN is NaN.
     """
     pages = jnp.clip(page_table, 0, cache.num_pages - 1)
     index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)

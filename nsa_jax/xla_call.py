@@ -26,12 +26,12 @@ SCALAR, STRING = 3, 4  # XLA_FFI_AttrType
 # names and pointers follow it.
 EXTENSION, API, CONTEXT, ARGS, RETS, ATTRS, FRAME = 1, 2, 3, 7, 12, 17, 21
 ERROR_CREATE, ERROR_DESTROY, STREAM_GET, DEVICE_GET = 6, 8, 10, 23  # of XLA_FFI_Api
-DATA, VALUE = 3, 1  # types of a buffer and of a scalar
-TYPE, FACTS = 1, 3  # type type of an extension for metadata
-MAJOR, TRAITS = 3, 4  # metadata; the minor version is the other half of its word
-GIVEN = 2  # the first argument of all functions; a function writes its answer to the next word
+DATA, VALUE = 3, 1  # words of a buffer and of a scalar
+TYPE, FACTS = 1, 3  # words of an extension for metadata
+MAJOR, TRAITS = 3, 4  # words of the metadata; the minor version is the other half of the first
+GIVEN = 2  # the word of an argument; a function that answers writes to the next word
 
-# Functions of XLA that return immediately, so that Python's global lock is held.
+# Functions of XLA return immediately, so that Python's global lock is not released for them.
 _Function = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _Frame = c_size_t * FRAME
@@ -127,9 +127,8 @@ def handler(run: Callable[[Call], None]) -> Any:
             return None
         try:
             run(_call(frame))
-        except (
-            BaseException
-        ) as error:  # the caller is a C function, which no exception may cross
+        # the caller is a C function, which no exception may cross
+        except BaseException as error:
             message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
             given = _structure(ctypes.addressof(message), INTERNAL)
             # XLA owns the error

@@ -4,16 +4,18 @@ The model has RMSNorm, rotary embedding, grouped heads and SwiGLU. The configura
 or dense attention for each layer. Importing this module registers `model_type="nsa"` with
 `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import it must
 pass `trust_remote_code=True` to these classes. `save_pretrained` and `convert` therefore write
-a small module next to the checkpoint. The public names are: `NSAModelConfig` the sizes and the
-kind of each layer `NSAModel`, `NSAForCausalLM` the decoder; with a head, a loss and `generate`
-`NSAModelCache` the cache of `generate`: one `nsa_torch.NSACache` per layer `NSAPagedModelCache`
-the same on pages, for steps of static shapes `StepGraph` such a step as one CUDA graph
-`continuous_batching_config` for
-`generate_batch`: pages that NSA can read `to_safetensors`, `from_safetensors` weights for
-`nsa_bench.train`'s models, and back `register_block_attention` kernels for released models that
-choose key blocks, by `attn_implementation="nsa_blocks"` (`block_selection`)
-`LlamaNSAForCausalLM` the layout of zen-E/NSA-1B, with its own selection or the exact one
-(`llama_nsa`)
+a small module next to the checkpoint. The public names are:
+  `NSAModelConfig`                      the sizes and the kind of each layer
+  `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
+  `NSAModelCache`                       the cache of `generate`: one `nsa_torch.NSACache` per layer
+  `NSAPagedModelCache`                  the same on pages, for steps of static shapes
+  `StepGraph`                           such a step as one CUDA graph
+  `continuous_batching_config`          for `generate_batch`: pages that NSA can read
+  `to_safetensors`, `from_safetensors`  weights for `nsa_bench.train`'s models, and back
+  `register_block_attention`            kernels for released models that choose key blocks, by
+                                        `attn_implementation="nsa_blocks"` (`block_selection`)
+  `LlamaNSAForCausalLM`                 the layout of zen-E/NSA-1B, with its own selection or the
+                                        exact one (`llama_nsa`)
 
 Rows of a batch may be padded on the left or on the right. The positions and the selection
 blocks of a row start at its first real token. A row therefore has the same results as in a

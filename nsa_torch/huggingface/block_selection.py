@@ -126,8 +126,8 @@ def key_states(
 
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     """Return whether any row of `real` [B, Sk] has padding. The host waits for the device once
-    per forward pass. It must not wait under torch.compile or in a CUDA graph, so that nothing
-    is checked there.
+    per forward pass. It must not wait under torch.compile or in a CUDA graph. Nothing is
+    checked there.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -203,15 +203,15 @@ def block_attention(
             )
         filled, *padded = mask[:, 0].unbind(1)
         real = padded[0] != 0 if padded else None
-    if torch.is_autocast_enabled(
-        query.device.type
-    ):  # the same as in scaled_dot_product_attention
+    # scaled_dot_product_attention casts its inputs in the same way
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     indexer = cast(Any, module.indexer)
     spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)  # one kernel for all lengths
     lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
-    if length < num_keys:  # with a cache, [B, Hkv, Sk, D] is read without a copy
+    # with a cache, each head of [B, Hkv, Sk, D] becomes a row, so that it is read without a copy
+    if length < num_keys:
         lists = lists.repeat_interleave(kv_heads // lists.shape[1], dim=1)
         query = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)
         key, value, lists = (x.flatten(0, 1).unsqueeze(1) for x in (key, value, lists))

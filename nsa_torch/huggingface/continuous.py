@@ -39,7 +39,7 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 # The `attn_implementation` of a model while a manager serves it. Since the name contains
 # "flash", transformers makes no mask.
 NAME = "flash_nsa"
-KIND = "full_attention"  # the manager's tables, for all layers
+KIND = "full_attention"  # the kind of every layer in the manager's tables
 # The class that stores the tokens of `generate_batch`. It does not exist in transformers before
 # 5.19.
 _batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
@@ -75,12 +75,12 @@ def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
 
 class NSACacheAllocator(FullAttentionCacheAllocator):
     """Allocates blocks for all layers of a model with NSA. The manager of transformers makes
-    this object. It allocates blocks of `select_block` tokens, shares prefixes, and copies
-    blocks when a request forks. Each block has memory for all layers of the model. A layer with
-    NSA stores the keys and values of three branches and the compressed tokens, and a dense
-    layer stores its keys and values. The manager owns the memory, so that its accounting is
-    correct. This class divides the memory into arrays over all blocks, as kernels require. The
-    block of a token follows from the block table:
+    this object. The manager hands out blocks of `select_block` tokens, shares prefixes, and has
+    blocks copied when a request forks. Each block has memory for all layers of the model. A
+    layer with NSA stores the keys and values of three branches and the compressed tokens, and a
+    dense layer stores its keys and values. The manager owns the memory, so that its accounting
+    is correct. This class divides the memory into arrays over all blocks, as kernels require.
+    The block of a token follows from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 
@@ -173,8 +173,8 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_write_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the indices of the blocks of a request that begins, for which a step reads no
-        blocks.
+        """Return the indices of the blocks of a request that begins, and an empty list for other
+        requests. A step in which all requests begin has no indices to read.
         """
         return [] if past_length else self.get_read_indices(request_id, 0, query_length)
 
@@ -291,7 +291,7 @@ def manager_of(
     except BaseException:
         config._attn_implementation = attention
         raise
-    manager._original_attn_impl = attention  # the manager sets it when it stops
+    manager._original_attn_impl = attention  # the manager restores it when it stops
     return manager
 
 
@@ -385,7 +385,7 @@ class ContinuousBatch:
             for row in range(run.rows.start, run.rows.stop):
                 tokens = slice(*starts[row : row + 2])
                 self.parts.append((slice(row, row + 1), tokens, run.columns, lengths[row]))
-        # If all requests begin with this step, no blocks are read.
+        # If all requests begin with this step, there are no indices to read.
         blocks = read_index[0] if read_index[0].numel() else write_index[0]
         # The blocks of the rows, which follow each other, as int32 `[B, M]`. The table is as
         # wide as a block table, so that a decode step uses the same kernels.
@@ -444,9 +444,8 @@ class ContinuousBatch:
                 after, column = (
                     torch.arange(n, device=table.device) for n in (width, keys.shape[2])
                 )
-                position = (lengths[:, None] - width + after).clamp(
-                    min=0
-                )  # with length 0 any index is valid
+                # a row of length 0 may have any position
+                position = (lengths[:, None] - width + after).clamp(min=0)
                 mask = (column <= position[..., None])[:, None]
             found = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True

@@ -196,9 +196,8 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
         logits, (compressed, *_) = STARTS[start]
         if config.gate != "selected":  # gate 'selected' has no weights
             cast(Any, layer.gate).set_constant(*logits)
-        if (
-            config.phi.startswith("mlp_") and compressed == 0
-        ):  # phi of zero values would otherwise not be zero
+        # phi of zero values would otherwise not be zero
+        if config.phi.startswith("mlp_") and compressed == 0:
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)
         found |= {f"{stem}.{k}": x for k, x in layer.state_dict().items() if not x.is_meta}
@@ -272,7 +271,7 @@ def convert(
         made.mkdir()
         _write(made, files, config, start, dtype)
         config.save_pretrained(made)
-        NSAForCausalLM.from_pretrained(made, device_map="meta")  # this file has all weights
+        NSAForCausalLM.from_pretrained(made, device_map="meta")  # checks that all weights exist
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
             if path.is_file():
                 place = made / path.relative_to(folder)
@@ -291,7 +290,7 @@ def _files(folder: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: No safetensors file exists, or one of several files is missing.
-      ValueError: The index file does not list the files of weights.
+      ValueError: A file is not a complete safetensors file, or the index is not JSON.
     """
     index, names = folder / INDEX, [SINGLE]
     if not (folder / SINGLE).is_file():

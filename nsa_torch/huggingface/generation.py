@@ -126,9 +126,8 @@ class NSAGenerationMixin(GenerationMixin):
                 "so pass an assistant_model"
             )
         name, cache = given.cache_implementation, model_kwargs.get(CACHE)
-        positions = model_kwargs.get(
-            "position_ids"
-        )  # transformers drops a mask of ones since 5.19
+        # positions give the length of the prompt; transformers drops a mask of ones since 5.19
+        positions = model_kwargs.get("position_ids")
         prompt = 0 if positions is None else positions.shape[-1]
         if cache is not None and name is not None:
             raise ValueError(
@@ -193,15 +192,14 @@ def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
     """Return whether `generate` by default uses a paged cache for `rows` rows of `capacity`
-    tokens. This is so if each step can be one CUDA graph, kernels can read the pages, and the
-    pages use at most half of the free memory.
+    tokens. The options must allow it (`wanted`), and each step must be possible as one CUDA
+    graph. Kernels must be able to read the pages, and the pages must use at most half of the
+    free memory.
 
     Args:
       given: The `GenerationConfig`.
-
-        mode: The `GenerationMode`.
-
-        new_tokens: The maximum number of new tokens.
+      mode: The `GenerationMode`.
+      new_tokens: The maximum number of new tokens.
     """
     wanted = (
         mode in ("greedy_search", "sample")

@@ -138,8 +138,8 @@ def trained_blocks(
         def rule(scores: Tensor, own: Tensor, _) -> Tensor:
             block = torch.arange(scores.shape[-1], device=scores.device)
             own = own[..., None]
-            # No sum of the scores of a group's heads exceeds this number, so that the query's
-            # own block has the best score.
+            # The scores of a group's heads add up to at most `group`, so that the query's own
+            # block has the best score.
             ranked = scores.masked_fill(block == own, group).masked_fill(block > own, -1.0)
             return best_by_halves(ranked, config.num_selected)
 
@@ -147,10 +147,10 @@ def trained_blocks(
 
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
-    """Select indices of blocks with this number of slots (`places`), as the module describes.
-    `scores` are `[..., N]`, and negative for blocks that are no candidates. The result is int32
-    `[..., places]`, ascending, with -1 in empty slots at the end. Chunks of `places` blocks are
-    processed one after the other, up to the last chunk with a candidate.
+    """Select at most `places` blocks as the module describes for `selection="trained"`, with
+    `places` slots. `scores` are `[..., N]`, and negative for blocks that are no candidates. The
+    result is int32 `[..., places]`, ascending, with -1 in empty slots at the end. Chunks of
+    `places` blocks are processed one after the other, up to the last chunk with a candidate.
     """
     blocks, half = scores.shape[-1], places // 2
     scores = F.pad(scores, (0, -blocks % places), value=-1.0)

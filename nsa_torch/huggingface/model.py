@@ -331,9 +331,8 @@ class NSAModel(NSAPreTrainedModel):
             batch = batch._replace(cache=cache, call=cache.begin(x, batch.count))
         if (real := batch.real(x.shape[1])) is not None:
             if batch.empty is not None and not torch.is_grad_enabled():
-                real = (
-                    real | batch.empty[:, None]
-                )  # a row with only padding continues from that padding
+                # a row with only padding continues from that padding
+                real = real | batch.empty[:, None]
             x = without_padding(x, real)
         batch = self._with_mask(x, batch)
         for layer in self.layers:
@@ -363,9 +362,8 @@ class NSAModel(NSAPreTrainedModel):
         length, call = x.shape[1], batch.call
         slot = torch.arange(length, device=x.device).expand(x.shape[0], length)
         position, reach = slot, length
-        causal = (
-            batch.cu_seqlens is None
-        )  # attention functions of transformers then need no mask
+        # attention functions of transformers need no mask if `causal` is true
+        causal = batch.cu_seqlens is None
         if not causal:
             sizes = {"config": self.config.layer_spec.config, "kv_len": length}
             position = geometry.geometry(
@@ -378,7 +376,7 @@ class NSAModel(NSAPreTrainedModel):
         mask, eager = None, self.config._attn_implementation == "eager"
         if eager or not causal:
             key = torch.arange(reach, device=x.device)
-            first = slot - position.clamp(min=0)  # keys of the query's sequence
+            first = slot - position.clamp(min=0)  # first key of the query's sequence
             mask = ((first[..., None] <= key) & (key <= slot[..., None]))[:, None]
             if eager:
                 mask = x.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(x.dtype).min)

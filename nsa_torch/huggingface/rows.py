@@ -40,9 +40,8 @@ class Rows(NamedTuple):
     cache.
     """
 
-    first: Tensor | None = (
-        None  # int64 [B], columns of padding on the left; None means no padding
-    )
+    # int64 [B], columns of padding on the left; None means no padding on the left
+    first: Tensor | None = None
     count: Tensor | None = None  # int64 [B], number of tokens; None means every column
     # int [sequences + 1], boundaries if the batch is one packed row
     cu_seqlens: Tensor | None = None
@@ -51,7 +50,7 @@ class Rows(NamedTuple):
     cache: Any = None  # an `NSAModelCache`
     call: Call | None = None  # the call on the cache
     position: Tensor | None = None  # int64 [B, T], positions of aligned rows, for dense layers
-    # the same in the form that attention functions of transformers accept
+    # for dense layers, a mask in the form that attention functions of transformers accept
     mask: Tensor | None = None
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
@@ -230,8 +229,8 @@ def free_to_read(x: Tensor) -> bool:
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. Other entries must
-    agree with it. On a GPU the comparison waits for the device, so that it ends once the
-    entries of a call have agreed.
+    agree with it. On a GPU the comparison waits for the device. It is therefore made only until
+    entries of the same names have agreed in one call.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)

@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import capture_outputs
 from nsa_torch.huggingface.cache import NSAPagedModelCache
 
 WARMUP = 3  # eager steps before the capture, in which kernels are chosen and built
-DEVICE = "cuda"  # caches whose steps are captured
+DEVICE = "cuda"  # type of the devices whose steps are captured
 
 
 class StepGraph:
@@ -43,7 +43,7 @@ class StepGraph:
         shape = cache.batch_size, 1
         self.input_ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self.mask = torch.ones_like(self.input_ids)
-        self.lengths: Tensor | None = None  # tensors of the cache when the graph was captured
+        self.lengths: Tensor | None = None  # `cache.lengths` when the graph was captured
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
 

@@ -23,8 +23,8 @@ MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 
 def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
-    """Write the weights to `path`. If an error occurs, no file is created. Tied embeddings are
-    written twice.
+    """Write the weights to `path`. If an error occurs, an existing file is unchanged. Tied
+    embeddings are written twice.
 
     Raises:
       ValueError: `nsa_bench.train` does not support the model. It supports neither a mix of NSA

@@ -13,7 +13,7 @@ import warnings
 
 from nsa_core import extras
 
-MODEL = "NSAForCausalLM"  # names in `architectures` of config.json
+MODEL = "NSAForCausalLM"  # the name in `architectures` of config.json
 TRIED = "0.32", "0.33"  # the tested versions of vLLM, by their first two numbers
 
 

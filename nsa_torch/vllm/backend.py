@@ -56,7 +56,7 @@ class NSABackend(AttentionBackend):
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
-    select_block = 64  # the layer specs of the model in this process
+    select_block = 64  # that of the model in this process
 
     @staticmethod
     def get_name() -> str:
@@ -79,7 +79,7 @@ class NSABackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls):
-        return (KVCacheLayout.LBHNC,)  # the blocks of each layer are contiguous
+        return (KVCacheLayout.LBHNC,)  # one piece of memory for all blocks of a layer
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

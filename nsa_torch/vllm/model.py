@@ -20,7 +20,7 @@ from nsa_torch.vllm.backend import CONVOLVE, OP, NSABackend, cache_spec
 from nsa_torch.vllm.step import gathered_elements, pages_in
 
 HEAD = "lm_head.weight"
-GUESSES = "ngram", "ngram_gpu", "suffix"  # base classes of vLLM that add methods but no layers
+GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of speculative decoding that add no layers
 
 
 class Pages(nn.Module, AttentionLayerBase):
@@ -189,7 +189,7 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             "quantization",
             vllm_config.quant_config,
             (None,),
-            "the layers run in the dtype of the checkpoint",
+            "the layers are modules of the library, which vLLM cannot quantize",
         ),
         (
             "speculative_config",
@@ -201,7 +201,7 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             "attention",
             min(config.layer_attention),
             ("nsa",),
-            "vLLM supports only models with NSA in every layer",
+            "nsa_torch.vllm supports only models with NSA in every layer",
         ),
         (
             "speculative_config",
