@@ -175,7 +175,7 @@ class PlanTables:
         kernels: bool,
     ):
         self.steps, self.device, self.size = steps, device, 0
-        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # offsets in the array
+        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset and shape in the array
         self.by_kernels = set[int]()  # steps
         # The sections of the launches: of `sequences`, then of `tables`, `partials` and
         # `tables`.
@@ -293,7 +293,7 @@ class PlanTables:
         self._prepare()
 
     def _intervals(self, table, by_head, counts, first, last, *, spec, split) -> None:
-        """Return the sections that compute the work items of interval attention."""
+        """Add the sections that compute the work items of interval attention."""
         columns = spec.consumers * len(work_items.PART_COLUMNS)
         parts = spec.key_tiles * columns
         section = Section(

@@ -159,8 +159,8 @@ def paged_block_attention(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
-        that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
+        queries of all rows. None means that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None for

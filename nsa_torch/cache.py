@@ -36,8 +36,8 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
 CONVOLVED = (
-    "tokens cannot be removed from a cache of a layer with key_taps, since it stores only the "
-    "projected keys of the newest tokens"
+    "tokens cannot be removed from a cache of a layer with key_taps, since it stores projected "
+    "keys of the newest tokens only"
 )
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
@@ -133,7 +133,7 @@ def init_cache(
     Args:
       batch, capacity: number of rows, and maximum number of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: the block sizes, which are the same for all calls on the cache.
+      config: the sizes for all calls on the cache that pass no other config.
       dtype: dtype of keys and values.
       device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
@@ -206,7 +206,7 @@ def cached_attention(
         being captured.
     """
     step = None
-    may_be_known = (  # the same step was checked before
+    may_be_known = (  # whether the same step may have been checked before
         isinstance(cache, NSACache)
         and new_lengths is None
         and compress_params == (None, None)

@@ -25,7 +25,7 @@ from nsa_torch.operators import arranged, kept_of
 from nsa_torch.plain import TENSORS, has_hooks, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls can have programs
-DEVICE_TYPES = ("cuda",)  # tensor classes whose calls have signatures
+DEVICE_TYPES = ("cuda",)  # device types whose calls have signatures
 ONE = 9  # in a form: all fields of `Branches` are one tensor
 NAMES = frozenset({type(None), str})
 NUMBERS = frozenset({type(None), int, float})

@@ -220,8 +220,8 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
         return cu_seqlens
     if torch.compiler.is_compiling():
         return held(cu_seqlens, length)
-    # Dozens of calls of a model reuse the result of the first call. It is cached on a copy,
-    # since the caller's tensors must not get attributes.
+    # A model passes the result to dozens of calls, for which this function returns it unchanged.
+    # Only the result is marked, since the caller's tensors must not get attributes.
     if getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
     borders_array(cu_seqlens)

@@ -156,8 +156,8 @@ class Work(NamedTuple):
         for part in self.parts(query):
             source, attend = self.plan(part)
             inputs = [x.detach() for x in (query[:, part], *map(source.read, pair))]
-            # The state is that of the forward pass, regardless of the state around the backward
-            # pass.
+            # Autocast is off as in the forward pass, regardless of the state around the
+            # backward pass.
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
                 out, lse = attend(*(x.requires_grad_() for x in inputs))
                 results, grads = [out], [grad[:, part]]

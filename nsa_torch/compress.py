@@ -141,7 +141,7 @@ def _gradients(grad, *arguments):
     leaves = [t.detach().requires_grad_() for t in arguments[:count]]
     with torch.enable_grad():
         (out,) = _compress(*leaves, *arguments[count:])
-    if not out.requires_grad:  # slots without a window
+    if not out.requires_grad:  # there is no window
         return [torch.zeros_like(t) for t in leaves]
     return torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
 

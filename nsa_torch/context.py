@@ -216,8 +216,8 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """Return the ranks of a mesh for tensors on the device of `x`. If `x` is not a tensor, all
-    ranks raise an error.
+    """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, the device is
+    that of the mesh, so that this rank can still inform the other ranks of the error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -270,8 +270,9 @@ def attention(
         shards = Shards.of(ranks, "query", query.shape[1], context_layout)
         on_mosaic = words["on_mosaic"]
         group = query.shape[2] // key.selected.shape[2]
-        # A tile must not have queries from both chunks. One sequence with few heads per group
-        # runs on gathered tiles, which have no gap. Packed rows have no gathered tiles.
+        # A tile must not have queries from both chunks. A call with a gap is a call on a packed
+        # row, which gathers no blocks (`mosaic_gather`). One sequence with few heads per group
+        # is therefore computed per chunk, so that its blocks can be gathered.
         whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
         several = cu_seqlens is not None or group > max_heads(config.select_block)
         gaps = on_mosaic and whole_tiles and several  # one call may compute both chunks
@@ -372,7 +373,7 @@ class Unit(NamedTuple):
     row: int
     kv_heads: slice
     heads: slice
-    wait: Callable[[], list[Tensor]]  # buffer for the gathered keys and values `[1, S, h, .]`
+    wait: Callable[[], list[Tensor]]  # returns the gathered keys and values `[1, S, h, .]`
 
 
 # A local call: the slice of the shard with its queries, the number of its keys, and keywords of
@@ -409,8 +410,8 @@ class Call(NamedTuple):
         return [(slice(0, tokens.stop), end, options)]
 
     def units(self, given: Given) -> Iterator[Unit]:
-        """Yield the units with their gathered tensors. The gather of the next unit starts
-        before the current unit is yielded.
+        """Yield the units. The gather of the next unit starts before the current unit is
+        yielded.
         """
         batch, _, kv_heads = given.keys_values[0].shape[:3]
         group = given.own[0].shape[2] // kv_heads
@@ -472,8 +473,7 @@ def local_graph(
 
     Args:
       leaves: The input tensors of the call.
-
-        kept: A list, to which the tensors that the graph saves are appended. The graph does not
+      kept: A list, to which the tensors that the graph saves are appended. The graph does not
         own them.
 
     Returns:

@@ -160,8 +160,8 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     )  # other values are refused
     key = None
     if not debug.on and problem[0][0] == "cuda" and known:
-        # The other inputs of a choice. The key is cached, since a choice costs as much time as
-        # the launches of a short row.
+        # The other inputs of a choice. The choice is cached, since it costs as much time as the
+        # launches of a short row.
         state = policy.in_force(), capability.interpret.get() is not False
         key = implementation, step, problem, state
         if (found := plans.KNOWN.get(key)) is not None:
@@ -238,7 +238,7 @@ def _strided(memory) -> str | None:
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}; pass a copy"
         if torch.compiler.is_compiling():
-            continue  # Triton kernels copy bounds that are not aligned
+            continue  # not known here; unaligned tensors are copied (`readable`)
         start = x.storage_offset() * x.itemsize
         if start % ALIGNMENT:
             return (

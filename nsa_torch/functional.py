@@ -241,7 +241,7 @@ def compress(
       x: keys or values `[B, S, Hkv, D]`.
       params: the parameters of `phi`, `PoolParams` or `MLPParams`. None means that `phi` is the
         mean.
-      cu_seqlens: `[num_seqs + 1]`. a packed batch. The compressed tokens of all sequences are
+      cu_seqlens: `[num_seqs + 1]`, a packed batch. The compressed tokens of all sequences are
         then in the order of their first tokens, without gaps. The remaining slots are zeros.
       varlen: as in `attention`.
 
@@ -429,7 +429,7 @@ def explain(
 
     Args: The same as in `attention`, without `context_mesh`. `gates` affect the choice only if
       no other argument requires a gradient. `compressed` affects it only if it requires a
-      gradient or is not contiguous.
+      gradient, or if kernels cannot read its memory layout.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. When printed,

@@ -1,6 +1,7 @@
 """Computes the position of each query in its sequence, in the key array and in the compressed
-array. All masks of `sdpa`, `fa2` and the steps on kernels are derived from these numbers. They
-are computed on the device of the query, so that the host does not wait for it.
+array. The masks of `sdpa`, `fa2`, indexers and kernels are derived from these numbers. Kernels that
+read packed rows from slots derive them from `nsa_core.varlen` instead. The numbers are computed on
+the device of the query, so that the host does not wait for it.
 """
 
 import dataclasses

@@ -133,7 +133,7 @@ def _placed(x: Tensor, like: Tensor) -> Tensor:
 FUSED_FROM = 8192
 
 
-# columns of query heads, and of the key heads of all branches
+# the norm of the query heads, and the norm of the key heads of all branches
 type Norms = tuple[nn.Module, nn.Module]
 
 

@@ -139,8 +139,8 @@ def paged_index_blocks(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then `N`. None means
-        that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
+        queries of all rows. None means that all rows have the same number of queries.
       implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
         most 32768 blocks. `torch` copies the keys of all rows.

@@ -72,7 +72,7 @@ class KernelLayout:
         self.may_be_padded, self.gap = padded, gap
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
-        self.device = getattr(query, "device", None)  # arrays of a plan have no tables
+        self.device = getattr(query, "device", None)  # arrays of a plan have no device
         self.fixed = lengths is None and cu_seqlens is None  # depends only on sizes
         self.packed = cu_seqlens is not None
         self.placed = placed
@@ -187,7 +187,7 @@ def _cut(ops, x, *ends, end: Any = 0):
     return [torch.where((there < end)[..., None, None], x, 0)]
 
 
-# How the layout sets tokens to zero to which no query of a branch may attend.
+# How the layout sets those tokens to zero that no query of a branch may attend to.
 BRANCHES = {
     "compressed": KernelLayout.zero_unreachable_compressed,
     "selected": KernelLayout.zero_unreachable_tokens,

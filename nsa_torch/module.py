@@ -187,7 +187,7 @@ class NSAAttention(nn.Module):
             )
         self.dense_below = dense_below
         self.compute_dtype = layer.computed(config, compute_dtype)
-        _ = self.config  # the assignment checks the compute dtype
+        _ = self.config  # reading this property checks the compute dtype
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -413,8 +413,8 @@ class NSAAttention(nn.Module):
         new_lengths: Tensor | None = None,
         attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
-        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim] and the
-        given cache or None.
+        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. `kv` is the
+        given cache with the tokens appended, or None.
 
         Args:
           x: `[B, T, dim]`.
@@ -430,8 +430,8 @@ class NSAAttention(nn.Module):
           varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once for
             all layers.
           new_lengths: int `[B]`, as in `cached_attention`. It requires a cache.
-          attention_mask: must be None. Put padding after the tokens of a row, and pass their
-            number as `new_lengths`.
+          attention_mask: must be None. Put padding after the tokens of a row. With a cache,
+            pass the number of tokens as `new_lengths`.
         """
         spec = self.spec
         checks.tensors(x=x)

@@ -12,7 +12,7 @@ from nsa_torch.kernel_path import KernelPath
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
-    """Return the shapes of the arrays starts, members and counts, which are lists of tiles."""
+    """Return the shapes of starts, members and counts, the arrays with the block lists of tiles."""
     spec = of_blocks(sizes_of(Qkv(query, key, value), None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 

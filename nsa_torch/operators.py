@@ -201,7 +201,7 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """Convert a config to a list of numbers, which are constants for `torch.compile`, so that
+    """Convert a config to a tuple of numbers, which are constants for `torch.compile`, so that
     only lengths vary.
     """
     sizes = (operator.index(getattr(config, name)) for name in SIZES)

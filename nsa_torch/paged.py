@@ -50,7 +50,7 @@ class PagedCache(PagedArrays):
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
-      config: the block sizes of the layer.
+      config: the sizes of the layer, which also determine the compressed tokens.
       dtype: dtype of the stored tokens. With `torch.float8_e4m3fn`, `append` rounds all tokens
         except compressed keys (`nsa_core.rounding`).
       separate: whether each branch has its own keys and values (`Branches`), which triples the
@@ -104,10 +104,10 @@ class PagedCache(PagedArrays):
         max_rows: int = MAX_ROWS,
     ) -> Self:
         """Make a cache on pages that a serving engine owns, without copying them. Other pages
-        may be between the given ones. For example, pages of keys and values alternate in `[P,
-        2, l', Hkv, D]`. If all given arrays have the same stride between pages, kernels read
-        them without a copy. The tensors of the cache then include the pages in between. Tensors
-        that are allocated here get the same number of pages.
+        may be between the given ones, such as those of other layers. For example, pages of keys
+        and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
+        between pages, kernels read them without a copy. The tensors of the cache then include
+        the pages in between. Tensors that are allocated here get the same number of pages.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
@@ -223,7 +223,7 @@ class PagedCache(PagedArrays):
 
     @property
     def own_pages(self) -> int:
-        """The number of pages of this cache, without those of other tensors in between."""
+        """The number of pages of this cache, without other pages in between."""
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
@@ -345,8 +345,9 @@ def append(
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
       lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
         padding.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then `N`. None
-        means that each row has `N / B` new tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the number of
+        new tokens of all rows. Tokens after these belong to no row. None means that each row
+        has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
         None means that compressed tokens are means.
       made_with: as in `cached_attention`.
@@ -356,7 +357,7 @@ def append(
         has no buffer. None means that row `b` uses buffer `b`. Means of tokens that are not in
         a buffer are computed from rounded tokens.
       implementation: `mosaic` or `triton` (one launch), or `torch`. None means the first that
-        can run. It uses `mosaic` only if the kernel has already been built.
+        can run, and `mosaic` only if its kernel is stored on disk.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with

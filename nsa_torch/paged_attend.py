@@ -212,8 +212,8 @@ def _in_runs(
         whole = None
         if new is not None and at_hand and run.whole and run.even:
             whole = new.of(run.tokens, table.shape[0])
-        # The lengths on the host are exact for rows of a prompt, since all their tokens are
-        # new.
+        # The lengths on the host are exact for rows of a prompt. None of their tokens is
+        # missing, so that no output is masked.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
             part = _prepared(_decide(mine, run.queries, implementation), *rest)

@@ -9,7 +9,7 @@ By default, torch frees the tensors that an operator has saved only after the op
 backward pass. The outputs of the three branches are half of the memory of a call. Only one of
 the first launches (`deltas`) reads them, so that dq can reuse their memory. They are therefore
 released early, but only in the last pass through a graph (no `retain_graph`), and only without
-hooks for saved tensors. A hook may keep such a tensor, or copy it back from another device.
+hooks for saved tensors. A hook may keep such a tensor, or copy it back on another stream.
 After the pass, code that reads `out.grad_fn.saved_tensors` finds tensors without memory.
 """
 
@@ -81,8 +81,8 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def constant[Function: Callable](function: Function) -> Function:
-    """Decorate a function with `torch.compiler.assume_constant_result`. The compiler is
-    imported only at the first call, since its import takes longer than all others.
+    """Decorate a function as `torch.compiler.assume_constant_result` does, but without an
+    import of the compiler, which takes longer than all other imports.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

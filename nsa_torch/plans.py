@@ -47,9 +47,9 @@ from nsa_torch.torch_ops import INTERPRETED, TORCH_OPS, capability_of
 # Buffers up to this size may be allocated early or freed late, so that launches are consecutive.
 LATE_BYTES = 4 * 2**20
 BUNDLED_BYTES = LATE_BYTES  # maximum size of a tensor in a bundle, which is freed as a whole
-ROW = (
-    3  # minimum number of launches in a CUDA graph, which saves the host little time for fewer
-)
+# Minimum number of consecutive launches that become one step. A step can run as a CUDA graph, which
+# saves the host little time for fewer launches.
+ROW = 3
 NOTHING = Kept()
 
 
@@ -230,7 +230,7 @@ class BoundPlan:
         found = () if borders is None else batch_tables.of(borders, self.tables)
         for number, i in self.tables_read_by_torch:
             tensors[number] = found[i]
-        workspace = None  # keep the tensors alive until the last launch is queued
+        workspace = None  # its memory is kept until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -303,7 +303,7 @@ class BoundPlan:
 
         Args:
           at: the slot of each part of a buffer.
-          lying: Parts of buffers that are in a bundle.
+          lying: the offset of each buffer that is in a bundle.
         """
         # For each launch: the kernel, the slots that it reads and writes, results with their
         # own memory, and buffers that no later step uses.
@@ -344,8 +344,9 @@ class BoundPlan:
         return len(self.plan.buffers) + self.joins.index(beside)
 
     def _launches(self, row: Sequence[Any]) -> list[Step]:
-        """Return a step that runs consecutive launches. At its end it frees the buffers that
-        they do not need any more.
+        """Return the steps that run consecutive launches: one step if there are at least `ROW`
+        launches, otherwise one per launch. A step frees at its end the buffers that no later
+        step uses.
         """
         if len(row) >= ROW:
             kernels, arguments, allocated, drops = zip(*row, strict=True)

@@ -14,7 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch.plain import constant
 
 MODES = ("none", "v1", "v2", "adaptive")
-# The method "auto" uses v2 from this length on, and v1 below it.
+# The mode `adaptive` uses v2 from this length on, and v1 below it.
 ADAPTIVE_MIN_LEN = 1024
 
 _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="none")

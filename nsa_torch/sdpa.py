@@ -18,10 +18,8 @@ from nsa_torch.chunks import Chunk, Rows, Span, Work, chunked, wide
 from nsa_torch.geometry import geometry_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-SHORT_CHUNK = {
-    "cpu": 64,
-    "cuda": 1024,
-}  # minimum number of queries per chunk of the sliding branch
+# maximum number of queries per chunk of the sliding branch, if the window is shorter
+SHORT_CHUNK = {"cpu": 64, "cuda": 1024}
 
 
 @chunked("sdpa/compressed", 3)
