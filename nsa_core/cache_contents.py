@@ -25,7 +25,7 @@ class Contents:
         """Add the `facts` of another write to the contents.
 
         Args:
-          kind: Name of the kind of cache, for the error message.
+          kind: The purpose of the cache in the error message, such as `"for a model "`.
 
         Raises:
           ValueError: A fact contradicts an earlier one.

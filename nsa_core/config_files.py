@@ -102,8 +102,8 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
       ValueError: A key is unknown, or a value does not have the type of its field. The message
         names each key with its section.
     """
-    # Takes a fraction of a second. It runs only before the first file is read, such as the file
-    # of a device at the first automatic choice on a GPU.
+    # This import takes a fraction of a second. It runs only before the first file is read, such
+    # as the file of a device at the first automatic choice on a GPU.
     import pydantic
 
     adapter = pydantic.TypeAdapter(list[cls], config={"extra": "forbid", "strict": True})

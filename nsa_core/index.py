@@ -11,7 +11,7 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.config import MAX_SIZE, NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
-MAX_POOL = 256  # numbers of keys per block that kernels support
+MAX_POOL = 256  # maximum number of keys per block that kernels support
 
 
 class Index(NamedTuple):
@@ -284,8 +284,7 @@ def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
 
     Args:
       lists: `[B, Q, Hi or 1, n]`, or None.
-
-        position, start: `[B, Q]`.
+      position, start: `[B, Q]`.
     """
     position, start = position[..., None, None], start[..., None, None]
     if lists is None:

@@ -341,8 +341,8 @@ class LayerSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values that are not None and that determine the function of the layer, for
-        the metadata of a checkpoint. `num_initial`, `num_local` and `bias` are included only if
-        they differ from their defaults, since older checkpoints do not have them.
+        the metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included only
+        if they differ from their defaults. A checkpoint without them has the defaults.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
@@ -440,7 +440,7 @@ def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
 
 
 def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Remove the record of the layer at `prefix` from a torch state_dict, and returns it.
+    """Remove the record of the layer at `prefix` from a torch state_dict, and return it.
 
     Raises:
       ValueError: The record contradicts itself, or cannot be read.

@@ -42,7 +42,7 @@ class Sequences(NamedTuple):
     start: Any  # its first key
     length: Any  # number of keys; 0 for padding
     end: Any  # index of its last key + 1, also for padding
-    place: Any  # location of its first key
+    place: Any  # slot of its first key
     window: Any  # index of its first compressed token in the array without gaps (`compress`)
 
 

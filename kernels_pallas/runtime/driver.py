@@ -94,7 +94,7 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     """Call a function of the driver.
 
     Raises:
-      RuntimeError: The call returned an error. The message names the purpose `of` the call.
+      RuntimeError: The call returned an error. `of` is the purpose of the call in the message.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 

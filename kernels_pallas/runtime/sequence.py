@@ -28,8 +28,9 @@ LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER: int = 3  # runs with the same addresses before a graph is built
 COUNTED = 256  # number of address lists of a sequence whose runs are counted
 GRAPHS = 64  # maximum number of graphs per sequence; the oldest is dropped first
-# A sequence that has FREE_GRAPHS graphs builds another one if all graphs beyond these were used
-# USES_OF_A_GRAPH times on average, or after MANY_RUNS runs with the same addresses.
+# A sequence that has built FREE_GRAPHS graphs builds another one if its graphs were launched
+# USES_OF_A_GRAPH times in total for each graph beyond these, or after MANY_RUNS runs with the
+# same addresses.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 
@@ -139,7 +140,7 @@ class _Graph:
 
     def launch(self, stream: int) -> bool:
         """Queue the graph. If the stream is being captured, nothing is queued and the result is
-        False, since a graph cannot be part of a graph.
+        False, since the graph would become a node of the captured graph.
         """
         status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:

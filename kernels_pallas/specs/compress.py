@@ -2,9 +2,9 @@
 the raw tokens. A window of `l` tokens begins every `d` tokens, and becomes one compressed token
 (Eq. 7 with phi = mean):
 
-    compress_means        Kc_i = sum of K_p over the window i / l,   d i <= p < d i + l
+    compress_means        Kc_i = (sum of K_p over the window i) / l,   d i <= p < d i + l
     merge_key_gradients   dK_p = sum of the dK_p of other branches
-                               + sum of dKc_i over the windows i that contain p / l
+                               + (sum of dKc_i over the windows i that contain p) / l
 
 Each launch computes keys and values. Sums are in float32, and are rounded once to the dtype of
 the tokens. In packed rows compressed tokens are in the slots of their sequences

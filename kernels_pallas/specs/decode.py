@@ -21,10 +21,10 @@ from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
 STRIP = 16  # number of keys per product of a warp
 HEADS = 16  # number of query rows per product; rows beyond the group are unused
 WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 bytes per lane
-TILE_BYTES = 4 * HEADS * STRIP  # number of logits per strip
+TILE_BYTES = 4 * HEADS * STRIP  # bytes of the float32 logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 NEW_PAGES = 2  # maximum number of pages for a row's new tokens
-BARRIERS = 8  # number of words at the end of shared memory, of which four are used
+BARRIERS = 8  # 8-byte words at the end of shared memory, of which four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
 FP8 = "float8_e4m3fn"

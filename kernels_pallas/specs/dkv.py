@@ -177,7 +177,7 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """The names of the gradients that are computed."""
+        """A spec for each gradient that is computed, which computes only this gradient."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
@@ -229,7 +229,7 @@ def partials(spec: Dkv) -> Kernel:
         which is set if the token selected the block. The upper bits are `(BLOCK_OFFSET_BIAS +
         first key of the block - first key of the tile) << BLOCK_OFFSET_SHIFT`.
       ds_chunk: With `selection_entries`, the chunk as in `stored_ds`. Partials are counted from
-        its first one.
+        the first partial of the chunk.
 
     Outputs, only those that `spec` wants: dk_partials, float32 `[count, tile_keys, D]`;
     dv_partials, float32 `[count, tile_keys, Dv]`. `count` is the number of work items for lists,

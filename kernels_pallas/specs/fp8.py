@@ -28,10 +28,11 @@ from kernels_pallas.specs.compress import TokenWords
 GROUP = 16  # size of the groups that are permuted
 LARGEST = 448.0  # largest number in e4m3
 SMALLEST = 2.0**-100  # scale
-OFFSET = 8.0  # factor of P, which is up to 2^8 if the largest probability is 1
+# P is multiplied by 2^OFFSET, so that it is up to 2^8 if the largest probability is 1.
+OFFSET = 8.0
 CHUNKS = 64  # number of chunks of a row's tokens, which are summed separately
 LOADS = 32  # number of loads of a lane before it waits for one of them
-TILES = 4  # number of parts of a tile of 64 slots; a warp rounds one part
+TILES = 4  # number of tiles of 64 slots that a warp rounds
 
 
 @dataclasses.dataclass(frozen=True)

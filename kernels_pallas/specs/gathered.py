@@ -30,7 +30,7 @@ from kernels_pallas.specs.tile import (
 )
 
 MERGE_STAGES = 4  # number of partials that `merge` loads at a time
-# number of slots that a CTA merges one after the other, so that few CTAs have nothing to merge
+# number of tiles that a CTA merges one after the other, so that few CTAs have nothing to merge
 TILES_OF_CTA = 4
 # number of int32 words that identify the segment: 256 bytes, the alignment of launches
 SEGMENT_WORDS = 64

@@ -36,7 +36,7 @@ MAX_GROUP_QK = (
 # of padding follow each stripe, so that lanes that read one column, one stripe each, have only
 # two-way bank conflicts. The carry into the next chunk follows the last stripe.
 STRIPE_WORDS = LANES + 2
-MAX_STRIPES = LANES  # stripes are padded so that lanes again read one column without conflicts
+MAX_STRIPES = LANES  # the lanes read one column at once, one stripe per lane
 
 # Of K Q^T.
 KQ_ROWS = 128  # maximum number of query rows per tile

@@ -44,7 +44,7 @@ class BlockCounts(NamedTuple):
     # may be gathered, and are undefined in packed rows.
     far_begin: Any
     far_end: Any
-    far_slot: Any  # the number of whole blocks
+    far_slot: Any  # slots of whole blocks, which may have several parts in the list
     far_slot_end: Any
 
 

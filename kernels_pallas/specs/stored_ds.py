@@ -28,7 +28,7 @@ FIRST_ROW, FIRST_PARTIAL = range(2)  # words of `ds_chunk`
 DS_CHUNK = int32(CHUNK_WORDS)
 KEYS = ROWS  # keys per block
 HEADS = 8  # heads per part of a token, whose numbers are contiguous
-MAX_SELECTION_ENTRIES = LANES  # number of words, one per lane of a warp
+MAX_SELECTION_ENTRIES = LANES  # maximum number of blocks per token, one per lane of a warp
 
 
 def array(rows: int, length: int, selection_entries: int, group_rows: int, dtype: str) -> Array:

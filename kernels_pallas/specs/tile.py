@@ -28,7 +28,7 @@ SMEM_BUDGET = 224 * 1024  # the part of it for arrays; the rest is for barriers
 SMEM_HALF = 112 * 1024  # the same for each of two CTAs on one SM
 SMEM_THIRD = 74 * 1024  # for each of three
 SELECTED = 64  # maximum number of blocks per token
-WARPS = 4  # threads of a CTA with one warpgroup, the minimum that Mosaic launches
+WARPS = 4  # warps of a CTA with one warpgroup, the minimum that Mosaic launches
 
 
 @dataclasses.dataclass(frozen=True)

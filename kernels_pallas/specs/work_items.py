@@ -44,23 +44,25 @@ from kernels_pallas.specs.tile import (
 )
 
 GPU_ITEMS = 16 * SMS  # number of work items that fill a GPU
-# minimum number of steps per item of intervals with several segments, since each item has its
-# own partial
+# maximum number of work items of intervals with several segments, since each item has its own
+# partial
 MAX_ITEMS = 20 * SMS
-# maximum number of segments of the tokens, for intervals
+# numbers of segments of the tokens that `split_causal` compares, for intervals
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-MIN_INTERVAL = 16  # query tiles per work item of an interval
+MIN_INTERVAL = 16  # minimum number of query tiles per segment, for intervals
 # For intervals: the cost of an item's begin, end and merge, in units of a step of 64 rows. If
 # all items run at once, the steps of the last item cost 1.15 times as much, since it compares
 # all its keys.
 ITEM_STEPS, COMPARED = 12, 1.15
-# minimum number of entries per work item of a list, since each has its own partial
+# maximum number of entries per work item of a list; a smaller one would cost more partials,
+# since each item has its own partial
 MAX_ENTRIES = 2048
 MIN_ENTRIES = 256  # number of entries that a work item of a list may always have
 MIN_SEGMENT = (
     4096  # query tiles of a segment: 16 rows each have 30 MB of Q and dO, which fit in L2
 )
-MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1  # the same for query tiles of one token
+# maximum number of times that tokens are halved, if query tiles have one token
+MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1
 
 
 class WorkItem(NamedTuple):

@@ -201,10 +201,8 @@ def kl_loss(
       maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.
       indices: int32 `[B, T, INDEX_HEADS, N]`, negative in empty slots.
       position: int32 `[B, T]`.
-      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`.
-      index_lse: The log-sum-exp of z, +inf if no block is listed.
-
-        mass: The sum of t.
+      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`. `index_lse` is the log-sum-exp of z,
+        or +inf if no block is listed. `mass` is the sum of t.
     """
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count

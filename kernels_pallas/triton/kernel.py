@@ -44,8 +44,8 @@ class TritonKernel:
     def of(
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
-        """Return a kernel with compiled constants by name. `launch` also has warps and stages.
-        The names of constants are the same in all launches of a function.
+        """Return a kernel. `launch` has its numbers of warps and stages, and `constants` the
+        compiled constants. Their names are the same in all launches of a function.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)

@@ -148,7 +148,7 @@ def _attend(
             some = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
             found = tl.where(some, begin + found * c.BLOCK, NONE - c.BLOCK)
         inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
-        at = found + inside  # the query may be after the block
+        at = found + inside  # the last of these keys may be after the block
         inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
         skip = tl.cast(found, tl.int64) * c.HEADS
         block = load_tile(key, value, skip, inside * c.HEADS, inner, c, BACK)

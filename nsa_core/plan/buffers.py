@@ -149,7 +149,7 @@ class Plan(NamedTuple):
       buffers: The buffers by index. The arguments come first.
       constants: The derived steps that compute the constants, in order. They run once.
       batch: The derived steps that compute the batch buffers, in order. They run once for each
-        `shared` argument.
+        array that a caller passes as the argument `shared`.
       results: The results, which are whole buffers with separate allocations.
       begins: For each step, the buffers `ALONE` that it writes first.
       ends: For each step, the `ALONE` buffers and the arguments that no later step uses.

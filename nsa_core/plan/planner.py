@@ -20,8 +20,8 @@ from nsa_core.plan.buffers import (
     touched_by_torch,
 )
 
-# Maximum bytes of results that are derived before the first launch, so that launches stay
-# adjacent.
+# A derived step whose results have fewer bytes runs before the first launch, so that launches
+# stay adjacent.
 SMALL_BYTES = 4 * 2**20
 
 # Bytes that launches read and write in the time that the host needs for a step of torch, about
@@ -305,9 +305,10 @@ class PlanOps(ArrayOps):
         adjacent.
 
         A large result is computed right before its first read, or at the end if no step reads
-        it. A small result is computed before the first launch. It is computed later if the
-        launches that do not read it keep the device busy for longer than the host needs.
-        Launches that need tensors are never adjacent to others.
+        it. Small results are computed before the first launch. If the first launches, which do
+        not read them, keep the device busy for longer than the host needs, the small results
+        are computed after these launches. Launches that need tensors are never adjacent to
+        others.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -467,7 +468,7 @@ def _all_float32(ops, *arrays):
 MAX_BYTES = 64 * 2**20
 FEW_BYTES = 16 * 2**20  # maximum size if most of it would be unused at the peak of memory
 
-# For each buffer: its bytes, its first step and its last step.
+# For each buffer: its bytes, and the range of steps from its first to its last use.
 type Lives = Mapping[int, tuple[int, range]]
 
 
@@ -496,7 +497,7 @@ def _offsets(lives: Lives, most: int) -> tuple[dict[int, int], int]:
     """Place buffers within `most` bytes, the largest first, each at the first offset that is
     free during its lifetime.
     """
-    places: dict[int, tuple[int, int]] = {}  # first and last step by buffer
+    places: dict[int, tuple[int, int]] = {}  # begin and end in bytes, by buffer
     for number in sorted(lives, key=lambda number: -lives[number][0]):
         bytes, steps = lives[number]
         size, offset = -(-bytes // ALIGNMENT) * ALIGNMENT, 0

@@ -74,8 +74,9 @@ class VisibleCompressed:
         `first .. end - 1` attend, in a row that is not packed. The arguments may be arrays.
         """
         stride = self.config.compress_stride
-        # The position of a query before `end` is less than `end + compress_block - 1`, since
-        # fewer than `compress_block` tokens precede the first query.
+        # If the number of compressed tokens is at most `tokens // stride`, fewer than
+        # `compress_block` tokens precede the first query. The position of a query before `end`
+        # is then less than `end + compress_block - 1`.
         most = cdiv(end, stride) if keys <= tokens // stride else np.full_like(end, keys)
         return cdiv(np.minimum(keys, most), tile)
 

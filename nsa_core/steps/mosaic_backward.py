@@ -11,12 +11,12 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
 
 If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
 dq is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
-key-stationary, and finds the queries of a key tile on the device. In branches with intervals of
-keys, a search finds them. In the selected branch, they are read from query lists. A long list
-is divided into several work items, and another kernel merges their partial sums. For groups
-from 8 heads, `dkv` of the selected branch also stores dS, and dq is the product of dS with the
-keys (`mosaic_stored_ds.py`). No gradient passes through scores and selection. Every sum has a
-fixed order.
+key-stationary. The queries of a key tile are found before this kernel runs, without waiting for the
+host. In branches with intervals of keys, a search finds them. In the selected branch, they are read
+from query lists. A long list is divided into several work items, and another kernel merges their
+partial sums. For groups from 8 heads, `dkv` of the selected branch also stores dS, and dq is the
+product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
+selection. Every sum has a fixed order.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class NumpyOps:
 NUMPY_OPS: Any = NumpyOps()
 
 
-# Maximum number of entries of a constant of a program, 2 MiB.
+# Maximum number of work items that are a constant of a program, 2 MiB.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 

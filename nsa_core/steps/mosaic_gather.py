@@ -91,7 +91,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     alone = not any(merges.values())
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
-        # The log-sum-exp of `out`, whose initial memory is then freed.
+        # The rows come from the current `out`. Its initial array no longer exists after the
+        # first segment.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         merging = dataclasses.replace(kernel, **merges)
         merge = _staying(ops, gathered.merge, merging) if alone else gathered.merge(merging)

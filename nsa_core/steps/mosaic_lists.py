@@ -57,8 +57,8 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
     """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`. `edges` has the start of the
     list of each key tile. `lists` are the concatenated lists, which the kernel `fill` of
-    `specs.block_query_lists` writes. If `spec` has a `limit`, `counts` has the lengths of the
-    block lists of tiles.
+    `specs.block_query_lists` writes. If `spec` has a `limit`, `counts` has the
+    `BlockCounts` of the block lists of tiles.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
     arrays = block_indices, layout.position, starts, *([] if counts is None else [counts])

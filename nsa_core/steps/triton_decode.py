@@ -91,7 +91,8 @@ def attention(
     parts, group_rows = min(PARTS, n), power(p.group)
     ratio_columns = power(page // stride, 1)
     blocks = power(min(pages, CANDIDATES // ratio_columns), 2)
-    handed = p.pairs * p.T * parts, group_rows  # distance between the rows of two programs
+    # The shape of the statistics that programs pass to each other.
+    handed = p.pairs * p.T * parts, group_rows
     outputs = [
         Array((tokens, heads, p.Dv), p.dtype),
         int32(tokens, p.Hkv, n),

@@ -249,7 +249,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     narrow, group = dtype != "float32", heads // index_heads
     of_entries, of_queries = (float32(*lists.shape[:x]) for x in (4, 3))
     tiles = _kl_tiles(narrow, capability, (128, 64), (4, 2))
-    # t is at most 1. For a small t the difference to p is decisive, so that t is scaled.
+    # float16 is sufficient, since t is at most 1 and only the absolute error of a small t matters.
     targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
     kernel = _over_lists(
         *("kl_targets", about, lists, keys, log2_scale, [of_entries, targets], tiles),

@@ -18,15 +18,16 @@ PARTIAL_BYTES = 2**28  # bytes of the outputs of parts in float32
 SPLIT = 256  # keys per part of a list; half of it for wide heads
 CHUNK = 1024  # keys that a program scores; half of it if there are few programs
 KEYS = 128  # keys per step
-PART = 4096  # blocks per row whose scores are written at a time
+PART = 4096  # blocks of a list that are processed at a time to write the selected ones
 BLOCKS = 2**15  # maximum number of blocks per row, whose scores one program holds
-# A few lists are processed in parts of LIST_PART blocks. Scores are then compared in digits of
-# DIGIT bits.
+# A few lists are processed in parts of LIST_PART blocks. Their scores are compared digit by digit,
+# and DIGITS has the number of bits of each digit.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
 LEAST_PARTS = (
     4  # minimum number of parts per list for which the additional launches are worthwhile
 )
-MOST_PARTS = 8 * SMS  # maximum number of lists; with more, one program per list fills a GPU
+# maximum number of parts of all lists; with more, one program per list fills a GPU
+MOST_PARTS = 8 * SMS
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
 APART = "needs pages that are contiguous in memory"
 
