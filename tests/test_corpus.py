@@ -174,9 +174,7 @@ def test_a_tokenizer_of_another_corpus(given, tmp_path):
     command(tmp_path, given, "other", vocabulary=280)
     own, other = (str(tmp_path / x / "tokenizer.json") for x in ("corpus", "other"))
     data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=own)
-    with pytest.raises(
-        FileNotFoundError, match=r"tokenizer must be a file .*, got gpt2: No such"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"a tokenizer.json file .*, got gpt2: No such"):
         data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer="gpt2")
     with pytest.raises(
         ValueError, match=r"tokenizer must be that of the corpus .* with SHA-256"
