@@ -23,7 +23,7 @@ FLAGS ?=
 help:
 	@echo "make compare     parity and speed of every path, one table"
 	@echo "make oneshot     environment, tests, every bench and a report, within 10 minutes"
-	@echo "make test        all tests, about 14 minutes on two cores (GPU tests run where there is a GPU);"
+	@echo "make test        all tests, about 12 minutes on two cores (GPU tests run where there is a GPU);"
 	@echo "                 PART=1/5 a fifth of them; make test-all is the same"
 	@echo "make mutants     mistakes in the library that tests must catch; PART=1/10 a tenth of them"
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
