@@ -141,7 +141,29 @@ class Batches:
         return Packed(self.training, self._starts, (self.seed, 2, epoch), self.shape[1])
 
 
-class Repeating(Batches):
+class Edited(Batches):
+    """`Batches` whose training rows `edit` changes. Held-out rows do not change.
+
+    Attributes:
+      numbers: distinguishes the random numbers of the subclasses.
+    """
+
+    numbers: int
+
+    def edit(self, row: np.ndarray, random: np.random.Generator) -> None:
+        """Change the tokens of a row in place. `random` follows from the seed, the step and the
+        row's number.
+        """
+        raise NotImplementedError
+
+    def train(self, step: int, rows: slice = slice(None)) -> Batch:
+        tokens = super().train(step, rows).tokens.copy()
+        for row, number in zip(tokens, range(self.shape[0])[rows], strict=True):
+            self.edit(row, np.random.default_rng((self.seed, self.numbers, step, number)))
+        return Batch(tokens)
+
+
+class Repeating(Edited):
     """`Batches` whose training rows repeat their own passages, by seed and step, so that distant
     tokens help the prediction. Held-out rows do not.
 
@@ -154,6 +176,8 @@ class Repeating(Batches):
       ValueError: rows have no room, or several documents.
     """
 
+    numbers = 6
+
     def __init__(self, *given, passages: int, size: int, apart: int, **more):
         super().__init__(*given, **more)
         self.passages, self.size, self.apart = passages, size, apart
@@ -164,15 +188,11 @@ class Repeating(Batches):
             )
         self.sha256 = _digest(self.sha256, "repeating", passages, size, apart)
 
-    def train(self, step: int, rows: slice = slice(None)) -> Batch:
-        tokens = super().train(step, rows).tokens.copy()
-        for row, number in zip(tokens, range(self.shape[0])[rows], strict=True):
-            random = np.random.default_rng((self.seed, 6, step, number))
-            first, last = self.size + self.apart, len(row) - self.size
-            for to in np.sort(random.integers(first, last + 1, self.passages)).tolist():
-                start = int(random.integers(0, to - first + 1))
-                row[to : to + self.size] = row[start : start + self.size]
-        return Batch(tokens)
+    def edit(self, row: np.ndarray, random: np.random.Generator) -> None:
+        first, last = self.size + self.apart, len(row) - self.size
+        for to in np.sort(random.integers(first, last + 1, self.passages)).tolist():
+            start = int(random.integers(0, to - first + 1))
+            row[to : to + self.size] = row[start : start + self.size]
 
 
 def joined(parts: list[Batch]) -> Batch:

@@ -203,14 +203,23 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
     wanted = (start + query - (length - PASSAGE)) // block
-    own = query // block
-    free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
+    free, chance = free_choice(query, wanted, config)
     if not free.any():
         return None
     found = (indices[query] == wanted[:, None, None]).any(-1)[free].mean(axis=0)
-    forced = config.num_initial + config.num_local
-    chance = (config.num_selected - forced) / np.maximum(own + 1 - forced, 1)[free]
-    return np.stack([found, np.full(len(found), np.minimum(chance, 1).mean())], axis=-1)
+    return np.stack([found, np.full(len(found), chance[free].mean())], axis=-1)
+
+
+def free_choice(
+    query: np.ndarray, wanted: np.ndarray, config: NSAConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each query position whether its selection may leave out the block `wanted`, and
+    the chance that a random selection contains a block which it may leave out.
+    """
+    own, forced = query // config.select_block, config.num_initial + config.num_local
+    free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
+    chance = (config.num_selected - forced) / np.maximum(own + 1 - forced, 1)
+    return free, np.minimum(chance, 1)
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:

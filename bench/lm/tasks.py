@@ -16,9 +16,9 @@ import numpy as np
 
 from nsa_core.layer import LayerSpec
 
-from .data import Batch, Batches
+from .data import Batch, Edited
 from .learner import Learner
-from .measures import HeldOut
+from .measures import HeldOut, free_choice
 from .recall import PASSAGE
 
 SYMBOLS = 64  # the last tokens of the vocabulary are keys and values, the one before the marker
@@ -62,13 +62,15 @@ def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.n
     return starts + RECORD - 1
 
 
-class Tasks(Batches):
+class Tasks(Edited):
     """`Batches` of which a share of the training rows contains tasks. Held-out rows do not.
 
     Raises:
       ValueError: rows have several documents, or fewer than three slots, or there are too few
         tokens in the vocabulary.
     """
+
+    numbers = 7
 
     def __init__(self, *given, share: float, **more):
         super().__init__(*given, **more)
@@ -85,13 +87,9 @@ class Tasks(Batches):
             )
         self.sha256 = f"{self.sha256[:48]}-tasks-{share}"
 
-    def train(self, step: int, rows: slice = slice(None)) -> Batch:
-        tokens = super().train(step, rows).tokens.copy()
-        for row, number in zip(tokens, range(self.shape[0])[rows], strict=True):
-            random = np.random.default_rng((self.seed, 7, step, number))
-            if random.random() < self.share:
-                place(row, random, self.vocabulary)
-        return Batch(tokens)
+    def edit(self, row: np.ndarray, random: np.random.Generator) -> None:
+        if random.random() < self.share:
+            place(row, random, self.vocabulary)
 
 
 def measured(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, Any]:
@@ -155,14 +153,11 @@ def _hits(
     indices = [x for _, x in learner.observe(batch, row)]
     if not indices:
         return None
-    config = layer.config
-    source, query = at[:, 0] // config.select_block, at[:, 1] - 1
-    own = query // config.select_block
+    source, query = at[:, 0] // layer.config.select_block, at[:, 1] - 1
+    free, chance = free_choice(query, source, layer.config)
     heads = [(x[query] == source[:, None, None]).any(-1) for x in indices]
-    always = config.num_initial + config.num_local
-    chance = (config.num_selected - always) / np.maximum(own + 1 - always, 1)
-    found = np.column_stack([chance.clip(0, 1), *heads]).astype(float)
-    found[(source < config.num_initial) | (source > own - config.num_local)] = np.nan
+    found = np.column_stack([chance, *heads]).astype(float)
+    found[~free] = np.nan
     return found
 
 
