@@ -10,7 +10,7 @@ from tests import commands
 SMALL = converted.Preset(
     *(16, 32, 1, 2, 1),
     dict(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=8),
-    length=48,
+    length=200,
     batch=2,
     steps=3,
     after=2,
@@ -31,31 +31,51 @@ def small(monkeypatch):
 
 
 def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
-    lines = run(tmp_path, "--preset=tiny", "--seed=1", "--commit=c0ffee")
+    runs = [*STARTS, "shared:num_selected=50"]  # every block
+    words = "--preset=tiny", "--seed=1", "--commit=c0ffee", f"--runs={','.join(runs)}"
+    lines = run(tmp_path, *words)
     found = {(x["run"], x["step"]): x for x in lines}
     assert {x["commit"] for x in lines} == {"c0ffee"}
-    assert set(found) == {(x, i) for x in ("dense", *STARTS) for i in range(3)}
-    for name in ("loss", "within", "beyond"):
+    assert set(found) == {(x, i) for x in ("dense", *runs) for i in range(3)}
+    for name in ("loss", "within", "beyond", "recall", "copied"):
         assert len({found[x, 0][name] for x in STARTS}) == 1
     assert found["values", 0]["within"] == pytest.approx(found["dense", 0]["within"], abs=1e-5)
     assert found["values", 0]["beyond"] != pytest.approx(found["dense", 0]["beyond"], abs=1e-7)
-    for name in ("dense", *STARTS):
+    for name in ("loss", "beyond", "recall", "copied"):
+        assert found[runs[-1], 0][name] == pytest.approx(found["dense", 0][name], abs=1e-5)
+    for name in ("dense", *runs):
         losses = [found[name, i]["loss"] for i in range(3)]
         assert len(set(losses)) == 3 and losses[-1] < losses[0]
-    assert found["dense", 0]["preset"]["length"] == 48
+    first = found["dense", 0]
+    assert first["preset"]["length"] == 200 and set(first["copied_at"]) == {"128"}
+    assert first["loss"] == pytest.approx((16 * first["within"] + 184 * first["beyond"]) / 200)
     assert "| values | 2 | " in capsys.readouterr().out
 
 
 def test_no_row_is_seen_twice():
-    learned, held, _ = converted.rows(SMALL, 0)
-    assert learned.shape == (10, 49) and held.shape == (converted.HELD, 49)
-    assert len({x.tobytes() for x in (*learned, *held)}) == 10 + converted.HELD
-    other, same, _ = converted.rows(SMALL, 1)
-    assert (same == held).all() and not (other == learned).all()
-    assert sorted(x.tobytes() for x in other) == sorted(x.tobytes() for x in learned)
+    batches = converted.rows(SMALL, 0)
+    learned = [x.tobytes() for step in range(5) for x in batches.train(step).tokens[:, 1:]]
+    held = [x.tobytes() for each in batches.evaluation(16) for x in each.tokens]
+    assert len(set(learned)) == 10 and len(set(held)) == converted.HELD
+    other = converted.rows(SMALL, 1)
+    assert [x.tobytes() for each in other.evaluation(16) for x in each.tokens] == held
+    assert other.train(0).tokens.tobytes() != batches.train(0).tokens.tobytes()
 
 
-def test_a_text_that_is_too_short(small, tmp_path):
-    with pytest.raises(ValueError, match=r"corpus in .* has .* bytes, expected"):
-        run(tmp_path, "--preset=tiny", "--steps=1000000")
+@pytest.mark.parametrize(
+    "words, error, sentence",
+    [
+        (["--steps=1000000"], ValueError, r"corpus in .* has .* bytes, expected"),
+        (
+            ["--runs=shared:lora"],
+            ValueError,
+            r"--runs must be START\[:NAME=NUMBER..\], got 'sha",
+        ),
+        (["--runs=shred"], ValueError, r"start must be one of .* got 'shred'"),
+        (["--runs=shared:n_sel=2"], Exception, "num_selected"),
+    ],
+)
+def test_refused_before_the_training(small, tmp_path, words, error, sentence):
+    with pytest.raises(error, match=sentence):
+        run(tmp_path, "--preset=tiny", *words)
     assert not list(tmp_path.iterdir())

@@ -3,17 +3,22 @@ the dense model.
 
     python -m bench.lm.converted --seed 0 --out runs/converted
     python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
+    python -m bench.lm.converted --preset 52m --corpus corpus \\
+        --runs values,shared,shared:num_selected=64,shared:lora=16
 
-A Llama learns bytes of the standard library with dense attention for `--steps` steps. It is
-converted by each start of `nsa_torch.huggingface.convert` and trained on for `--after` steps, as
-is the dense model itself, all on the same batches; no text is seen twice. The held-out loss, in
-nats per byte, is measured for all positions, within and beyond num_selected * select_block
-tokens. Within this length a converted model starts equal to the dense one. Each evaluation
-appends a line to `converted.jsonl` in the folder `--out`.
+A Llama trains with dense attention for `--steps` steps, on bytes of the standard library or on
+the tokens of a corpus. It is converted by `nsa_torch.huggingface.convert` and trained on for
+`--after` steps, as is the dense model itself, all on the same batches; no text is seen twice.
+The held-out loss, in nats per token, is measured for all positions, within and beyond
+num_selected * select_block tokens. Within this length a converted model starts equal to the dense
+one. `recall` and `copied`, also by distance, are as in `bench.lm.recall`, if rows have room for
+them. Evaluations are before the first step, after 1, 2, 4, .. times the preset's `every` steps, and
+at the end. Each appends a line to `converted.jsonl` in the folder `--out`.
 """
 
 import dataclasses
 import itertools
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,16 +29,25 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface import NSAForCausalLM
 from nsa_torch.huggingface.convert import STARTS, convert
 
 from ..harness import cli, markdown, records, text
+from . import corpus, measures, share
+from .data import Batch, Batches
+from .learner import Learner
+from .ranks import Ranks
+from .tokens import Documents
 
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
 )
 HELD = 32  # rows held out, the last of the text
+PROJECTIONS = ["W_Q", "W_K", "W_V", "out"]  # what LoRA adapts with kv="shared"
+LORA_RATE = 5  # times the rate of all weights: adapters start at zero and need larger steps
+COLUMNS = "loss", "within", "beyond", "recall", "copied"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Preset:
     batch: int
     steps: int
     after: int
-    every: int  # steps between evaluations after the conversion
+    every: int  # steps to the first evaluation after the conversion
     lr: float
     after_lr: float
 
@@ -59,13 +73,19 @@ PRESETS = {
     "tiny": Preset(
         *(64, 128, 2, 4, 2),
         dict(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=16),
-        length=128, batch=4, steps=200, after=40, every=20, lr=3e-3, after_lr=5e-4,
+        length=128, batch=4, steps=200, after=40, every=10, lr=3e-3, after_lr=5e-4,
     ),
     # 24 million parameters; 512 of 2048 tokens are selected; 11 MB of text.
     "small": Preset(
         *(512, 1536, 8, 8, 2),
         dict(select_block=64, num_selected=8, window=256),
-        length=2048, batch=8, steps=480, after=200, every=40, lr=1e-3, after_lr=2e-4,
+        length=2048, batch=8, steps=480, after=200, every=50, lr=1e-3, after_lr=2e-4,
+    ),
+    # The sizes of `52m` of bench.train: 49 million parameters with a vocabulary of 8192.
+    "52m": Preset(
+        *(768, 2048, 6, 12, 2),
+        dict(select_block=64, num_selected=16, window=512),
+        length=8192, batch=1, steps=8000, after=1600, every=100, lr=1e-3, after_lr=2e-4,
     ),
 }  # fmt: skip
 FLAGS = cli.define(
@@ -73,32 +93,45 @@ FLAGS = cli.define(
     seed=(0, "Of the weights and of the order of rows.", 0),
     preset=("small", "Sizes of all.", list(PRESETS)),
     folder=(str, "Whose *.py files are the text; default: the standard library's."),
+    corpus=(str, "What bench.lm.corpus built, in place of bytes of *.py files."),
+    runs=(
+        [*STARTS],
+        "Starts of the conversion; after each, options: `:NAME=NUMBER` of NSA, or `:lora=RANK` "
+        "to train low-rank adapters by peft in place of all weights.",
+    ),
     steps=(int, "Of dense training."),
     after=(int, "Of training after it."),
 )
 
 
 def rows(
-    preset: Preset, seed: int, folder: str | None = None
-) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return the rows `[N, length + 1]` in the order of `seed`, those that are held out, and the
-    text's hash.
+    preset: Preset, seed: int, folder: str | None = None, built: str | None = None
+) -> Batches:
+    """Return the batches of a preset, of bytes of the `*.py` files in `folder` or of the corpus
+    `built`, in the order of `seed`.
 
     Raises:
-      ValueError: the text has fewer.
+      ValueError: the text is too short to be seen once.
     """
-    count = (preset.steps + preset.after) * preset.batch
-    width = preset.length + 1
-    corpus = text.corpus((count + HELD) * width, None if folder is None else Path(folder))
-    each = corpus.tokens.reshape(-1, width).astype(np.int64)
-    order = np.random.default_rng(seed).permutation(count)
-    return each[:count][order], each[count:], corpus.sha256
+    steps, width = preset.steps + preset.after, preset.length + 1
+    if built is None:
+        size = (steps * preset.batch + HELD) * width
+        of = text.corpus(size, None if folder is None else Path(folder))
+        given = of.tokens, of.starts, text.VOCABULARY, of.sha256, HELD * width
+        documents = Documents("text", *given)
+    else:
+        documents = corpus.read(built)
+    found = Batches(preset.batch, preset.length, seed, documents=documents, pack="once")
+    epochs = found.epochs(steps)
+    if epochs is None or epochs > 1:
+        raise ValueError(f"{steps} steps must see no text twice, got {epochs} epochs")
+    return found
 
 
-def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
-    """Return the losses `[B, T]` in nats per byte."""
+def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the losses `[B, T]` in nats per token."""
     device = model.device
-    given = torch.from_numpy(batch).to(device)
+    given = torch.from_numpy(batch.tokens.astype(np.int64)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         logits = model(given[:, :-1], use_cache=False).logits
     flat = F.cross_entropy(
@@ -107,43 +140,91 @@ def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
     return flat.view(given.shape[0], -1)
 
 
-def train(
-    model: PreTrainedModel, given: np.ndarray, preset: Preset, lr: float
-) -> Iterator[int]:
-    """Train with AdamW on the rows with these indices. The learning rate rises during 20 steps
-    and falls to a tenth.
+def train(model: PreTrainedModel, batches: Batches, steps: range, lr: float) -> Iterator[int]:
+    """Train with AdamW on the batches of `steps`, and yield the number of steps done. The learning
+    rate rises during a tenth of the steps and falls to a tenth.
     """
     how: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr, fused=model.device.type == "cuda", **how
-    )
-    steps = len(given) // preset.batch
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr, fused=model.device.type == "cuda", **how)
+    warmup = max(1, len(steps) // 10)
     model.train()
-    for step in range(steps):
+    for done, step in enumerate(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-        batch = given[step * preset.batch : (step + 1) * preset.batch]
+            group["lr"] = lr * min(1.0, (done + 1) / warmup) * (1 - 0.9 * done / len(steps))
         optimizer.zero_grad()
-        loss = loss_of(model, batch).mean()
+        loss = loss_of(model, batches.train(step)).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        yield step + 1
+        yield done + 1
 
 
-@torch.no_grad()
-def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, float]:
-    """Return the mean losses for all positions, for the first `reach` positions, and for the
-    positions beyond.
+class Judged:
+    """A model of transformers as `measures` reads a learner. Selections are not observed."""
+
+    ranks = Ranks()
+
+    def __init__(self, model: PreTrainedModel, batch: int):
+        self.model, self.share = model, share.Share(batch)
+
+    @torch.no_grad()
+    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
+        losses = loss_of(self.model, batch).double().cpu().numpy()
+        which = np.minimum(categories, count).ravel()
+        return np.bincount(which, losses.ravel(), count + 1)[:count]
+
+    def observe(self, batch: Batch, row: int = 0) -> list[Any]:
+        return []
+
+
+def judged(
+    model: PreTrainedModel, preset: Preset, held: list[Batch], seed: int
+) -> records.Values:
+    """Return the mean losses for all positions, for those within the exact length, and for the
+    positions beyond, and what earlier passages gain (`measures.copies`).
     """
     model.eval()
-    size = max(1, len(held) // 8)
-    found = torch.cat([loss_of(model, held[i : i + size]) for i in range(0, len(held), size)])
+    learner = cast(Learner, Judged(model, preset.batch))
+    reach = preset.nsa["num_selected"] * preset.nsa["select_block"]
+    beyond = (np.arange(preset.length) >= reach).astype(np.int32)
+    which = np.tile(beyond, (preset.batch, 1))
+    sums = measures.HeldOut(held, [which] * len(held)).sums(learner, 2)
+    counts = np.bincount(beyond, minlength=2) * HELD
+    within, after = (sums / counts).tolist()
+    layer = LayerSpec(preset.hidden_size, *(1, 1, 2, 2), w=preset.nsa["window"])
+    gained = measures.copies(learner, held, layer, (seed, 4), thorough=True)
     model.train()
-    means = found, found[:, :reach], found[:, reach:]
-    return dict(
-        zip(("loss", "within", "beyond"), (x.mean().item() for x in means), strict=True)
+    losses = {"loss": float(sums.sum() / counts.sum()), "within": within, "beyond": after}
+    renamed = {"recall_gain": "recall", "copied_gain": "copied"}
+    return losses | {renamed.get(name, name): x for name, x in gained.items()}
+
+
+def converted(folder: Path, run: str, nsa: dict[str, int]) -> PreTrainedModel:
+    """Convert the model in `folder / "dense"` as `run` says: a start, and options after colons.
+
+    Raises:
+      ValueError: a start or an option is invalid.
+      ImportError: an option is `lora`, and peft is not installed.
+    """
+    start, *given = run.split(":")
+    pairs = [each.partition("=") for each in given]
+    if not all(number.isdecimal() for _, _, number in pairs):
+        raise ValueError(f"--runs must be START[:NAME=NUMBER..], got {run!r}")
+    options: dict[str, Any] = nsa | {name: int(number) for name, _, number in pairs}
+    rank = options.pop("lora", None)
+    target = folder / "converted"
+    convert(folder / "dense", target, start=start, **options)
+    model: Any = NSAForCausalLM.from_pretrained(target)
+    shutil.rmtree(target)
+    if rank is None:
+        return model
+    import peft
+
+    adapters = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS
     )
+    return cast(Any, peft.get_peft_model(model, adapters))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,42 +233,43 @@ def main(argv: Sequence[str]) -> int:
     preset = PRESETS[FLAGS.preset]
     given: dict[str, Any] = {"steps": FLAGS.steps, "after": FLAGS.after}
     preset = dataclasses.replace(preset, **{k: x for k, x in given.items() if x is not None})
-    learned, held, sha256 = rows(preset, FLAGS.seed, FLAGS.folder)
-    first = preset.steps * preset.batch
+    batches = rows(preset, FLAGS.seed, FLAGS.folder, FLAGS.corpus)
+    held = batches.evaluation(HELD // preset.batch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(FLAGS.seed)
     shape = {name: getattr(preset, name) for name in SHAPE}
-    reach = preset.nsa["num_selected"] * preset.nsa["select_block"]
     config = LlamaConfig(
-        vocab_size=text.VOCABULARY, max_position_embeddings=preset.length, **shape,
+        vocab_size=batches.vocabulary, max_position_embeddings=preset.length, **shape,
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     dense: Any = LlamaForCausalLM(config)
     dense.to(device)
-    for _ in train(dense, learned[:first], preset, preset.lr):
-        pass
-    about: dict[str, Any] = {"seed": FLAGS.seed, "input_sha256": sha256}
-    about |= {"preset": dataclasses.asdict(preset)}
-    print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "source"
-        dense.save_pretrained(source)
-        for run in ("dense", *STARTS):
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        dense.save_pretrained(folder / "dense")
+        for run in FLAGS.runs:  # so that a wrong run is refused before the training
+            converted(folder, run, preset.nsa)
+        for _ in train(dense, batches, range(preset.steps), preset.lr):
+            pass
+        dense.save_pretrained(folder / "dense")
+        about: records.Values = {"seed": FLAGS.seed, "input_sha256": batches.sha256}
+        about |= {"preset": dataclasses.asdict(preset)}
+        print(markdown.table(["run", "steps after", *COLUMNS]), end="")
+        after = range(preset.steps, preset.steps + preset.after)
+        due = {0, preset.after, *(preset.every * 2**i for i in range(preset.after))}
+        for run in ("dense", *FLAGS.runs):
             model: Any = dense
             if run != "dense":
-                sizes: dict[str, Any] = preset.nsa
-                convert(source, Path(folder) / run, start=run, **sizes)
-                model = cast(Any, NSAForCausalLM.from_pretrained(Path(folder) / run))
-                model.to(device)
-            steps = train(model, learned[first:], preset, preset.after_lr)
-            for step in itertools.chain([0], steps):
-                if step % preset.every and step != preset.after:
+                model = converted(folder, run, preset.nsa).to(device)
+            lr = preset.after_lr * (LORA_RATE if ":lora=" in run else 1)
+            for step in itertools.chain([0], train(model, batches, after, lr)):
+                if step not in due:
                     continue
-                found = held_out(model, held, reach)
+                found = judged(model, preset, held, FLAGS.seed)
                 line = about | {"run": run, "step": step, **found}
                 records.append(path, [records.record("converted", FLAGS.commit, **line)])
-                cells = run, step, *(f"{x:.4f}" for x in found.values())
-                print(markdown.line(map(str, cells)), flush=True)
+                cells = (markdown.number(found.get(name), ".4f") for name in COLUMNS)
+                print(markdown.line([run, str(step), *cells]), flush=True)
     return 0
 
 
