@@ -93,7 +93,7 @@ FLAGS = cli.define(
     seed=(0, "Of the weights and of the order of rows.", 0),
     preset=("small", "Sizes of all.", list(PRESETS)),
     folder=(str, "Whose *.py files are the text; default: the standard library's."),
-    corpus=(str, "What bench.lm.corpus built, in place of bytes of *.py files."),
+    corpus=(str, "Folder of bench.lm.corpus, whose tokens replace the bytes of *.py files."),
     runs=(
         [*STARTS],
         "Starts of the conversion; after each, options: `:NAME=NUMBER` of NSA, or `:lora=RANK` "
@@ -182,7 +182,7 @@ def judged(
     model: PreTrainedModel, preset: Preset, held: list[Batch], seed: int
 ) -> records.Values:
     """Return the mean losses for all positions, for those within the exact length, and for the
-    positions beyond, and what earlier passages gain (`measures.copies`).
+    positions beyond, and the gains from earlier passages (`measures.copies`).
     """
     model.eval()
     learner = cast(Learner, Judged(model, preset.batch))
@@ -201,7 +201,7 @@ def judged(
 
 
 def converted(folder: Path, run: str, nsa: dict[str, int]) -> PreTrainedModel:
-    """Convert the model in `folder / "dense"` as `run` says: a start, and options after colons.
+    """Convert the model in `folder / "dense"`. `run` is a start, with options after colons.
 
     Raises:
       ValueError: a start or an option is invalid.
