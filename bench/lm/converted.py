@@ -17,6 +17,7 @@ at the end. Each appends a line to `converted.jsonl` in the folder `--out`.
 """
 
 import dataclasses
+import importlib
 import itertools
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from nsa_core import extras
 from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface import NSAForCausalLM
 from nsa_torch.huggingface.convert import STARTS, convert
@@ -200,12 +202,11 @@ def judged(
     return losses | {renamed.get(name, name): x for name, x in gained.items()}
 
 
-def converted(folder: Path, run: str, nsa: dict[str, int]) -> PreTrainedModel:
+def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
     """Convert the model in `folder / "dense"`. `run` is a start, with options after colons.
 
     Raises:
-      ValueError: a start or an option is invalid.
-      ImportError: an option is `lora`, and peft is not installed.
+      ValueError: a start or an option is invalid, or peft is not installed.
     """
     start, *given = run.split(":")
     pairs = [each.partition("=") for each in given]
@@ -219,12 +220,13 @@ def converted(folder: Path, run: str, nsa: dict[str, int]) -> PreTrainedModel:
     shutil.rmtree(target)
     if rank is None:
         return model
-    import peft
-
+    if extras.version("peft") is None:
+        raise ValueError(f"peft must be installed for {run!r}; run pip install peft")
+    peft: Any = importlib.import_module("peft")
     adapters = peft.LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS
     )
-    return cast(Any, peft.get_peft_model(model, adapters))
+    return peft.get_peft_model(model, adapters)
 
 
 def main(argv: Sequence[str]) -> int:
