@@ -351,14 +351,9 @@ def quality_table(part: str, steps: str = "") -> str:
     with the most pairs), "bounds", "distances" or "found". `steps` is the number of training
     steps of the runs, by default any.
     """
-    head, rows = {
-        "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
-        "bounds": (quality.BOUNDS_HEAD, quality.bound_rows),
-        "distances": (quality.DISTANCE_HEAD, quality.distance_rows),
-        "found": (quality.FOUND_HEAD, quality.found_rows),
-    }[part]
-    found = (cells for group in _quality_groups() for cells in rows(group))
-    return table(head, (cells for cells in found if not steps or f" {steps} x " in cells[0]))
+    found = (cells for group in _quality_groups() for cells in quality.rows(part, group))
+    wanted = (cells for cells in found if not steps or f" {steps} x " in cells[0])
+    return table(quality.head(part), wanted)
 
 
 def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
@@ -378,13 +373,13 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
     from .lm.experiments import EXPERIMENTS, VARIANTS
 
     at = EXPERIMENTS[name]
-    dense, rows = None, []
-    for run in (at.runs[0], *(runs.split(",") if runs else at.runs[1:])):
-        what, kind = VARIANTS[run].what, _kind(at.setting, run, seeds)
-        dense = dense or kind
-        if kind.runs:
-            rows.append([f"`{kind.label}`", what, *quality.answer_row(kind, dense)])
-    return table(["run", "description", *quality.ANSWER_HEAD], rows)
+    names = at.runs[0], *(runs.split(",") if runs else at.runs[1:])
+    kinds = [(VARIANTS[run].what, _kind(at.setting, run, seeds)) for run in names]
+    found = [(what, kind) for what, kind in kinds if kind.runs]
+    group = quality.Group(name, [kind for _, kind in found], kinds[0][1])
+    pairs = zip(found, quality.rows("answers", group), strict=True)
+    rows = ([f"`{kind.label}`", what, *cells] for (what, kind), cells in pairs)
+    return table(["run", "description", *quality.head("answers")], rows)
 
 
 def solved(setting: str, runs: str) -> str:

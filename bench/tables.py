@@ -46,6 +46,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "GiB to 2 digits": lambda size: f"{size / 2**30:.2f}",
     "difference": lambda share: f"{share:.1g}" if share else "same bits",
     "percent": lambda share: f"{100 * share:.1f}",
+    "yes": lambda ok: "yes" if ok else "no",
     "plain": lambda text: text.replace("|", "/"),
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
     "ranges": lambda label: label.partition("ranges=")[2] or "none",

@@ -337,12 +337,12 @@ def test_differences_are_of_pairs():
     # Of two degrees of freedom a twentieth lies beyond 2.92.
     assert loss.upper == pytest.approx(0.2 + 2.920 * 0.1 / 3**0.5, rel=1e-3)
     (group,) = quality.groups(RUNS)
-    dense, nsa = quality.rows(group)
-    cells = dict(zip(quality.HEAD, nsa, strict=True))
+    dense, nsa = quality.rows("all", group)
+    cells = dict(zip(quality.head("all"), nsa, strict=True))
     assert cells["end"] == cells["new"] == "+0.200 ± 0.058 (t +3.5)"
     assert cells["hit / chance"] == "0.10 0.31 / 0.10" and cells["seeds"] == "0, 1, 2"
     assert cells["model, steps x rows"] == "10M, 10 x 2 x 2k" and cells["seen"] == "0.50"
-    cells = dict(zip(quality.HEAD, dense, strict=True))
+    cells = dict(zip(quality.head("all"), dense, strict=True))
     assert (cells["end"], cells["area"]) == ("1.100", "2.100")  # without the warm-up's step
 
 
@@ -353,7 +353,12 @@ def test_the_step_of_copying_lies_between_evaluations():
     early = changed(found, log.Evaluation, measures={"new": 3.0, "near": 1.0, "far": 3.0})
     for each, cell in ((found, "8"), (never, "-"), (early, "4")):
         (group,) = quality.groups({"a": each})
-        assert dict(zip(quality.HEAD, quality.rows(group)[0], strict=True))["copying"] == cell
+        assert (
+            dict(zip(quality.head("all"), quality.rows("all", group)[0], strict=True))[
+                "copying"
+            ]
+            == cell
+        )
 
 
 def test_no_recall_of_short_rows():
@@ -469,45 +474,51 @@ BETTER = [f"{x}, -0.100 ± 0.001 (-0.10 to -0.10)" for x in ("2.50", "1.00")]
 )
 def test_a_row_of_the_summary(runs, cells):
     (group,) = quality.groups(runs)
-    (row,) = quality.summary_rows(group)
+    (row,) = quality.rows("summary", group)
     assert row == ["10M, 10 x 2 x 2k", "-", "10.0; 10.0", *cells]
 
 
 def test_a_row_of_the_bounds():
     """Losses by their upper bounds, over dense attention's 2.5, 1 and 2; recall by its mean."""
     (group,) = quality.groups(five(0.05, 0.96))
-    (row,) = quality.bound_rows(group)
+    (row,) = quality.rows("bounds", group)
     told = ["no: +2.0%", "no: +5.1%", "no: +2.5%", "no: -0.04"]
     assert row == ["10M, 10 x 2 x 2k", "-", *told, "5"]
-    assert len(row) == len(quality.BOUNDS_HEAD)
-    assert quality.BOUNDS_HEAD[2:4] == tuple(
-        f"{x}, 95 % bound at most +0.3%" for x in ("new", "end")
-    )
+    losses = [f"95 % bound at most {quality.BOUNDS[x]:+.1%}" for x in quality.UPPER]
+    losses.append(f"mean at most {quality.BOUNDS['far']:+.1%}")
+    rules = [*losses, f"mean at least {-quality.BOUNDS['recall']:+.2f}"]
+    titles = [", ".join(x) for x in zip(quality.BOUNDS, rules, strict=True)]
+    assert quality.head("bounds")[2:] == [*titles, "pairs"]
     (group,) = quality.groups(RUNS)
-    assert quality.bound_rows(group) == []
+    assert quality.rows("bounds", group) == []
+
+
+def answer_row(kind, dense):
+    (row,) = quality.rows("answers", quality.Group("", [kind], dense))
+    return row
 
 
 def test_a_row_of_an_experiment():
     """Of pairs; a run that never copies has no step; hits of the second layer, which are more."""
     dense = quality.kind_of("dense", {str(i): lines("dense", i, 1.0, 1.0) for i in range(3)})
     nsa = quality.kind_of("nsa", {str(i): lines("nsa", i, 1.1 + i / 10, 2.0) for i in (2, 0)})
-    assert quality.answer_row(dense, dense) == [
+    assert answer_row(dense, dense) == [
         *("2.500", "2.000", "1.000", "1.000", "8", "-", "-", "0, 1, 2"),
     ]
-    found = quality.answer_row(nsa, dense)
+    found = answer_row(nsa, dense)
     losses = ["+0.200 ± 0.100"] * 3
     assert found == [*losses, "+1.000 ± 0.000", "8", "0.31 / 0.10", "0.31 / 0.10", "0, 2"]
-    assert len(found) == len(quality.ANSWER_HEAD)
+    assert len(found) == len(quality.head("answers"))
     measures = {"new": 2.0, "near": 1.0, "far": 2.0}
     late = changed(lines("nsa", 0, 1.1, 2.0), log.Evaluation, measures=measures)
     never = quality.kind_of("nsa", {"a": late})
     sometimes = quality.kind_of("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
-    assert quality.answer_row(never, dense)[4] == "not yet"
-    assert quality.answer_row(sometimes, dense)[4] == "8 (1 of 2 runs)"
+    assert answer_row(never, dense)[4] == "not yet"
+    assert answer_row(sometimes, dense)[4] == "8 (1 of 2 runs)"
     bytes_ = quality.kind_of("nsa", {"a": lines("nsa", 0, 1.1, 2.0, vocabulary=256)})
-    assert quality.answer_row(bytes_, dense)[4] == "-"
+    assert answer_row(bytes_, dense)[4] == "-"
     unmeasured = [x for x in late if not isinstance(x, log.Evaluation)]
-    assert quality.answer_row(quality.kind_of("nsa", {"a": unmeasured}), dense)[4] == "-"
+    assert answer_row(quality.kind_of("nsa", {"a": unmeasured}), dense)[4] == "-"
 
 
 @pytest.mark.parametrize(
@@ -541,14 +552,14 @@ def test_the_summary_leaves_out_what_says_nothing():
     """Fewer pairs than another kind, a single pair, and models that recall nothing yet."""
     few = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
     (group,) = quality.groups({"few": few, **five(0.0)})
-    assert [row[1] for row in quality.summary_rows(group)] == ["-"]
+    assert [row[1] for row in quality.rows("summary", group)] == ["-"]
     (group,) = quality.groups({"a": RUNS["a"]})
-    assert quality.summary_rows(group) == []
+    assert quality.rows("summary", group) == []
     early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
     (group,) = quality.groups(early)
-    assert quality.summary_rows(group) == []
+    assert quality.rows("summary", group) == []
     (group,) = quality.groups(early | {"2": pair(2, (1.0, 0.3), (1.0, 0.05))})
-    assert len(quality.summary_rows(group)) == 1
+    assert len(quality.rows("summary", group)) == 1
 
 
 def with_heads(heads):
@@ -572,25 +583,25 @@ def test_a_selection_that_finds_no_copies():
     group, kind = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
     with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
         quality.selection(group, kind)
-    (row,) = quality.summary_rows(group)
+    (row,) = quality.rows("summary", group)
     assert row[-1] == "yes, but for what selections find: not decided"
 
 
 def test_what_selections_find_is_said_by_both_measures():
     """At random places 0.3 to 0.34 in the second layer, where chance is 0.1."""
     group, _ = with_heads(lambda seed: finds(0.2) if seed > 1 else None)
-    assert quality.found_rows(group) == [
+    assert quality.rows("found", group) == [
         [
             *("10M, 10 x 2 x 2k", "-"),
             *("yes: +0.220 ± 0.007, 5 seeds", "yes: +0.200 ± 0.000, 3 seeds"),
         ]
     ]
     group, _ = with_heads(lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None)
-    assert quality.found_rows(group)[0][3] == "no: +0.003 ± 0.003, 3 seeds"
+    assert quality.rows("found", group)[0][3] == "no: +0.003 ± 0.003, 3 seeds"
     group, _ = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
-    assert quality.found_rows(group)[0][3] == "not decided"
+    assert quality.rows("found", group)[0][3] == "not decided"
     (group,) = quality.groups({"0": five(0.0)["0"]})
-    assert quality.found_rows(group) == []
+    assert quality.rows("found", group) == []
 
 
 def test_copies_by_distance_are_of_the_pairs_that_have_them():
@@ -603,11 +614,11 @@ def test_copies_by_distance_are_of_the_pairs_that_have_them():
             for x in runs[name]
         ]
     (group,) = quality.groups(runs)
-    dense, nsa = quality.distance_rows(group)
+    dense, nsa = quality.rows("distances", group)
     assert dense[2:] == [*["1.000"] * 4, "-", "-", "-", "2, 3, 4"]
     assert nsa[2:] == [*["+0.000 ± 0.000"] * 4, "-", "-", "-", "3, 4"]
     (group,) = quality.groups({"0": runs["0"]})
-    assert quality.distance_rows(group) == []
+    assert quality.rows("distances", group) == []
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):

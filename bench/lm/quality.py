@@ -35,7 +35,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from absl import app
 
 from nsa_core.layer import LayerSpec
 
+from .. import tables
 from ..harness import cli, exit_status
 from ..harness.markdown import length, table
 from . import curves, log
@@ -53,11 +54,13 @@ from .measures import DISTANCES, KINDS, PARTS, found_by_best
 
 LEAST_PAIRS, LEAST_FOUND = 5, 3  # older runs lack what their heads find
 CONFIDENCE = 0.95
-WORSE, FAR_WORSE, RECALL_LESS = 0.003, 0.01, 0.03
+BOUNDS = {"new": 0.003, "end": 0.003, "far": 0.01, "recall": 0.03}
+UPPER = "new", "end"  # by their upper bounds, as shares; far by its mean, recall in nats
 ERRORS, CHANCE = 3, 0.25
 COPIED = 1.5  # nats that near targets cost less than new ones
 LEAST_RECALL = 0.2  # nats that counting the window's tokens gains at rows of 8k
-LOSSES = (*KINDS, "end", "area")
+MEASURES = (*KINDS, "end", "area", "copying", "recall", "copied", *PARTS)
+DISTANCE = str(DISTANCES[0])
 # Values that may differ between compared runs: of dense attention, of training.
 OF_DENSE = (
     *("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "rope_scale", "rope_scaling"),
@@ -93,17 +96,28 @@ class Kind:
     label: str
     runs: Mapping[int, Ended]
 
+    @property
+    def first(self) -> Header:
+        """The header of the first run."""
+        return next(iter(self.runs.values())).header
+
+    @property
+    def hits(self) -> np.ndarray:
+        """Hits and chance of the runs that have them, `[runs, layers, 2]`."""
+        return np.array([run.hits for run in self.runs.values() if len(run.hits)])
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Kinds that can be compared, the first dense one first."""
+    """Kinds that can be compared, the dense ones first, and the first dense one."""
 
     name: str
     kinds: Sequence[Kind]
+    dense: Kind
 
     @property
-    def dense(self) -> Kind:
-        return self.kinds[0]
+    def nsa(self) -> list[Kind]:
+        return [kind for kind in self.kinds if not kind.label.startswith("dense")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +132,7 @@ class Difference:
     dense: float
     least: float  # of the pairs
     most: float
+    none: bool = False  # the kind is dense attention itself
 
     @property
     def t(self) -> float:
@@ -141,14 +156,17 @@ class Difference:
         """Half of the two-sided interval."""
         return self.reach((1 + CONFIDENCE) / 2)
 
-    def shown(self, digits: int = 3) -> str:
-        """Return the mean, and its error where there is one."""
-        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
-        return f"{self.mean:+.{digits}f}{error}"
-
-    def __str__(self) -> str:
+    def __format__(self, spec: str) -> str:
+        """Return the mean, and its error where there is one, in the form `.3f`, or with t in
+        the form `.3f and t`. For dense attention, return only its mean.
+        """
+        form, _, with_t = spec.partition(" and ")
+        if self.none:
+            return f"{self.dense:{form}}"
+        error = "" if math.isnan(self.error) else f" ± {self.error:{form}}"
         # With one degree of freedom t is meaningless.
-        return self.shown() + (f" (t {self.t:+.1f})" if self.pairs > 2 else "")
+        t = f" (t {self.t:+.1f})" if with_t and self.pairs > 2 else ""
+        return f"{self.mean:+{form}}{error}{t}"
 
 
 def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
@@ -174,19 +192,27 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
     Raises:
       ValueError: a file does not contain one finished run, or has the seed of another.
     """
-    runs: dict[int, Ended] = {}
-    for name, lines in found.items():
-        try:
-            (run,) = curves.last(lines, Header)
-        except ValueError:
-            raise ValueError(f"{name} must hold one run") from None
-        ended = _ended(name, run, lines)
-        if runs.setdefault(ended.seed, ended) is not ended:
+
+    def runs():
+        for name, lines in found.items():
+            try:
+                (run,) = curves.last(lines, Header)
+            except ValueError:
+                raise ValueError(f"{name} must hold one run") from None
+            yield name, _ended(name, run, lines)
+
+    return _by_seed(label, runs())
+
+
+def _by_seed(label: str, runs: Iterable[tuple[str, Ended]]) -> Kind:
+    found: dict[int, Ended] = {}
+    for name, run in runs:
+        if found.setdefault(run.seed, run) is not run:
             raise ValueError(
-                f"{name}: seed {ended.seed} occurs twice among the runs with {label}; each run "
+                f"{name}: seed {run.seed} occurs twice among the runs with {label}; each run "
                 "needs its own seed"
             )
-    return Kind(label, dict(sorted(runs.items())))
+    return Kind(label, dict(sorted(found.items())))
 
 
 def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
@@ -258,42 +284,34 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
         attention: _differing([x for x in settings if x["attention"] == attention])
         for attention in ("dense", "nsa")
     }
-    kinds: dict[str, dict[int, Ended]] = {}
-    for (name, run), own in zip(runs, settings, strict=True):
+    named: dict[str, list[tuple[str, Ended]]] = {}
+    for run, own in zip(runs, settings, strict=True):
         names = differ[own["attention"]]
         if own["attention"] == "nsa":
             names = dict.fromkeys([*NAMED, *names])
         stated = [f"{x}={own[x]}" for x in names if own.get(x) not in (None, USUAL.get(x))]
-        label = " ".join([own["attention"], *stated])
-        if run.seed in kinds.setdefault(label, {}):
-            raise ValueError(
-                f"{name}: seed {run.seed} occurs twice among the runs with {label}; each run "
-                "needs its own seed"
-            )
-        kinds[label][run.seed] = run
-    about = runs[0][1].header
+        named.setdefault(" ".join([own["attention"], *stated]), []).append(run)
+    kinds = [_by_seed(label, of) for label, of in named.items()]
+    kinds.sort(key=lambda kind: not kind.label.startswith("dense"))
+    dense, about = kinds[0], runs[0][1].header
     at = about.training
     rows = f"{at['steps']} steps of {at['batch']} x {at['seq_len']} on {about.framework}"
-    dense = [label for label in kinds if label.startswith("dense")]
-    if not dense:
-        raise ValueError(f"runs of {rows} must include dense attention, got {[*kinds]}")
-    for label, of in kinds.items():
-        alone = of.keys() - kinds[dense[0]].keys()
-        if alone:
+    if not dense.label.startswith("dense"):
+        raise ValueError(f"runs of {rows} must include dense attention, got {[*named]}")
+    for kind in kinds:
+        if alone := kind.runs.keys() - dense.runs.keys():
             raise ValueError(
-                f"{dense[0]} must have the seeds of {label} in runs of {rows}, but lacks "
+                f"{dense.label} must have the seeds of {kind.label} in runs of {rows}, but lacks "
                 f"{sorted(alone)}"
             )
-    order = dense + [label for label in kinds if label not in dense]
-    size = next(iter(kinds[dense[0]].values())).header.parameters
-    row = length(at["seq_len"])
-    name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {row}"
+    size = dense.first.parameters
+    name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {length(at['seq_len'])}"
     if about.framework != "torch":
         name += f", {about.framework}"
     seen = max((run.header.epochs or 0 for _, run in runs))
     if seen > 1:
         name += f", text seen {seen:.1f} times"
-    return Group(name, [Kind(label, dict(sorted(kinds[label].items()))) for label in order])
+    return Group(name, kinds, dense)
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -306,16 +324,22 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
     pairs = [(run.values, dense.runs[seed].values) for seed, run in kind.runs.items()]
     if any(measure not in x for pair in pairs for x in pair):
         return None
-    values = np.array([[x[measure] for x in pair] for pair in pairs])
-    apart = values[:, 0] - values[:, 1]
-    several = len(apart) > 1
-    error = float(apart.std(ddof=1) / len(apart) ** 0.5) if several else math.nan
-    mean, least, most = (float(f(apart)) for f in (np.mean, np.min, np.max))
-    return Difference(mean, error, len(apart), float(values[:, 1].mean()), least, most)
+    ours, theirs = np.array([[x[measure] for x in pair] for pair in pairs]).T
+    apart = ours - theirs
+    least, most = float(apart.min()), float(apart.max())
+    about = len(apart), float(theirs.mean()), least, most
+    return Difference(*_mean_and_error(apart), *about, kind is dense)
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Return the mean and its standard error, which is NaN of one value."""
+    several = len(values) > 1
+    error = float(values.std(ddof=1) / len(values) ** 0.5) if several else math.nan
+    return float(values.mean()), error
 
 
 def verdicts(group: Group, kind: Kind) -> list[Verdict]:
-    """Whether a kind of NSA keeps the bounds.
+    """Whether a kind of NSA keeps `BOUNDS`, in their order.
 
     Raises:
       NotImplementedError: there are too few pairs to say, or a measure is missing.
@@ -325,18 +349,21 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
             f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got "
             f"{[*kind.runs]}"
         )
-    of = {name: difference(kind, group.dense, name) for name in ("new", "end", "far", "recall")}
-    missing = [name for name, each in of.items() if each is None]
+    found, missing = [], []
+    for name, bound in BOUNDS.items():
+        x = difference(kind, group.dense, name)
+        if x is None:
+            missing.append(name)
+            continue
+        less, note = (x.mean / x.dense), ""
+        if name in UPPER:
+            less, note = x.upper / x.dense, ", upper bound of 95 %"
+        elif name == "recall":
+            less = -x.mean
+        about = f"{name} as good, {kind.label}, {group.name}"
+        found.append(Verdict(about, less, bound, note))
     if missing:
         raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack {missing}")
-    new, end, far, recall = (x for x in of.values() if x is not None)
-    about = f"{kind.label}, {group.name}"
-    found = [
-        Verdict(f"{name} as good, {about}", x.upper / x.dense, WORSE, ", upper bound of 95 %")
-        for name, x in (("new", new), ("end", end))
-    ]
-    found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
-    found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
     return found
 
 
@@ -357,20 +384,18 @@ def selection(group: Group, kind: Kind) -> list[Verdict]:
     mean, error = _mean_and_error(over)
     note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(over)} seeds"
     about = f"selection finds copies, {kind.label}, {group.name}"
-    return [Verdict(about, float(ERRORS * error - mean), 0.0, note)]
+    return [Verdict(about, ERRORS * error - mean, 0.0, note)]
 
 
 def _chance_is_low(kind: Kind) -> bool:
     """Whether chance is low enough for hits to be meaningful."""
-    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
-    return bool(chance) and bool(np.mean(chance) < CHANCE)
+    return bool(len(kind.hits) and kind.hits[..., 1].mean() < CHANCE)
 
 
 def _over_chance(kind: Kind) -> np.ndarray:
     """For each run, the hits for passages at random positions minus chance, in the layer with
     the highest mean."""
-    hits = np.array([run.hits for run in kind.runs.values() if len(run.hits)])
-    over = hits[..., 0] - hits[..., 1]
+    over = kind.hits[..., 0] - kind.hits[..., 1]
     return over[:, over.mean(axis=0).argmax()]
 
 
@@ -379,128 +404,7 @@ def _over_text(kind: Kind) -> np.ndarray:
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 
-def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
-
-
-HEAD = ("model, steps x rows", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
-HEAD = (*HEAD, "copied", "hit / chance", "found / unread", "seen", "seeds")
-
-
-def rows(group: Group) -> list[list[str]]:
-    """Return the cells below `HEAD`."""
-    found = []
-    for kind in group.kinds:
-        runs = list(kind.runs.values())
-        header = runs[0].header
-        alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
-        times = [x.ms for x in runs if x.ms is not None and alike]
-        hits = [np.array(x.hits) for x in runs if len(x.hits)]
-        seen = {x.header.epochs for x in runs}
-        found.append(
-            [
-                *(group.name, kind.label, f"{header.parameters / 1e6:.1f}"),
-                f"{np.mean(times):.1f}" if times else "-",
-                *(
-                    _cell(kind, group.dense, name)
-                    for name in (*LOSSES, "copying", "recall", "copied")
-                ),
-                _hits(hits),
-                _found(kind),
-                "-" if None in seen else f"{max(x for x in seen if x is not None):.2f}",
-                ", ".join(map(str, kind.runs)),
-            ]
-        )
-    return found
-
-
-PART_HEAD = ("model, steps x rows", "attention", *PARTS)
-
-
-def part_rows(group: Group) -> list[list[str]]:
-    """Return the cells below `PART_HEAD`: losses by position in the row."""
-    return [
-        [group.name, kind.label, *(_cell(kind, group.dense, name) for name in PARTS)]
-        for kind in group.kinds
-    ]
-
-
-DISTANCE = str(DISTANCES[0])
-DISTANCE_HEAD = ("model, steps x rows", "attention", *map(str, DISTANCES), "seeds")
-
-
-def distance_rows(group: Group) -> list[list[str]]:
-    """Return the cells below `DISTANCE_HEAD`: copied passages by distance, from the pairs for which
-    it was measured.
-    """
-    kinds = [
-        Kind(
-            kind.label, {seed: run for seed, run in kind.runs.items() if DISTANCE in run.values}
-        )
-        for kind in group.kinds
-    ]
-    dense, *others = kinds
-    paired = [
-        Kind(x.label, {seed: run for seed, run in x.runs.items() if seed in dense.runs})
-        for x in others
-    ]
-    return [
-        [
-            *(group.name, kind.label),
-            *(_cell(kind, dense, str(each)) for each in DISTANCES),
-            ", ".join(map(str, kind.runs)),
-        ]
-        for kind in (dense, *paired)
-        if kind.runs and any(x.runs for x in paired)
-    ]
-
-
-FOUND_HEAD = ("model, steps x rows", "NSA", "at random places, over chance")
-FOUND_HEAD += ("just beyond the window, over another text",)
-
-
-def found_rows(group: Group) -> list[list[str]]:
-    """Return the cells below `FOUND_HEAD`: copied passages in selections, for kinds with enough
-    runs, where chance is low.
-    """
-    return [
-        [
-            *(group.name, _of_nsa(kind)),
-            *map(_found_cell, (_over_chance(kind), _over_text(kind))),
-        ]
-        for kind in group.kinds
-        if len(kind.runs) >= LEAST_FOUND and _chance_is_low(kind)
-    ]
-
-
-def _found_cell(over: np.ndarray) -> str:
-    if len(over) < LEAST_FOUND:
-        return "not decided"
-    mean, error = _mean_and_error(over)
-    held = "yes" if mean >= ERRORS * error else "no"
-    return f"{held}: {mean:+.3f} ± {error:.3f}, {len(over)} seeds"
-
-
-ANSWER = ("new", "far", "end", "recall")
-ANSWER_HEAD = (*ANSWER, "copying", "hit / chance", "found / unread", "seeds")
-
-
-def answer_row(kind: Kind, dense: Kind) -> list[str]:
-    """Return the cells below `ANSWER_HEAD`: differences from `dense`, the absolute steps of
-    copying, and hits in the layer with the highest ones.
-    """
-    hits = [np.array(x.hits) for x in kind.runs.values() if len(x.hits)]
-    highest = max(np.mean(hits, axis=0).tolist()) if hits else None
-    return [
-        *(_cell(kind, dense, name, with_t=False) for name in ANSWER),
-        _copies_from(kind),
-        "-" if highest is None else "{:.2f} / {:.2f}".format(*highest),
-        _found(kind),
-        ", ".join(map(str, kind.runs)),
-    ]
-
-
-def _copies_from(kind: Kind) -> str:
+def _copies_from(kind: Kind) -> str | None:
     """Return the mean step at which runs begin to copy, of those that do; none of bytes, which cost
     too little for `COPIED`.
     """
@@ -511,77 +415,22 @@ def _copies_from(kind: Kind) -> str:
     ]
     steps = [x["copying"] for x in runs if "copying" in x]
     if not runs or not steps:
-        return "not yet" if runs else "-"
+        return "not yet" if runs else None
     few = "" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} runs)"
     return f"{np.mean(steps):.0f}{few}"
 
 
-def _found(kind: Kind) -> str:
-    best = [x.found for x in kind.runs.values() if x.found is not None]
-    return " / ".join(f"{x:.2f}" for x in np.mean(best, axis=0)) if best else "-"
+def _held(over: np.ndarray) -> str:
+    """Return whether selections hold copied passages, by hits over others."""
+    if len(over) < LEAST_FOUND:
+        return "not decided"
+    mean, error = _mean_and_error(over)
+    held = "yes" if mean >= ERRORS * error else "no"
+    return f"{held}: {mean:+.3f} ± {error:.3f}, {len(over)} seeds"
 
 
-BOUNDS_HEAD = ("model, steps x rows", "NSA")
-BOUNDS_HEAD += tuple(f"{name}, 95 % bound at most {WORSE:+.1%}" for name in ("new", "end"))
-BOUNDS_HEAD += (f"far, mean at most {FAR_WORSE:+.1%}",)
-BOUNDS_HEAD += (f"recall, mean at least {-RECALL_LESS:+.2f}", "pairs")
-
-
-def bound_rows(group: Group) -> list[list[str]]:
-    """Return the cells below `BOUNDS_HEAD`, of kinds with enough pairs."""
-    found = []
-    for kind in group.kinds:
-        if kind.label.startswith("dense") or len(kind.runs) < LEAST_PAIRS:
-            continue
-        *losses, recall = verdicts(group, kind)
-        values = [f"{x.value:+.1%}" for x in losses] + [f"{-recall.value:+.2f}"]
-        told = (
-            f"{'yes' if x.ok else 'no'}: {value}"
-            for x, value in zip((*losses, recall), values, strict=True)
-        )
-        found.append([group.name, _of_nsa(kind), *told, str(len(kind.runs))])
-    return found
-
-
-def _of_nsa(kind: Kind) -> str:
-    return kind.label.removeprefix("nsa").strip() or "-"
-
-
-SUMMARY = ("new", "end", "recall")
-SUMMARY_HEAD = ("model, steps x rows", "NSA", "M-parameters; of dense attention")
-SUMMARY_HEAD += ("loss of new tokens", "of all tokens", "recall", "pairs", "as good as dense")
-
-
-def summary_rows(group: Group) -> list[list[str]]:
-    """Return the cells below `SUMMARY_HEAD`, for the kinds with the most pairs, at least two: dense
-    attention, then the difference of NSA with its 95 % interval and the range of the pairs. Kinds
-    without any recall are omitted, since their losses show only when a model learns to copy.
-    """
-    kinds = [kind for kind in group.kinds if not kind.label.startswith("dense")]
-    pairs = max((len(kind.runs) for kind in kinds), default=0)
-    found = []
-    for kind in kinds:
-        of = {name: difference(kind, group.dense, name) for name in SUMMARY}
-        recall = of["recall"]
-        recalled = recall and max(recall.dense, recall.dense + recall.mean) > LEAST_RECALL
-        if len(kind.runs) < max(pairs, 2) or not recalled:
-            continue
-        ours, theirs = (next(iter(x.runs.values())) for x in (kind, group.dense))
-        sizes = (f"{x.header.parameters / 1e6:.1f}" for x in (ours, theirs))
-        cells = (
-            "-"
-            if x is None
-            else f"{x.dense:.2f}, {x.mean:+.3f} ± {x.half:.3f} ({x.least:+.2f} to {x.most:+.2f})"
-            for x in of.values()
-        )
-        size, decided = "; ".join(sizes), _decided(group, kind)
-        found.append([group.name, _of_nsa(kind), size, *cells, str(pairs), decided])
-    return found
-
-
-def _decided(group: Group, kind: Kind) -> str:
+def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
     """Return the verdict from the bounds."""
-    told, untold = _told(group, kind)
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
     if broken:
         return f"no: {', '.join(broken)}"
@@ -602,35 +451,90 @@ def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
     return told, untold
 
 
-def _cell(kind: Kind, dense: Kind, measure: str, with_t: bool = True) -> str:
-    found = difference(kind, dense, measure)
-    steps = measure == "copying"
-    if found is None:
-        return "-"
-    if kind is dense:
-        return f"{found.dense:.{0 if steps else 3}f}"
-    if steps:
-        return found.shown(digits=0)
-    return str(found) if with_t else found.shown()
+def line(group: Group, kind: Kind) -> dict[str, Any]:
+    """Return the values of a kind for the tables `quality_..` of `tables.yaml`."""
+    runs, hits = kind.runs.values(), kind.hits
+    alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
+    times = [x.ms for x in runs if x.ms is not None and alike]
+    best = [x.found for x in runs if x.found is not None]
+    seen = [x.header.epochs for x in runs]
+    told, untold = _told(group, kind)
+    found: dict[str, Any] = {x: difference(kind, group.dense, x) for x in MEASURES} | {
+        "at": {x: difference(kind, group.dense, str(x)) for x in DISTANCES},
+        "group": group.name,
+        "label": kind.label,
+        "of_nsa": kind.label.removeprefix("nsa").strip() or None,
+        "millions": [x.first.parameters / 1e6 for x in (kind, group.dense)],
+        "ms": np.mean(times) if times else None,
+        "found": np.mean(best, axis=0) if best else None,
+        "seen": None if None in seen else max(x for x in seen if x is not None),
+        "seeds": ", ".join(map(str, kind.runs)),
+        "pairs": len(runs),
+        "copies_from": _copies_from(kind),
+        "over_text": _held(_over_text(kind)),
+        "bounds": dict(zip(BOUNDS, told, strict=False)),
+        "decided": _decided(kind, told, untold),
+    }
+    if len(hits):
+        mean = hits.mean(axis=0)
+        each = " ".join(f"{x:.2f}" for x in mean[:, 0])
+        found["hits"] = f"{each} / {mean[:, 1].mean():.2f}"
+        found["highest"] = max(mean.tolist())
+        found["over_chance"] = _held(_over_chance(kind))
+    return {name: x for name, x in found.items() if x is not None}
 
 
-def _hits(hits: Sequence[np.ndarray]) -> str:
-    if not hits:
-        return "-"
-    mean = np.mean(hits, axis=0)
-    return f"{' '.join(f'{x:.2f}' for x in mean[:, 0])} / {mean[:, 1].mean():.2f}"
+def _with_distances(group: Group) -> Group:
+    """Return the pairs for which copied passages were measured by distance."""
+
+    def measured(kind: Kind, seeds: Container[int]) -> Kind:
+        runs = {k: x for k, x in kind.runs.items() if k in seeds and DISTANCE in x.values}
+        return Kind(kind.label, runs)
+
+    dense = measured(group.dense, group.dense.runs)
+    others = [measured(kind, dense.runs) for kind in group.kinds[1:]]
+    there = [kind for kind in others if kind.runs]
+    return Group(group.name, [dense, *there] if there else [], dense)
+
+
+def _shown(name: str, group: Group) -> Group:
+    """Return the group with the kinds that have a row in a table."""
+    enough = lambda kinds, least: [kind for kind in kinds if len(kind.runs) >= least]
+    kinds = group.kinds
+    if name == "distances":
+        return _with_distances(group)
+    if name == "found":
+        kinds = filter(_chance_is_low, enough(kinds, LEAST_FOUND))
+    elif name == "bounds":
+        kinds = enough(group.nsa, LEAST_PAIRS)
+    elif name == "summary":
+        # The most pairs. Losses of models without recall show only when one learns to copy.
+        kinds = enough(group.nsa, max([2, *(len(kind.runs) for kind in group.nsa)]))
+        recall = ((kind, difference(kind, group.dense, "recall")) for kind in kinds)
+        least = LEAST_RECALL
+        kinds = (k for k, x in recall if x and max(x.dense, x.dense + x.mean) > least)
+    return dataclasses.replace(group, kinds=[*kinds])
+
+
+def rows(name: str, group: Group) -> list[list[str]]:
+    """Return the cells of the table `quality_<name>` below its `head`."""
+    some = _shown(name, group)
+    lines = tables.rows(f"quality_{name}", (line(some, kind) for kind in some.kinds))
+    return [[*cells.values()] for cells in lines]
+
+
+def head(name: str) -> list[str]:
+    return [*tables.KINDS[f"quality_{name}"]["cells"]]
 
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
         raise app.UsageError("files of runs")
     found = groups({path: log.read(Path(path)) for path in argv[1:]})
-    parts = (HEAD, rows), (PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows)
-    for head, of in (*parts, (FOUND_HEAD, found_rows)):
-        print(table(head, itertools.chain.from_iterable(map(of, found))))
+    for name in ("all", "parts", "distances", "found"):
+        print(table(head(name), (cells for group in found for cells in rows(name, group))))
     status = exit_status.OK
-    kinds = [(group, kind) for group in found for kind in group.kinds]
-    kinds = [(group, kind) for group, kind in kinds if not kind.label.startswith("dense")]
+    kinds = [(group, kind) for group in found for kind in group.nsa]
     if not kinds:
         print("not decided: no run with NSA", file=sys.stderr)
         status = exit_status.NOT_MEASURED
