@@ -5,8 +5,9 @@ frameworks, and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and
 `nsa_torch.torch_ops.TorchOps` run the kernels. `nsa_core.plan` has an `ArrayOps` that records
 the operations instead. This module imports neither framework.
 
-A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
-`reshape` of an array. Work between kernels is a derived step (`derived`).
+A step computes with arrays only through the methods of `ArrayOps` that `nsa_core.plan` records,
+such as `run` and `derive`, and uses only `shape`, `dtype` and `reshape` of an array. Other work
+between kernels is a derived step (`derived`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -221,7 +222,8 @@ class ArrayOps(Protocol):
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
         """Return `made()` if any element of `condition` is true and the arrays are on a CPU,
-        otherwise `otherwise`. On a GPU the host would have to wait for the condition.
+        otherwise `otherwise`. On a GPU the host would have to wait for the condition. Torch also
+        returns `made()` while it traces on a CPU, since the condition then has no value.
         """
         raise NotImplementedError
 

@@ -34,8 +34,8 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """Return the smaller of block size and number of keys. A larger block would contain the
-    same keys.
+    """Return `block_size`, or the first multiple of 128 above `keys` if that is smaller. Block 0
+    then contains all keys, as it does with the given size.
     """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
@@ -53,7 +53,7 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
 
 
 def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
-    """Check lists and return them as int32 `[*tokens, G, n]`, where `G` fits the heads."""
+    """Check that the lists `x` are int32 `[*tokens, G, n]`, and that `G` fits the heads."""
     validate.array(name, x, len(tokens) + 2, ("int32",))
     scopes, entries = x.shape[-2:]
     if tuple(x.shape[:-2]) != tuple(tokens) or entries < 1:
@@ -96,8 +96,8 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
-    """Return the indices of the parts into which blocks are split, `[.., max(G, Hkv), parts
-    n]`. Entries outside `keys` are -1.
+    """Return the indices of the parts into which blocks are split, `[.., max(G, Hkv), n *
+    parts]`. Entries outside `keys` are -1.
     """
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices

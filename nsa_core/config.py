@@ -88,7 +88,7 @@ class NSAConfig:
 
     @property
     def of_sizes(self) -> Self:
-        """The config with only these sizes, which determine the positions of tokens."""
+        """The config without `compute_dtype`. Positions of tokens depend only on the sizes."""
         return dataclasses.replace(self, compute_dtype=None)
 
     def check_differentiable(self) -> None:
@@ -108,7 +108,12 @@ class NSAConfig:
 
     @classmethod
     def from_seed(cls, **values: Any) -> Self:
-        """Make a config from the short names `l, d, l_sel, n_sel, w`."""
+        """Make a config from the short names `l, d, l_sel, n_sel, w`. Omitted sizes have their
+        defaults.
+
+        Raises:
+          ValueError: A name is unknown, or a value is invalid.
+        """
         unknown = sorted(set(values) - set(SEED_NAMES))
         if unknown:
             raise ValueError(f"names must be in {sorted(SEED_NAMES)}, got {unknown[0]!r}")

@@ -1,8 +1,8 @@
 """Loads the YAML files of `configs/` into checked dataclasses.
 
-`load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
-into a dataclass. An unknown key or a value of another type is an error. `devices/<device>.yaml` is
-derived from records by `nsa_bench.tune_thresholds`.
+`load` reads a YAML file of that folder by its name, or a YAML or JSON file by its path. `build`
+turns the mapping into a dataclass. An unknown key or a value of another type is an error.
+`nsa_bench.tune_thresholds` derives `devices/<device>.yaml` from records.
 """
 
 import functools

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 type Layout = Literal["zigzag", "contiguous"]
 
-# Bytes of keys and values that are gathered at once. With one head at a time, the transfer of
-# the next head overlaps with the computation of the current one. If the computation is short,
-# its launches cost more than the transfer.
+# Maximum bytes of keys and values that are gathered at once, unless a single head has more. With
+# one head at a time, the transfer of the next head overlaps with the computation of the current
+# one. If the computation is short, however, its launches cost more than the transfer.
 UNIT_BYTES = 2**27
 
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
@@ -104,7 +104,7 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
 
     Returns:
       `(offsets, slots)`. `offsets` has one array `[B, most]` per chunk of this rank, with the
-      offsets in the chunk at which windows begin. An offset after the end of the chunk means
+      offsets in the chunk at which windows begin. An offset of `shards.chunk` or more means
       that the slot has no window. `slots` `[B, C]` has the slot of each window, counted over
       all chunks, which have `most` slots each. The entry of an unused window is the total
       number of slots.

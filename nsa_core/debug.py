@@ -3,18 +3,19 @@
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
 Events, all off at first:
-  `routing` the chosen implementation and each refusal, once per set of choices `shapes` dtypes
-  and shapes of the arguments of each step
-  `timing`   milliseconds of each step. Waits for the device before and after it, so the call as
-             a whole is slower than without
-  `compare`  mean and largest error of each step, relative to the reference on the same arguments
+  `routing`  the chosen implementation and each refusal, once per set of choices
+  `shapes`   dtypes and shapes of the arguments of each step
+  `timing`   milliseconds of each step. The host waits for the device before and after a step, so
+             that the whole call is slower
+  `compare`  mean and largest absolute error of each branch against the reference on the same
+             arguments. For the scores, the number of lists of selected blocks that differ
 
-A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG
-<branch>_mae=value ...`. A fused path runs its steps one by one while `timing` or `compare` is
-on. Under `jax.jit` and other transforms, `routing` and `shapes` report once, while the call is
-traced. `timing` and `compare` need values, so that they print the reason why they cannot run.
-Under `torch.compile` only `routing` is reported. While an event is on, the torch functions also
-read `cu_seqlens` on a GPU, and raise the same errors as on a CPU.
+A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG key=value ...`
+with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by one while
+`timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and `shapes` report
+once, while the call is traced. `timing` and `compare` need values, so that they print the reason
+why they cannot run. Under `torch.compile` only `routing` is reported. While an event is on, the
+torch functions also read `cu_seqlens` on a GPU, and raise the same errors as on a CPU.
 """
 
 import json

@@ -88,8 +88,8 @@ class Implementation:
     """An implementation of one step.
 
     Attributes:
-      target: `module:function`. The module is imported at the first call. Empty if the caller
-        already has the function.
+      target: `module:function`. The module is imported at the first call. Empty if the registry
+        only chooses, and its caller runs the implementation.
       why_not: Function that returns the reason why the implementation cannot run a problem, or
         None.
     """
@@ -114,7 +114,8 @@ class Implementation:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The implementation of one step, with the reasons why earlier candidates were refused.
-    `note` lists measurements that the automatic choice lacks (`policy.note`).
+    `note` is the compute dtype, or a text about measurements that the automatic choice lacks
+    (`policy.note`).
     """
 
     step: str
@@ -138,7 +139,7 @@ class Choices:
       attention: The implementation that runs all steps at once. None means step by step.
       whole_refused: For each implementation of `attention`, the reason why it was refused.
       beside_dense: A note with the length from which `attention` is faster than dense attention
-        on this device, or None if no length is known.
+        on this device. None if no length is known, or if all steps do not run at once.
     """
 
     compressed: Choice
@@ -194,13 +195,14 @@ class Registry:
         name: str | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Choice:
-        """Return the implementation called `name`, or the first that can run `problem` if `name` is
-        None.
+        """Return the implementation called `name`. If `name` is None, return the first one that can
+        run `problem` and that the policy of the device allows (`policy.why_not`). The policy is not
+        asked if `compute_dtype` applies to the step.
 
         Raises:
           ValueError: No implementation has this name.
           NotImplementedError: The named implementation cannot run the problem and
-            `on_unsupported` is "error", or no implementation can run it.
+            `on_unsupported` is "error", or all implementations are refused.
         """
         step, dtype, note = problem.step, problem.config.compute_dtype, None
         if dtype is not None and step in ROUNDED:
@@ -242,7 +244,8 @@ class Registry:
         on_unsupported: OnUnsupported = "error",
         step: str | None = None,
     ) -> Choices:
-        """Return the choice for every step, or only for `step` if it is given.
+        """Return the choice for every step. If `step` is given, `implementation` is a name that
+        applies only to this step, and the other steps are chosen automatically.
 
         A `Branches` of names has no entry for the scores. Scores run on the implementation of
         the selected branch if it supports them, otherwise on the first implementation that

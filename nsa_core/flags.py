@@ -19,7 +19,8 @@ _KERNELS = Branches(
             f"{branch}_kernel",
             "auto",
             ["auto", *NAMES],
-            f"Implementation of the {branch} branch. auto means the first that can run.",
+            f"Implementation of the {branch} branch. auto means the first that can run and that "
+            "the thresholds allow.",
         )
         for branch in Branches._fields
     )

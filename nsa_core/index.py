@@ -42,9 +42,11 @@ class Index(NamedTuple):
 
 
 def _checked(index: Index, keys: int) -> Index:
-    """Return the `Index` with a pool of at most `keys`, so that sizes fit in 32 bits."""
+    """Check the fields of `index`. Return it with a pool that `block_lists.within` limits by the
+    number of keys, so that sizes fit in 32 bits.
+    """
     validate.sizes(pool=index.pool, entry=index.entry)
-    # The pools that kernels support do not depend on the number of keys.
+    # A pool up to `MAX_POOL`, which kernels support, does not depend on the number of keys.
     pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
     most = MAX_SIZE // max(pool, keys + 1)
     if index.entry > most:
@@ -112,10 +114,11 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
-    """Return `kv_len` in tokens, from an argument that may be None.
+    """Return `kv_len` in tokens, from an argument that may be None. It defaults to the number
+    `rows` of keys if `entry` is 1, and to the number `length` of queries otherwise.
 
     Raises:
-      ValueError: There are fewer tokens than queries, or more than keys.
+      ValueError: There are fewer tokens than queries, or more complete entries than keys.
     """
     if kv_len is None:
         kv_len = rows if entry == 1 else length
@@ -205,8 +208,8 @@ class Teacher(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The arguments of a framework's function `over_queries`, which computes the loss in chunks
-    of queries.
+    """The loss in chunks of queries. The fields from `chunk` on are the arguments of a framework's
+    function `over_queries`, which then returns the loss `[B, T, Hi]`.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,
@@ -232,8 +235,8 @@ def loss_of(
     index_query,
     index_key,
 ) -> Loss:
-    """Return the loss `[B, Q, Hi]`. `where` is a `QueryLayout`, and the other arguments are those
-    of `indexer_kl`.
+    """Describe the loss as a `Loss`, for frameworks to compute. `where` is a `QueryLayout`, and
+    the other arguments are those of `indexer_kl`.
     """
     xp, pairs, listed = ops.xp, teacher.pairs, block_indices is not None
     (batch, _, heads, width), keys = query.shape, key.shape[1]

@@ -68,8 +68,7 @@ class LayerSpec:
       d_k, d_v: width of query and key heads, which must be even, and of value heads.
       l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`, `num_selected`
         and `window` of `NSAConfig`.
-
-        num_initial, num_local: the fields of `NSAConfig` with these names.
+      num_initial, num_local: the fields of `NSAConfig` with these names.
       phi: the compressor.
         "avg" is the mean.
         "mlp" is a learnable depthwise convolution that starts as the mean.
@@ -80,7 +79,7 @@ class LayerSpec:
         middle of its window, so that a product with a query depends on their distance.
       phi_hidden: hidden width of the MLP; None means twice the width that it compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
-        for all branches, like dense attention, so that a cache is a third of the size.
+        for all branches, like dense attention, so that a cache is about a third of the size.
       gate: the source of the three gates per token.
         "head" computes sigmoids of a linear map of the layer's input for each query head.
         "sigmoid" and "softmax" apply an MLP to the mean rotated query of each key/value head,

@@ -26,8 +26,8 @@ KERNELS = "mosaic", "triton"  # implementations whose kernels read pages
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The checked arguments of `paged_attention`. `gates` is `[N, H, 3]`, in a dtype of at most
-    32 bits.
+    """The checked arguments of `paged_attention`. `gates` is `[N, H, 3]`, in the dtype of
+    `joined_gates`.
     """
 
     query: Any
@@ -44,8 +44,8 @@ class Inputs:
         return self.page_table.shape[1] * self.cache.config.select_block
 
     def posed(self, problem: Problem) -> Problem:
-        """Return a copy of `problem` for `B` rows of `T` queries (0 if rows differ) and up to `S`
-        tokens.
+        """Return a copy of `problem` for `B` rows of `T` queries and up to `S` tokens. `T` is 0 if
+        `cu_seqlens_q` is given, since rows may then have different numbers of queries.
         """
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
@@ -114,8 +114,8 @@ class Decided(NamedTuple):
     Attributes:
       inputs: The arrays in the form that kernels on pages require.
       name: The implementation of `attention` on gathered rows that the caller named, or None.
-      of_tokens: Function that maps the output of padded rows to the tokens of the call. By
-        default the output is returned unchanged.
+      of_tokens: Function that maps the output of padded rows to the tokens of the call. None
+        means that no rows were padded.
     """
 
     inputs: Inputs

@@ -189,6 +189,7 @@ def shapes(
 
     Raises:
       ValueError: A size is not a positive int, or an argument has another type.
+      NotImplementedError: `config` has a `compute_dtype`.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -213,8 +214,8 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """Return the dtype of one array in `ARRAYS`. Compressed keys, scales and the other pages
-    have different dtypes.
+    """Return the dtype of one array in `ARRAYS`: `scale` for scales, `compressed` for compressed
+    keys and rings, and `dtype` for the other pages.
     """
     if name.endswith("_scale"):
         return scale
@@ -223,7 +224,7 @@ def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
 
 def page_elements(*sizes: Any) -> int:
     """Return the number of elements that one page has in all `ARRAYS` together. `sizes` are the
-    arguments of `shapes` for one page.
+    arguments of `shapes` after `num_pages`.
     """
     return sum(math.prod(x) for x in shapes(1, *sizes).values() if x is not None)
 
@@ -390,9 +391,7 @@ def check_copied(source, target) -> None:
 
 
 def check_pages(cache: PagedArrays) -> None:
-    """Check that all arrays have the same number of pages and key/value heads, and one
-    dtype.
-    """
+    """Check which arrays exist, their shapes (`shapes`) and their dtypes (`dtype_of`)."""
     array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
     array("selected_value", cache.selected_value, 4, PAGE_DTYPES)
     number, _, kv_heads, key_width = cache.selected_key.shape
@@ -533,7 +532,7 @@ def longest_row(
     capacity: int,
 ) -> int | None:
     """Return `max_seqlen_q`, limited to the `capacity` of a row's pages. If the host reads
-    `cu_seqlens_q`, check that no row is longer than `max_seqlen_q`.
+    `cu_seqlens_q`, check that no row is longer than `max_seqlen_q` or `capacity`.
     """
     if max_seqlen_q is None:
         return None

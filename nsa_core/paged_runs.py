@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """The number of padding queries in each row."""
+        """The number of padding queries in all rows together."""
         rows = self.rows.stop - self.rows.start
         return rows * self.queries - (self.tokens.stop - self.tokens.start)
 
@@ -122,8 +122,8 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Join two runs if the same kernels support both, and if the memory for copies stays within
-    its limit. Otherwise return None.
+    """Join two runs if the same kernels support both, and if copied keys and padding stay within
+    their limits. Otherwise return None.
     """
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None

@@ -1,7 +1,7 @@
 """Thresholds and policy that exclude implementations from the automatic choice on a device.
 
 `configs/devices/<device>.yaml` contains the kernels that are not allowed on the device, and the
-thresholds (`Thresholds`) above which a kernel is faster. `python -m nsa_bench.tune_thresholds`
+thresholds (`Thresholds`) from which a kernel is faster. `python -m nsa_bench.tune_thresholds`
 derives the thresholds from records. The file is read once per process, and a file that cannot
 be parsed raises an error. Without a file, only kernels that require measurements
 (`MEASURED_ONLY`) are excluded. On GPUs for which there is no other kernel, these are chosen

@@ -52,7 +52,7 @@ class Llama3:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
     """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
-    original length, and fast pairs at least `beta_fast` times. Between them the factor is
+    original length, and fast pairs at least `beta_fast` times. Between them the interpolation is
     linear in the index of the pair, and `truncate` rounds the two ends of this range outwards.
     Rotated queries and keys are `attention_factor` times as long. By default `attention_factor`
     is derived from `factor`, or from `mscale` and `mscale_all_dim`.

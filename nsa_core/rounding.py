@@ -4,7 +4,8 @@ head.
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
 e4m3 has 3 mantissa bits. Its largest value is 448, and its smallest positive value is 2^-9. The
-largest element of a row is therefore exact. For every other element
+largest element of a row is therefore exact, except for the rounding of float32. For every other
+element
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 

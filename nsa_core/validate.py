@@ -44,8 +44,8 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
     if dtype_name(x) == "float64" and type(x).__module__ == "numpy":
-        # Imported here, since torch.compile would otherwise assume that no further modules are
-        # loaded.
+        # Modules are looked up only for such arrays. torch.compile would otherwise trace the
+        # look-up, and assume that no further modules are loaded.
         jax = sys.modules.get("jax")
         if not (jax and jax.config.jax_enable_x64):
             raise ValueError(
@@ -70,7 +70,9 @@ def shape(name: str, x, axes: Axes) -> None:
 
 
 def queries(query, name: str = "query", rank: int = 4) -> None:
-    """Check that queries are `[B, T, H, D]`, floating point, and not empty."""
+    """Check that queries have `rank` axes, by default `[B, T, H, D]`, are floating point and not
+    empty.
+    """
     array(name, query, rank)
     if 0 in query.shape:
         raise ValueError(f"{name} must not be empty, got shape {tuple(query.shape)}")
@@ -251,8 +253,8 @@ def most_tokens(config: NSAConfig, compressed: int) -> int:
 
 
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
-    """Check the arguments of functions that have only compressed keys. Return `kv_len`, or T if
-    `kv_len` is None.
+    """Check the arguments of functions that have only compressed keys. Return `kv_len`, which
+    defaults to T. With `segment_ids` return None.
     """
     configuration(config)
     queries(query)
@@ -290,8 +292,8 @@ def phi_pair(params, key, value, config, name: str) -> None:
 
 
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
-    """Check compressed keys `[B, C, Hkv, D]` and values `[B, C, Hkv, Dv]`, which must suffice
-    for `kv_len` tokens.
+    """Check compressed keys `[B, C, Hkv, D]` and values `[B, C, Hkv, Dv]`. If `kv_len` is an int,
+    `C` must be `config.num_compressed(kv_len)`.
 
     value: `[B, S, Hkv, Dv]`, the values of the other branches, or None.
     """

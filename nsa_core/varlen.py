@@ -11,8 +11,8 @@ sequence.
     tiles     | 0      1        | 2             | 3 ..
 
 `place / 64` is a tile of keys, `place / select_block` a selection block, and
-`place / compress_stride` the slot of a compressed token. Only compressed tokens and gradients
-of keys are moved to slots.
+`place / compress_stride` the slot of a compressed token. Of all arrays, only compressed tokens and
+gradients of keys are stored by slots.
 
 | table | shape | |
 |---|---|---|
@@ -22,7 +22,7 @@ of keys are moved to slots.
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
 All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
-them. Padding after the last sequence counts as a further sequence without queries.
+them. Padding after the last sequence counts as a further sequence of length 0.
 """
 
 import dataclasses
@@ -47,7 +47,9 @@ class Sequences(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Values per query, `[B, T]`. Padding counts as a sequence that begins at its token."""
+    """Values per query, `[B, T]`. Adjacent padding counts as a sequence without keys that begins
+    at its first token.
+    """
 
     position: Any  # position in its sequence; -1 for padding, which attends to no key
     key_start: Any  # index of the first key of its sequence

@@ -1,8 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) in JAX. `nsa_core.types` describes shapes and
 numerics.
 
-Names are imported at their first use. `import nsa_jax` does not import JAX, so that `nsa_torch`
-can use those modules that do not need JAX.
+Names are imported at their first use, so that `import nsa_jax` does not import JAX.
 """
 
 import importlib
@@ -69,7 +68,7 @@ _MODULES = ("context", "debug", "indexers", "nn", "pages")
 for _name in ("compress_params", "config", "debug", "layer", "types"):
     globals()[_name] = importlib.import_module(f"nsa_core.{_name}")
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
-# The module of each public name that is not in `nsa_jax.api`.
+# The module of each public name; by default `nsa_jax.api`.
 _HOMES = {
     "Branches": "types",
     "MLPParams": "compress_params",

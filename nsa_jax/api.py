@@ -224,8 +224,9 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: the parameters of `phi`, `PoolParams` or `MLPParams` (`nsa_core.compress_params`).
-        None means that `phi` is the mean.
+      params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`
+        (`nsa_core.compress_params`). None means that `phi` is the mean.
+      config: the block sizes.
       segment_ids: `[B, S]`, for packed rows. The compressed tokens of all sequences are then in
         the order of their first tokens, without gaps. The remaining slots are zeros.
       varlen: as in `attention`.
@@ -411,8 +412,8 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: The same as in `attention`, without `context_axis`. `gates` and `compressed` are
-      checked, but do not affect the choice.
+    Args: Those of `attention` that are in this signature. `gates` and `compressed` are checked,
+      but do not affect the choice.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. When printed,
@@ -477,14 +478,14 @@ def varlen_metadata(
       segment_ids: `[B, S]`, as in `attention`.
       config: The config of the calls.
       max_segments: Upper bound for the number of runs of equal ids per row, including runs of
-        padding. Defaults to `S`. With a bound, Mosaic kernels use separate tiles for each
-        sequence, as in rows of one sequence.
-      max_seqlen: Upper bound for the number of tokens of a run. Defaults to `S`. In a longer
-        run, blocks beyond the bound may not be selected. With `max_segments`, Mosaic kernels
+        padding. None means that no bound is known. With a bound, Mosaic kernels use separate
+        tiles for each sequence, as in rows of one sequence.
+      max_seqlen: Upper bound for the number of tokens of a sequence. Defaults to `S`. In a longer
+        sequence, blocks beyond the bound may not be selected. With `max_segments`, Mosaic kernels
         treat a row that exceeds a bound as padding.
 
     Raises:
-      ValueError: An argument contradicts another argument, or values that the host reads.
+      ValueError: An argument is invalid, or values that the host reads exceed a bound.
     """
     validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
     validate.configuration(config)

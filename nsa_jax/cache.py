@@ -96,6 +96,7 @@ def init_cache(
     Raises:
       ValueError: A size is not a positive integer, `config` is not an `NSAConfig`, or
         `attention` does not support the dtype.
+      NotImplementedError: `config` has a `compute_dtype`.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -160,7 +161,8 @@ def cached_attention(
     Raises:
       ValueError: Shapes do not fit, or the cache has another config, was filled with parameters
         of another kind, or has too little capacity.
-      NotImplementedError: The named implementation cannot run this call.
+      NotImplementedError: The named implementation cannot run this call, or `config` has a
+        `compute_dtype`.
     """
     key, value = map(Branches.each, (key, value))
     gates = validate.gates(gates, query)
@@ -205,11 +207,14 @@ def _unless(wrong, out):
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
     """Return the `Contents` of a cache after a write with `facts`, and a mask of the rows `[B]`
-    that become invalid.
+    that become invalid, or False if none does.
 
-    If compressed tokens are means and there are no other facts, the contents do not change. The
+    If compressed tokens are means and there are no other facts, empty contents stay empty. The
     pytree structure of the cache then stays the same, so that the carry of a `scan` may begin
     with an empty cache.
+
+    Raises:
+      ValueError: A fact contradicts the contents.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False

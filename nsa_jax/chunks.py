@@ -26,9 +26,9 @@ def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | No
     padded with -1, a position that attends to no key.
 
     In the backward pass each chunk is computed again instead of being stored. Every query adds
-    to the gradients of `shared`, which accumulate in float32. `body` therefore receives the
-    shared arrays in float32, and casts the parts that it reads to the dtype of the queries.
-    `body` must not close over traced arrays.
+    to the gradients of `shared`, which accumulate in float32. In this pass `body` therefore
+    receives the shared arrays in float32. It must cast the parts that it reads to the dtype of
+    the queries. `body` must not close over traced arrays.
     """
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     most = max(1, budget // max(row_bytes, 1))

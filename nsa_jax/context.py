@@ -104,8 +104,9 @@ class _Shards(layouts.Shards):
     axis: str
 
     def gather(self, x):
-        """Gather `[B, T, ...]` of each device to `[B, S, ...]` in the order of the sequence.
-        The length of a chunk must divide `T`. The result for None is None.
+        """Gather `[B, n, ...]` of each device to `[B, R n, ...]` in the order of the sequence.
+        Each of the `C` chunks of a device has `n / C` of its entries, such as tokens. The result
+        for None is None.
         """
         if x is None:
             return None
@@ -154,7 +155,9 @@ def shard_positions(
     """Return the position of each token of this device in its own sequence, int32 `[1 or B, T]`.
 
     Args:
+      local_length: `T`.
       segment_ids: `[B, T]`, the ids of this device's tokens. Padding has position -1.
+      context_axis, context_layout: as in `nsa_jax.attention`.
     """
     shard = _shards(context_axis, context_layout, "query", local_length)
     segment_ids = shard.gather(segment_ids)
@@ -182,7 +185,9 @@ def compress(
 
     Args:
       x: `[B, T, Hkv, D]`, the device's own tokens.
+      params, config: as in `nsa_jax.compress`.
       segment_ids: `[B, T]`, the ids of the device's own tokens.
+      context_axis, context_layout: as in `nsa_jax.attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -290,6 +295,8 @@ def select_blocks(
       query: `[B, T, H, D]`, the device's own queries.
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
       segment_ids: `[B, T]`, the ids of the device's own tokens.
+      config, scale, implementation: as in `nsa_jax.select_blocks`.
+      context_axis, context_layout: as in `nsa_jax.attention`.
     """
     validate.queries(query)
     shard = _shards(context_axis, context_layout, "query", query.shape[1])

@@ -91,7 +91,7 @@ def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` for its arrays. Its other arguments must be hashable.
 
-    If kernels are interpreted, the function is returned unchanged.
+    While kernels are interpreted, a call runs `function` itself, without a program.
     """
 
     @functools.wraps(function)

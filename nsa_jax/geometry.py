@@ -29,7 +29,7 @@ class QueryLayout:
     position `k - key_start` in its sequence.
     """
 
-    # position in its own sequence; -1 means padding, which attends to no key
+    # position in its own sequence; a negative one means padding, which attends to no key
     position: Int[Array, "B T"]
     key_start: Int[Array, "B T"]  # key index of the sequence's first token
     compressed_start: Int[Array, "B T"]  # index of the sequence's first compressed token
@@ -37,7 +37,7 @@ class QueryLayout:
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
     varlen: Varlen | None = None
-    num_keys: int | None = None  # length of every sequence, if it is known while tracing
+    num_keys: int | None = None  # keys of every row, if not packed and known while tracing
 
 
 @functools.partial(
@@ -83,8 +83,8 @@ def query_layout(
     segment_ids: Segments | None,
     config: NSAConfig,
 ) -> QueryLayout:
-    """Make the layout of the last `num_queries` of `kv_len` tokens. In a packed row it describes
-    all tokens, or the first `kv_len` if `kv_len` is an array.
+    """Make the layout of the last `num_queries` of `kv_len` tokens. In packed rows an int `kv_len`
+    is replaced by the length of the rows.
     """
     if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]

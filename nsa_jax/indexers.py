@@ -65,13 +65,14 @@ def index_blocks(
         per index head.
       kv_len: number of tokens, an int or int32 `[]` or `[B]`. None means `S'`, or `T` if `entry` is
         above 1.
-      segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1`. Block indices
-        then count from the start of each sequence.
+      segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`.
+        Block indices then count from the start of each sequence.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, a `pool` that is a power of two up to 256, and no packed rows. If
-        `activation` and `reduce` are None, `num_selected` is at most 64 and `pool` is at least
-        16, it writes no scores to memory. Otherwise it supports up to 32768 blocks per row, and
-        writes up to 256 MB of scores at a time.
+        Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
+        power of two up to 256, and no packed rows. If `activation` and `reduce` are None,
+        `num_selected` is at most 64 and `pool` is at least 16, it writes no scores to memory.
+        Otherwise it supports up to 32768 blocks per row, and writes up to 256 MiB of scores at a
+        time.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
@@ -136,8 +137,9 @@ def paged_index_blocks(
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the
         last row, at most `N`. None means that all rows have the same number of queries.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
-        most 32768 blocks. `xla` copies the keys of all rows.
+        Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
+        power of two up to 256, and page tables of at most 32768 blocks. `xla` copies the keys of
+        all rows.
 
     Returns:
       int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
@@ -168,7 +170,7 @@ def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str
 
 
 def capability() -> tuple[int, int]:
-    """Return the compute capability of JAX's device, or of any GPU if that device has none."""
+    """Return the compute capability of JAX's device, or `AMPERE` if that device has none."""
     return jax_problem.capability() or AMPERE
 
 
@@ -226,8 +228,8 @@ def indexer_kl(
     With `block_indices` these are the keys of the listed blocks, as in the sparse stage of
     training. Otherwise they are all keys up to the query, as in dense warm-up. Only
     `index_query` and `index_key` receive gradients. The loss needs neither values nor the
-    gradient of the attention's output, so that it also works if the attention is frozen. Both
-    passes process chunks of queries, and neither allocates an array of size queries times keys.
+    gradient of the attention's output, so that it also works if the attention is frozen. Neither
+    pass allocates an array of size queries times keys.
 
     Sources: the indexer loss of DeepSeek-V3.2, and the mean over the heads of a group of
       MiniMax-M3.
@@ -246,10 +248,12 @@ def indexer_kl(
       index_scale: factor of the indexer's logits; None means `Di**-0.5`.
       kv_len: number of keys; None means `S`.
       segment_ids: int `[B, S]`, the ids of packed rows.
-      implementation: `triton`, `xla` (a chunk of queries at a time), or None for the first that
-        can run. `triton` needs an Ampere GPU or newer, `block_indices`, no packed rows, and at
-        least one index head per key/value head. It stores a 16-bit number per query, index head
-        and listed key.
+      implementation: `triton`, `xla` (a chunk of queries at a time, in both passes), or None for
+        the first that can run. `triton` needs an Ampere GPU or newer, `block_indices` with blocks
+        of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads, each of
+        which serves up to 64 query heads. Attention and indexer must have the same dtype and
+        widths of at most 128. It stores one number per query, index head and listed key, with 32
+        bits in float32 and otherwise 16.
 
     Returns:
       float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same

@@ -10,7 +10,9 @@ from nsa_core.dispatch import Problem
 
 
 def device_name() -> str | None:
-    """Return the driver's name of JAX's default device, or None if that device is no GPU."""
+    """Return the driver's name of JAX's default device. None if that device is no GPU, or if
+    kernels are interpreted.
+    """
     if interpret.get():
         return None
     device = _default_device()

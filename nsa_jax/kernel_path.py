@@ -28,9 +28,9 @@ _first_order = functools.partial(
 
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
-    """Return the output of `forward(arrays, integers)`, with gradients of the arrays that have
-    the dtype of the query. `forward_with_residuals` also returns the residuals for
-    `backward(arrays, integers, residuals, cotangents)`.
+    """Return the output of `forward(arrays, integers)`. Only `arrays` have gradients.
+    `forward_with_residuals` also returns the residuals for `backward(arrays, integers, residuals,
+    cotangents)`, which returns these gradients.
     """
 
     @jax.custom_vjp

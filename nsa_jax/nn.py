@@ -221,8 +221,9 @@ class NSAAttention(nnx.Module):
       implementation: as in `nsa_jax.attention`.
       dense_below: whole sequences with fewer tokens than this use dense attention. It requires
         `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to there all blocks are
-        selected, so that dense attention computes the same function. `nsa_jax.explain` reports
-        whether it is faster. Attention to a cache does not use it.
+        selected, so that dense attention computes the same function. If it was measured on the
+        device, `nsa_jax.explain` reports the length from which NSA is faster. Attention to a
+        cache does not use dense attention.
       compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
         attribute later. Attention to a cache computes in `dtype`.
       context_axis, context_layout: as in `nsa_jax.attention`. The inputs `x` and `segment_ids`
@@ -298,9 +299,9 @@ class NSAAttention(nnx.Module):
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
         """Report which implementations run whole sequences of `seq_len` tokens. The result has
-        one choice per step, as from `nsa_jax.explain`. With `gate="selected"` the layer
-        computes only the scores and the selected branch. Sequences shorter than `dense_below`
-        use dense attention.
+        one choice per step, as from `nsa_jax.explain`. With `gate="selected"`, and without
+        `implementation` and `context_axis`, the layer computes only the scores and the selected
+        branch. Sequences shorter than `dense_below` use dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         shapes = self.spec.heads(batch, seq_len)

@@ -43,6 +43,7 @@ class PagedCache(PagedArrays):
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
+      kv_heads, key_width, value_width: Hkv, D and Dv.
       config: the block sizes of the layer.
       dtype, compressed_dtype, max_rows: as in `nsa_torch.PagedCache`; fp8 is `jnp.float8_e4m3fn`.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
@@ -50,6 +51,7 @@ class PagedCache(PagedArrays):
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
+      NotImplementedError: `config` has a `compute_dtype`.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ def append(
     rows must not write to the same page.
 
     Args:
+      cache: the cache, which the call does not change. It is invalid afterwards if it is donated.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
         other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
@@ -211,6 +214,7 @@ def paged_attention(
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
+      cache: the cache, including the tokens of the queries.
       page_table, lengths, cu_seqlens_q: as in `append`.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.

@@ -45,8 +45,8 @@ def prepare(
       The number of kernels that are ready.
 
     Raises:
-      NotImplementedError: JAX's first device is not a Hopper GPU.
-      RuntimeError: A kernel could not be built. The message is that of the compiler.
+      NotImplementedError: JAX's default device is not a Hopper GPU.
+      RuntimeError: A kernel could not be built or loaded. The message gives the reason.
     """
     capability = jax_problem.capability()
     if capability != HOPPER:

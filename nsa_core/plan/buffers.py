@@ -81,7 +81,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel. An `in_place` kernel overwrites its last input. If `beside` is set,
+    """A launch of a kernel. An `in_place` kernel overwrites its last inputs. If `beside` is set,
     the kernel runs concurrently with the next steps, until the `Join` with the same number.
     """
 

@@ -269,8 +269,9 @@ class PlanOps(ArrayOps):
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
-        """Give each result a whole buffer of its own. A result is copied if it shares a buffer
-        with another result or with an argument.
+        """Give each result a whole buffer of its own. A result is copied if it is a part of a
+        buffer, if it shares its buffer with another result, or if that buffer may not be
+        overwritten, such as an argument or a constant.
         """
         final: list[View] = []
         for x in results:

@@ -323,9 +323,11 @@ def of_slots(layout, count, *arrays):
 
 
 def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x):
-    """Compute `(out, lse)` of one branch. Args:
-    block_indices: A tuple with one array for the selected branch, otherwise empty.
-    visible: A function that sets keys or values to which no query attends to zero.
+    """Compute `(out, lse)` of one branch.
+
+    Args:
+      block_indices: A tuple with one array for the selected branch, otherwise empty.
+      visible: A function that sets keys or values to which no query attends to zero.
     """
     query, key, value = qkv
     if name == "compressed":

@@ -84,8 +84,8 @@ class VisibleCompressed:
         """Return the same bound as `tiles_seen` for a packed row, whose compressed tokens are
         in slots.
         """
-        # The sequence of the first query may begin this long before it. Each sequence has its
-        # own slots.
+        # The sequence of the first query may begin up to `max_seqlen` keys before it. Each
+        # sequence has its own slots.
         keys = np.minimum(
             capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
         )
@@ -147,12 +147,13 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 
     Args:
       start: `[B, T]`, the index of the first compressed token of each query's sequence.
-      first, last: The first and last compressed token to which the query attends.
+      first, last: `[B, T]`, the interval `first .. last - 1` of compressed tokens to which the
+        query attends.
 
     Returns:
       The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. Then three arrays `[B, T]`: the
-      first block of each query's sequence, and the first and the last of the moved keys to
-      which the query attends.
+      first block of each query's sequence, and the start and the end of the interval of moved
+      keys to which the query attends.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
     if not count:

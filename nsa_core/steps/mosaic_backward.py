@@ -185,7 +185,9 @@ def _interval_split(
     stride = bounds.config.compress_stride
 
     def sees(end):
-        """Return the keys to which a query attends if all sequences have the maximum length."""
+        """Return the number of key tiles to which the query `end - 1` attends if all sequences have
+        the maximum length.
+        """
         last = (capacity.key_end(end) - 1) % capacity.max_seqlen
         return cdiv(cdiv(last + 1, stride), base.tile_keys)
 

@@ -309,7 +309,9 @@ def _candidates(ops, first, last, base, position, *, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
-    """Return `_candidates` for tiles of one sequence each, whose `first` is its first slot."""
+    """Return `_candidates` for tiles of one sequence each. `first` is the first slot of a query's
+    sequence.
+    """
     xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
     token = first_token[..., None] + ops.arange(first, tile.tokens)
     exists = token < end_token[..., None]
@@ -361,8 +363,8 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def combine_spec(outputs) -> combine.Combine:
-    """Return the spec of kernels that read the outputs of all branches. The outputs have the
-    same shape.
+    """Return the spec of kernels that read the outputs of one or all branches. The outputs have
+    the same shape.
     """
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])

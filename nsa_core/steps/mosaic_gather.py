@@ -140,7 +140,8 @@ def _in_parts(ops, spec, block_indices, counts, layout):
     if spec.parts == 1:
         return block_indices, counts, layout
     (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
-    # If blocks are split, key tiles are the blocks.
+    # Split blocks are gathered whole. Positions are counted in units of `parts` keys, so that a key
+    # tile of 64 such units is a whole block.
     return block_indices, counts, Places(position, layout.key_start)
 
 

@@ -201,7 +201,7 @@ class ListSizes(NamedTuple):
     Attributes:
       entries: The maximum number of entries.
       items: The maximum number of work items. Every tile has at least one.
-      packed: Whether sequences may begin at any key. A block is then in two tiles.
+      packed: Whether sequences may begin at any key. A block may then be in two tiles.
     """
 
     tiles: int

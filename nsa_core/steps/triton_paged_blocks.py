@@ -226,8 +226,8 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
     queries.
 
     Args:
-      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, which are treated
-        as pages of one token.
+      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`. Keys and values are
+        treated as pages of one token.
       lists: int32 `[B, T, G, n]`.
       lengths: int32 `[B]`, numbers of valid keys.
       how: The arguments `block`, `include` and `scale` of `attention`.
