@@ -1,25 +1,26 @@
 """Serves prompts of text: NSA and dense by continuous batching, NSA by vLLM and by `generate`.
 
     python examples/serve.py                                    # small, runs on a CPU in seconds
-    python examples/serve.py --serve nsa,dense,vllm             # beside vLLM's CPU build
+    python examples/serve.py --serve nsa,dense,vllm             # with vLLM's CPU build
     python examples/serve.py --serve generate,generate_dynamic  # one batch, no manager
     python examples/serve.py --layers 12 --heads 64 --kv_heads 4 --head_dim 128 --hidden 2048 \
         --prompt_tokens 32768 --requests 8 --dtype bfloat16     # a GPU
 
-The manager of `nsa` and `dense` is transformers' (`generate_batch`): it shares out pages, shares
-prefixes, mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process. `generate` is
-NSA with all requests as rows of one batch, padded on the left: on a GPU their cache lies on pages
-and a step is a CUDA graph; `generate_dynamic` has the cache that grows. Weights are random and
-texts are the standard library's source as bytes: what is measured is speed. All requests come at
-once. Needs the extra `hf`, and transformers 5.19 for `nsa`; `vllm` needs the extra `vllm`, and ran
-on a CPU alone.
+The manager of transformers (`generate_batch`) runs `nsa` and `dense`. It allocates pages, shares
+prefixes, and mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process.
+`generate` is NSA with all requests as rows of one batch, padded on the left. On a GPU its cache
+is in pages and a step is a CUDA graph. `generate_dynamic` has a cache that grows. Weights are
+random, and texts are the source of the standard library as bytes, since only speed is measured.
+All requests arrive at the same time. The script needs the extra `hf`, and transformers 5.19 for
+`nsa`. `vllm` needs the extra `vllm`, and was tested only on a CPU.
 
-    start         of the manager, with the CUDA graphs that it captures; other requests follow, of
-                  the same lengths, so that kernels are built before the clock begins
-    first token   from when all requests come to a request's first token
-    next token    between two tokens of a request
-    GPU seconds   of kernels, with --gpu_time: summed in a second run, under torch's profiler;
-                  what `seconds` has beyond them the host takes alone
+    start         time until the manager is ready, with the CUDA graphs that it captures. Before
+                  the clock begins, other requests of the same lengths run, so that kernels are
+                  built
+    first token   time from the arrival of all requests to the first token of a request
+    next token    time between two tokens of a request
+    GPU seconds   with --gpu_time: sum over kernels and copies in a second run, under the profiler
+                  of torch. The rest of `seconds` is time of the host only
 """
 
 import argparse
@@ -44,15 +45,15 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-# What serves prompts: token by token, when each of a request's new tokens was there.
+# A function that serves prompts. It returns, for each request, the times of its new tokens.
 type Run = Callable[[list[list[int]]], list[list[float]]]
 
 SIZES = {"layers": 2, "hidden": 128, "heads": 8, "kv_heads": 2, "head_dim": 32, "requests": 6}
 SIZES |= {"prompt_tokens": 300, "new_tokens": 16, "step_tokens": 256}
 HELP = {
     "hidden": "width of the model",
-    "prompt_tokens": "of the longest prompt; others are 1/2",
-    "step_tokens": "new tokens of a step, of all requests",
+    "prompt_tokens": "tokens of the longest prompts; every second prompt has half as many",
+    "step_tokens": "maximum number of tokens per step, over all requests",
 }
 # vLLM in one process, with 1 GiB for its blocks.
 VLLM = {
@@ -69,12 +70,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--serve", default="nsa,dense", help=f"what to serve: some of {', '.join(SERVED)}")
+    add(
+        "--serve", default="nsa,dense", help=f"comma-separated names out of {', '.join(SERVED)}"
+    )
     for name, size in SIZES.items():
         add(f"--{name}", type=int, default=size, help=HELP.get(name))
-    add("--gpu_time", action="store_true", help="sum up the time of kernels, in a second run")
-    add("--out", type=Path, help="a file to append a line of JSON a run to")
-    add("--commit", help="of this tree, for that line")
+    add("--gpu_time", action="store_true", help="sum the time of kernels, in a second run")
+    add("--out", type=Path, help="file to which a line of JSON per run is appended")
+    add("--commit", help="commit of this tree, for that line")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
@@ -104,8 +107,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
-    """Bytes of modules of the standard library, every second one half as long; the first two
-    share a beginning.
+    """Return bytes of modules of the standard library as prompts. Every second prompt is half as
+    long, and the second one is a prefix of the first.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -131,14 +134,14 @@ def configuration(flags: argparse.Namespace, attention: str = "nsa") -> NSAModel
 
 
 def greedy(flags: argparse.Namespace, **more: Any) -> GenerationConfig:
-    """All requests have as many new tokens."""
+    """Make a configuration in which all requests have the same number of new tokens."""
     return GenerationConfig(
         max_new_tokens=flags.new_tokens, do_sample=False, pad_token_id=0, **more
     )
 
 
 def serve(flags: argparse.Namespace, name: str) -> dict[str, float]:
-    """One run: seconds, tokens a second, milliseconds to tokens."""
+    """Measure one run: seconds, tokens per second, milliseconds to tokens."""
     torch.manual_seed(0)
     with torch.device(flags.device):
         lm = NSAForCausalLM(configuration(flags, "dense" if name == "dense" else "nsa"))
@@ -169,7 +172,7 @@ def serve(flags: argparse.Namespace, name: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def by_manager(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> Iterator[Run]:
-    """transformers' continuous batching."""
+    """Serve with continuous batching of transformers."""
     pages = [-(-(len(x) + flags.new_tokens) // lm.config.select_block) for x in texts]
     batches = continuous_batching_config(
         lm.config,
@@ -200,8 +203,8 @@ def by_manager(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> It
 def by_rows(
     flags: argparse.Namespace, lm: Any, texts: list[list[int]], cache: str | None = None
 ) -> Iterator[Run]:
-    """Serve one batch with `generate`. `cache` is its `cache_implementation`; None means pages
-    on a GPU.
+    """Serve one batch with `generate`. `cache` is its `cache_implementation`. None means pages on
+    a GPU and a growing cache on a CPU.
     """
     given = greedy(flags, cache_implementation=cache)
     lm.generation_config.eos_token_id = None
@@ -221,7 +224,7 @@ def by_rows(
 
 
 class Clock(transformers.generation.BaseStreamer):
-    """When `generate` gave the prompts back, then each step's tokens."""
+    """Records when `generate` passes the prompts to it, and then the tokens of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -235,7 +238,7 @@ class Clock(transformers.generation.BaseStreamer):
 
 @contextlib.contextmanager
 def by_engine(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> Iterator[Run]:
-    """vLLM's engine, in this process."""
+    """Serve with the engine of vLLM, in this process."""
     for name, value in VLLM.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
@@ -281,7 +284,7 @@ SERVED: dict[str, Any] = {
 
 
 def gpu_seconds(call: Callable[[], Any]) -> float:
-    """The time of all kernels and copies that `call` runs, in seconds."""
+    """Return the time of all kernels and copies that `call` runs, in seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()

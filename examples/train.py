@@ -1,14 +1,14 @@
-"""Trains a model of transformers with Native Sparse Attention by `Trainer`, on packed rows.
+"""Trains a model with Native Sparse Attention by `Trainer` of transformers, on packed rows.
 
     python examples/train.py --out model                                    # minutes on a CPU
-    python examples/train.py --out model --resume       # goes on where Ctrl-C stopped the one above
+    python examples/train.py --out model --resume       # continue after Ctrl-C
     python examples/train.py --out model --layers 12 --hidden 768 --heads 12 --row_tokens 16384 \
         --document_tokens 4096 --num_selected 16 --window 512 --steps 2000 --lr 6e-4 \
         --texts 'texts/*.txt'                                               # a GPU
 
-Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as fit, each
-attends to itself alone. The model is saved to --out, a new folder. Ctrl-C keeps a checkpoint there.
-Needs the extra `hf`.
+Documents are pieces of the files of up to `--document_tokens` bytes. A row packs `row_tokens //
+document_tokens` documents, and each attends only to itself. The model is saved to --out, a new
+folder. Ctrl-C saves a checkpoint there. The script needs the extra `hf`.
 """
 
 import argparse
@@ -34,7 +34,9 @@ SIZES |= {"document_tokens": 512, "num_selected": 4, "window": 128}
 
 
 class Stop(TrainerCallback):
-    """Ctrl-C ends training after the step that it is in, with a checkpoint; again: at once."""
+    """Ends training at Ctrl-C, after the current step, with a checkpoint. A second Ctrl-C ends it
+    at once.
+    """
 
     asked = False
 
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="from the checkpoint in --out")
     flags = parser.parse_args(argv)
     for name in SIZES:
-        least = 2 if name == "document_tokens" else 1  # its first token is not predicted
+        least = 2 if name == "document_tokens" else 1  # the first token is not predicted
         if getattr(flags, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(flags, name)}")
     checkpoint = get_last_checkpoint(flags.out) if flags.out.is_dir() else None

@@ -4,9 +4,10 @@
     python examples/train_jax.py --texts 'texts/*.txt' --out model.safetensors --prompt 'Once '
     python examples/train_jax.py --layers 12 --dim 768 --heads 12 --tokens 8192
 
-Rows are bytes of the files, one file after the other; `segment_ids` say which file a byte belongs
-to, and each attends to itself alone. The last sixteenth is held out: the loss on it ends the run,
-with what the model writes after --prompt. Ctrl-C ends training there. Needs the extra `train`.
+Rows are bytes of the files, one file after the other. `segment_ids` give the file of each byte, and
+a byte attends only to its own file. The last sixteenth of the bytes is held out. After training the
+script prints the loss on up to 32 held-out rows, and the text that the model writes after --prompt.
+Ctrl-C ends only the training. The script needs the extra `train`.
 """
 
 import argparse
@@ -49,11 +50,11 @@ class LM(nnx.Module):
         self.head = nnx.Linear(spec.dim, 256, rngs=rngs)
 
     def hyper_parameters(self):
-        """The hyper-parameters that a file of weights must have."""
+        """Return the hyper-parameters that a file of weights must have."""
         return self.blocks[0].attention.spec.as_dict() | {"layers": len(self.blocks)}
 
     def __call__(self, tokens, segments=None, caches=None):
-        """Logits, and the caches with these tokens."""
+        """Return the logits, and the caches with these tokens."""
         x, caches = self.embed(tokens), list(caches or [None] * len(self.blocks))
         for i, block in enumerate(self.blocks):
             x, caches[i] = block(x, segments, caches[i])
@@ -62,7 +63,7 @@ class LM(nnx.Module):
     def loss(self, tokens, segments):
         logits, labels = self(tokens[:, :-1], segments[:, :-1])[0], tokens[:, 1:]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return each.mean(where=segments[:, 1:] == segments[:, :-1])  # not over a border
+        return each.mean(where=segments[:, 1:] == segments[:, :-1])  # no label in the next file
 
 
 @nnx.jit
@@ -77,7 +78,7 @@ evaluate = nnx.jit(LM.loss)
 
 @nnx.jit
 def following(model: LM, tokens, caches):
-    """The likeliest byte after `tokens`, and the caches with them."""
+    """Return the likeliest byte after `tokens`, and the caches with these tokens."""
     logits, caches = model(tokens, caches=caches)
     return logits[:, -1:].argmax(-1), caches
 

@@ -61,8 +61,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         it alive and do not write to it while JAX uses it (see the module).
 
     Raises:
-      ValueError: The tensor has a subclass, which may have no memory, or a dtype that JAX would
-        convert (64-bit types without x64).
+      ValueError: The tensor belongs to a subclass, whose tensors may have no memory, or has a
+        dtype that JAX would convert (64-bit types without x64).
       NotImplementedError: torch's current stream is capturing a CUDA graph.
       BufferError, RuntimeError: Errors of torch and JAX: the tensor requires a gradient while
         gradients are on, or JAX does not support the device or dtype.

@@ -41,10 +41,11 @@ def launch(
         earlier by `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
-        on one Hopper GPU. Nothing is recorded for autograd.
+        on one Hopper GPU. If gradients are on, none may require a gradient, since nothing is
+        recorded for autograd.
       out: One tensor for each of `kernel.outputs`, under the same rules. It must not overlap
         any other tensor of the call, except that the first outputs of an `in_place` kernel may
-        be its last inputs. Outputs that are None are allocated. If `out` is None, all are.
+        be its last inputs. Outputs that are None are allocated. If `out` is empty, all are.
 
     Returns:
       The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.

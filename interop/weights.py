@@ -11,8 +11,8 @@ module has the same names, so a path maps to a key by one rule:
 
 Dtypes are unchanged, including bfloat16. The file's metadata records the result of
 `module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. The file also records
-gate and phi of each attention layer, in the names of additional entries (`LayerSpec.kind_keys`)
-whose values are zero.
+gate and phi of each attention layer, and kv if it is "shared", in the names of additional entries
+(`LayerSpec.kind_keys`) whose values are zero.
 """
 
 import json
@@ -74,7 +74,7 @@ def load(path: str | Path, module: Module) -> None:
     the layer.
 
     Raises:
-      ValueError: The hyper-parameters, gate, phi, keys, shapes or dtypes differ. The message
+      ValueError: The hyper-parameters, gate, phi, kv, keys, shapes or dtypes differ. The message
         names the first difference, the expected value and the value in the file. The module is
         then unchanged.
     """

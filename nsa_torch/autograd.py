@@ -73,8 +73,8 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor that DLPack can share, which is row-major and has no 64-bit integers. A
-    copy is made if necessary.
+    """Return a tensor that JAX accepts through DLPack. It is row-major and needs no gradient,
+    and int64 is converted to int32. A copy is made if necessary.
     """
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()

@@ -57,7 +57,7 @@ class Tables:
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
-        # The copy has no tables, since they can be computed from the boundaries again.
+        # `make` gets the boundaries without their tables, since it depends only on the values.
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
@@ -131,8 +131,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """Return the `PlanTables` of a plan, and the result that contains each buffer. Plans with
-    equal tables share one object.
+    """Return the `PlanTables` of a plan, and the number of the table of each buffer that the
+    steps of the plan read. Plans with equal tables share one object.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:

@@ -52,7 +52,8 @@ def block_attention(
         the last key, are masked. A list must not contain a block twice, since its keys would
         then count twice.
       block_size: tokens per block. Kernels support multiples of 16 up to 128, and larger multiples
-        of 64 if a list has up to 64 parts of 64 tokens.
+        of 64. They split larger blocks into parts of 128 tokens, or of 64 if `block_size` is not
+        a multiple of 128, and a list must then have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the
@@ -65,9 +66,9 @@ def block_attention(
 
     Returns:
       The output `[B, T, H, Dv]` in the dtype of `query`, which is 0 if a query attends to no
-      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32, which is
-      -inf for such queries. To add an attention sink with logit `s`, compute `out * sigmoid(lse
-      - s)`.
+      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32 (float64
+      for float64 input), which is -inf for such queries. To add an attention sink with logit
+      `s`, compute `out * sigmoid(lse - s)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit. On a CPU, or under `nsa_core.debug`, also if a

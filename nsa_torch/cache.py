@@ -48,8 +48,8 @@ class NSACache:
     without gradients.
 
     Each array of a `PagedCache` is also an attribute here, with an axis for rows. For example
-    `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in whole pages. An absent
-    array is None.
+    `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in tokens, rounded up to whole
+    pages. An absent array is None.
     """
 
     pages: PagedCache  # row `b` has the `n` pages from `b n` on
@@ -145,6 +145,7 @@ def init_cache(
     Raises:
       ValueError: A size is not a positive integer, `config` is not an `NSAConfig`, or
         `attention` does not support the dtype.
+      NotImplementedError: `config` has a `compute_dtype`.
     """
     validate.configuration(config)
     validate.sizes(batch=batch, capacity=capacity)
@@ -194,7 +195,7 @@ def cached_attention(
       new_lengths: int32 or int64 `[B]`, `0..T`, the number of the `T` tokens that belong to
         each sequence. The other tokens are padding at the end, and their output is undefined.
         Padding needs capacity, and later tokens overwrite it. The host reads the numbers only
-        on a CPU. None means `T`.
+        on a CPU or under `nsa_core.debug`. None means `T`.
 
     Returns:
       `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the given cache.
@@ -203,7 +204,7 @@ def cached_attention(
       ValueError: Shapes do not fit, the cache has another config, was filled with parameters of
         another kind, or has too little capacity, or a backward pass runs the call again.
       NotImplementedError: The named implementation cannot run this call, or a CUDA graph is
-        being captured.
+        being captured and the cache was made before the capture.
     """
     step = None
     may_be_known = (  # whether the same step may have been checked before
@@ -344,7 +345,8 @@ def crop(cache: NSACache, count: int) -> None:
     """Remove the last `count` tokens of every sequence.
 
     Raises:
-      ValueError: A sequence has fewer tokens, or the layer convolves keys (`key_taps`).
+      ValueError: `count` is negative or above `cache.longest`, or the layer convolves keys
+        (`key_taps`). Shorter sequences are not checked.
     """
     if count and cache.newest_keys is not None:
         raise ValueError(CONVOLVED)

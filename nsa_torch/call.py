@@ -144,7 +144,8 @@ class PlannedProgram(operators.Program):
       tensors: the tensors of the first such call. They are not stored.
 
     Attributes:
-      order: the index among the tensors of the call of each tensor that the operator receives.
+      order: The function that picks, from the tensors of the call, those that the operator
+        receives, in the operator's order.
       run: The bound plan of the forward pass, which returns the output, followed by the
         residuals for the gradient.
     """

@@ -107,8 +107,8 @@ def attention(
     scale,
     length=None,
 ):
-    """Check the tensors of `functional.attention` except the gates. Keys and values are listed
-    by branch. `length` is as in `tokens`.
+    """Check the tensors of `functional.attention` except the gates. `key` and `value` are
+    `Branches`. `length` is as in `tokens`.
     """
     for *names, k, v in validate.named(key, value):
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
@@ -197,7 +197,8 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
     """Return whether the host reads the values of an argument. It does so if it need not wait
-    for the device, if `debug` is on, or if the caller permits waiting (`wait`).
+    for the device, if `debug` is on, or if the caller permits waiting (`wait`). It never reads
+    a tensor without values, or a tensor that is traced, compiled, transformed or captured.
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
@@ -210,8 +211,9 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """Return valid boundaries. The first is 0, and each is at least the previous one and at
-    most `length`, so that no kernel reads outside the row. The last boundary is repeated up to
-    `room` sequences, so that calls with different numbers of sequences have the same signature.
+    most `length`, so that no kernel reads outside the row. In eager mode the last boundary is
+    repeated up to `room` sequences, so that calls with different numbers of sequences have the
+    same signature.
 
     Raises:
       ValueError: The same as in `borders`.

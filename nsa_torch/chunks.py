@@ -2,7 +2,7 @@
 backward pass.
 
 The backward pass computes each chunk again. Every chunk adds to the gradients of keys and
-values, which accumulate in float32 for every dtype. torch.utils.checkpoint would accumulate
+values, which accumulate in float32 or wider. torch.utils.checkpoint would accumulate
 them in the dtype of the keys, so that it is not used.
 """
 
@@ -23,8 +23,8 @@ BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array whose first `axes` axes are merged, selected by indices. An index beyond
-    the last row selects no row.
+    """Rows of an array whose first `axes` axes are merged, selected by indices. For an index
+    beyond the last row, `read` returns the last row, and the gradient is dropped.
     """
 
     index: Tensor

@@ -7,16 +7,17 @@ ordinary call, whose keys end with the chunk's last token. The backward pass gat
 values again. It sums their gradients over the ranks in float32 by a reduce-scatter, also for a
 few heads at a time.
 
-On Mosaic kernels one call computes both chunks of a rank, and its queries have a gap between
-the chunks. Each rank then computes the means of all windows from the gathered tokens. On other
-kernels, and with a learned compression, each rank computes the compressed tokens whose windows
-begin in its own tokens. For these it also needs the tokens that follow its chunks, the halo.
-All ranks then gather the compressed tokens, of which there are `d` times fewer than raw tokens.
-`phi` therefore runs once per window, not once per rank. A window of `l` tokens belongs to the
-chunk with its first token. The halo has `l - d` tokens if the length of a chunk is a multiple
-of the stride, otherwise `l - 1`. To provide it, the first tokens of every chunk are gathered.
-In the backward pass the two gathers become reduce-scatters in float32, and a learned `phi` is
-computed again.
+On Mosaic kernels one call can compute both chunks of a rank, and its queries then have a gap
+between the chunks. If the compressed branch averages the tokens of the selected branch, each
+rank computes the means of all windows from the gathered tokens. On other kernels, and with other
+compressed tokens, each rank computes the compressed tokens whose windows begin in its own
+tokens. For these it also needs the tokens that follow its chunks, the halo. All ranks then
+gather the compressed tokens, of which there are `d` times fewer than raw tokens. `phi`
+therefore runs once per window, not once per rank. A window of `l` tokens belongs to the chunk
+with its first token. The halo has `l - d` tokens if the row is not packed and the length of a
+chunk is a multiple of the stride, otherwise `l - 1`. To provide it, the first tokens of every
+chunk are gathered. In the backward pass the two gathers become reduce-scatters in float32, and
+a learned `phi` is computed again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
 backward pass slices these from the rank's own tensors, or gathers them again. The outer
@@ -63,6 +64,7 @@ def shard_sequence(
     """Return this rank's tokens of `x` along `dim`. Every rank passes the whole of `x`.
 
     If the length is not a multiple of the number of chunks, zeros are added at the end.
+    `context_mesh` and `context_layout` are as in `nsa_torch.attention`.
     """
     ranks = Ranks(context_mesh, x.device)
     length = layouts.padded_length(x.shape[dim], ranks.size, context_layout)
@@ -82,7 +84,8 @@ def unshard_sequence(
     context_layout: Layout = "zigzag",
 ) -> Tensor:
     """Gather the whole sequence on every rank, without gradient. `length` is the length of the
-    sequence without the padding of `shard_sequence`.
+    sequence without the padding of `shard_sequence`. None means that the padding is kept. The
+    other arguments are as in `shard_sequence`.
     """
     ranks = Ranks(context_mesh, x.device)
     shards = Shards.of(ranks, "x", x.shape[dim], context_layout)
@@ -99,7 +102,13 @@ def shard_positions(
     context_layout: Layout = "zigzag",
 ) -> Tensor:
     """Return the position of each token of this rank in its own sequence, int64 `[1, T]`. Padding
-    has position -1.
+    after the last sequence of a packed row has position -1.
+
+    Args:
+      local_length: `T`, the number of tokens of this rank.
+      cu_seqlens: int `[num_seqs + 1]`, boundaries of the whole row. None means one sequence.
+      device: None means the current device of the mesh's device type.
+      context_mesh, context_layout: as in `nsa_torch.attention`.
     """
     device = device or torch.device(context_mesh.device_type)
     ranks = Ranks(context_mesh, device)

@@ -1,10 +1,10 @@
 """Chooses an implementation for torch tensors. `nsa_core.dispatch` defines the registry.
 
 The function of an implementation for a step is a target. A target has the arguments of the
-public function of the step, except that `kv_len` is never None. The target of a branch has the
-additional argument `with_lse`. If `with_lse` is False, the target may return None for the
-log-sum-exp. A target of the step `attention` runs all steps at once, and has the arguments that
-follow `kind` in `operators.all_steps`.
+public function of the step, without `varlen` and `implementation`, and its `kv_len` is never
+None. The target of a branch has the additional argument `with_lse`. If `with_lse` is False, the
+target may return None for the log-sum-exp. A target of the step `attention` runs all steps at
+once, and has the arguments that follow `kind` in `operators.all_steps`.
 """
 
 import functools
@@ -40,7 +40,7 @@ def jax_why_not(problem: Problem) -> str | None:
     start the backends of JAX.
     """
     if problem.step == WHOLE and problem.cached:
-        return "JAX runs only all steps of whole sequences, got a cache"
+        return "JAX runs all steps at once only for whole sequences, got a cache"
     if importlib.util.find_spec("jax") is None:
         return "JAX is not installed: pip install 'native-sparse-attention[jax]'"
     import jax
@@ -233,7 +233,9 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """Return the reason why kernels with TMA copies cannot read these tensors, or None."""
+    """Return the memory layout that kernels need and that a tensor lacks, or None. The text
+    continues the word "needs".
+    """
     for name, x in memory.items():
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}; pass a copy"

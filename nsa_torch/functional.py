@@ -1,7 +1,8 @@
 """The public functions on torch tensors, which check their arguments once and then run the chosen
 implementations.
 
-The names and arguments of the functions, and their results, are the same as in `nsa_jax`.
+The functions, their arguments and their results are the same as in `nsa_jax`, except that
+`cu_seqlens` replaces `segment_ids`, and `context_mesh` replaces `context_axis`.
 `nsa_core.types` documents the shapes. Functions that accept `key` and `value` also accept a
 `Branches` of tensors for each. `implementation` is None (automatic), a name for all branches,
 or a `Branches` of names. A named implementation never falls back to another one:
@@ -97,7 +98,7 @@ def attention(
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
       varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once per
         batch.
-      scale: factor of the logits; None means `D**-0.5`.
+      scale: factor of the logits, a positive number; None means `D**-0.5`.
       recompute: whether to save only the inputs and the selection for the backward pass, which
         then computes the branches again. If False, three more tensors of the output's size are
         saved.
@@ -111,8 +112,9 @@ def attention(
       `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: No implementation supports an argument.
-      NotImplementedError: The named implementation cannot run this call.
+      ValueError: An argument has a shape, dtype, device or value that no implementation supports.
+      NotImplementedError: The named implementation cannot run this call. Also if `compute_dtype`
+        is set and the Mosaic kernels cannot run the call.
     """
     if context_mesh is not None:
         from nsa_torch import context
@@ -239,14 +241,15 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: the parameters of `phi`, `PoolParams` or `MLPParams`. None means that `phi` is the
-        mean.
+      params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`. None means
+        that `phi` is the mean.
+      config: the sizes `compress_block` (`l`) and `compress_stride` (`d`) of the windows.
       cu_seqlens: `[num_seqs + 1]`, a packed batch. The compressed tokens of all sequences are
         then in the order of their first tokens, without gaps. The remaining slots are zeros.
       varlen: as in `attention`.
 
     Returns:
-      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+      `[B, C, Hkv, D]` in the dtype of `x`, `C = config.num_compressed(S)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -283,9 +286,10 @@ def select_blocks(
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the block sizes and the number of selected blocks.
-      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. `compressed_key` may have
-        more entries than these keys need. Query `t` has position `t + kv_len - T`. None means
-        `T`.
+      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. Query `t` has position
+        `t + kv_len - T`. None means `T`. Without `cu_seqlens`, an int or None requires `C =
+        config.num_compressed(kv_len)`. For a tensor, `compressed_key` may have more entries than
+        these keys need.
       cu_seqlens, varlen: boundaries of a packed batch, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
@@ -294,7 +298,7 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument has a shape, dtype, device or value that no implementation supports.
       NotImplementedError: The named implementation cannot run this call.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
@@ -321,9 +325,11 @@ def compressed_attention(
     Args: the same as in `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
 
     Returns:
-      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
-      does not return the log-sum-exp, so that `sdpa` computes the product `q . k` a second time
-      for it.
+      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32, or in
+      float64 for float64 input. SDPA does not return the log-sum-exp, so that `sdpa` on a GPU
+      computes the product `q . k` a second time for it.
+
+    Raises: as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
@@ -427,9 +433,10 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: The same as in `attention`, without `context_mesh`. `gates` affect the choice only if
-      no other argument requires a gradient. `compressed` affects it only if it requires a
-      gradient, or if kernels cannot read its memory layout.
+    Args: The same as in `attention`. Arguments of `attention` that this function does not have
+      do not affect the choice, except `context_mesh`. `gates` affect the choice only if no other
+      argument requires a gradient. `compressed` affects it only if it requires a gradient, or if
+      kernels cannot read its memory layout.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. When printed,
@@ -449,7 +456,7 @@ def explain(
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """Return the key from which `dispatch` chooses an implementation of `attention`."""
+    """Return the arguments `query .. memory` of `dispatch.problem_key` for `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

@@ -77,8 +77,8 @@ class HeadGate(nn.Linear):
         super().__init__(spec.dim, 3 * spec.n_heads, **factory)
 
     def reset_parameters(self) -> None:
-        """Initialize the weights again, so that the gates start near the values of their
-        biases.
+        """Initialize the weights again, so that the gates start near `sigmoid(bias /
+        gate_temp)`.
         """
         self.draw_weight()
         with torch.no_grad():
@@ -177,7 +177,8 @@ def project(
         columns]`, or None.
 
     Raises:
-      ValueError: The projections have too few columns for all heads.
+      ValueError: The projections do not have the number of columns of all heads, or `x` does not
+        have the dtype of the weights.
     """
     layers = query, *keys, *values
     # An exported program must support any number of tokens.
@@ -369,7 +370,9 @@ def _angles(
     scale: float,
     scaling: rotation.Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
+    """Return the cosine and sine of each pair of columns, float32 `[B, T, width / 2]`, times
+    the factor of `scaling`.
+    """
     turns = rates(width, base, scaling, position.device)
     angle = (position.to(torch.float32) / scale)[..., None] * turns
     if scaling is None or scaling.attention_scaling == 1:

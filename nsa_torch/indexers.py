@@ -67,10 +67,11 @@ def index_blocks(
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), which requires
         `entry=1`. Block indices then count from the start of each sequence.
       implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, a `pool` that is a power of two up to 256, and no packed rows. If
-        there is one list per head, with at most 64 blocks of at least 16 keys each, it writes
-        no scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to
-        256 MB of scores at a time.
+        Ampere GPU or newer, contiguous tensors, a `pool` that is a power of two up to 256, at
+        most 64 index heads of at most 256 columns, and no packed rows. If `activation` and
+        `reduce` are None, `num_selected` is at most 64 and `pool` is at least 16, it writes no
+        scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to 256
+        MiB of scores at a time.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
@@ -142,8 +143,9 @@ def paged_index_blocks(
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
         queries of all rows. None means that all rows have the same number of queries.
       implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, a `pool` that is a power of two up to 256, and page tables of at
-        most 32768 blocks. `torch` copies the keys of all rows.
+        Ampere GPU or newer, a `pool` that is a power of two up to 256, at most 64 index heads of
+        at most 256 columns, and page tables of at most 32768 blocks. `torch` copies the keys of
+        all rows.
 
     Returns:
       int32 `[N, Hi or 1, n]`, ascending, with -1 in empty slots at the end.
@@ -223,7 +225,7 @@ def indexer_kl(
     """Compute the loss KL(attention || indexer) for each query and index head. It sums over the
     keys `j` that the query attends to:
 
-        t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
+        t_j = mean over the index head's heads of exp(scale q . k_j - lse)   (no gradient)
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
@@ -233,8 +235,8 @@ def indexer_kl(
     gradient of the attention's output, so that it also works if the attention is frozen.
     Neither pass allocates an array of size queries times keys. Sums have a fixed order.
 
-    Sources: the indexer loss of DeepSeek-V3.2, and the mean over the heads of a group of
-      MiniMax-M3.
+    Sources: the indexer loss is that of DeepSeek-V3.2. The mean over the heads of a group is
+      from MiniMax-M3.
 
     Args:
       query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
@@ -251,13 +253,15 @@ def indexer_kl(
       kv_len: number of keys; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
       implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
-        can run. `triton` needs an Ampere GPU or newer, `block_indices`, no packed rows, and at
-        least one index head per key/value head. It stores a 16-bit number per query, index head
-        and listed key.
+        can run. `triton` needs an Ampere GPU or newer, one dtype for attention and indexer,
+        `block_indices`, blocks of 16, 32, 64 or 128 keys, widths up to 128, no packed rows, and
+        at least one index head per key/value head. It stores one value per query, index head
+        and listed key, of 16 bits (of 32 bits for float32).
 
     Returns:
-      float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same
-      keys. For a scalar loss, compute the mean over the tokens that should count.
+      float32 `[B, T, Hi]` (float64 for float64 input). It is 0 for padding, and not negative if
+      `lse` is from the same keys. For a scalar loss, compute the mean over the tokens that
+      should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -355,8 +359,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        """Compute dS = grad (p sum(t) - t). Each row of scores belongs to one list entry of a
-        query.
+        """Compute dS = grad (p sum(t) - t). Each row of scores belongs to one query and one
+        index head, as does `grad`.
         """
         index_query, index_key, *given = ctx.saved_tensors
         work = _Work(*given, *ctx.rest)

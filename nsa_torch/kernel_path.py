@@ -161,8 +161,9 @@ class KernelLayout:
 
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
-    """Return the positions of the queries. `given` has `lengths` or `cu_seqlens`. It is empty
-    if all rows have `kv_len` keys.
+    """Return the fields of `Places` for the queries: `position`, `key_start` and
+    `compressed_start`. `given` has `lengths` or `cu_seqlens`. It is empty if all rows have
+    `kv_len` keys.
     """
     number = given[0] if given else None
     layout = geometry(

@@ -103,14 +103,18 @@ class NSAAttention(nn.Module):
         `num_local` and `compute_dtype`. With `config` the defaults are the recommended
         `gate="head"` and `kv="shared"`, otherwise "sigmoid" and "separate".
       rope_impl: must be "llama".
-      use_flash: whether FA-2 may be used; if False, SDPA is used instead.
-      use_triton_sel: whether the selected branch must run on the Triton kernel.
+      use_flash: True means that the implementation is chosen automatically. False means that
+        every branch runs on SDPA.
+      use_triton_sel: whether the selected branch must run on the Triton kernels, regardless of
+        `use_flash`.
       implementation: as in `nsa_torch.attention`. It cannot be combined with `use_flash` or
         `use_triton_sel`.
       dense_below: whole sequences with fewer tokens than this use dense attention. It requires
-        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to there all blocks are
-        selected, so that dense attention computes the same function. `nsa_torch.explain`
-        reports whether it is faster. Attention to a cache does not use it.
+        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In shorter sequences all blocks
+        are selected, so that dense attention computes the same function. In a packed row,
+        `max_seqlen` of `varlen` counts, or the whole row without it. On measured GPUs
+        `nsa_torch.explain` reports the length from which NSA is faster than dense attention.
+        Attention to a cache never uses dense attention.
       compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
         attribute later. Attention to a cache computes in the dtype of its input.
       context_mesh, context_layout: as in `nsa_torch.attention`. The input `x` then has the
@@ -228,6 +232,7 @@ class NSAAttention(nn.Module):
         """Report which implementations run whole sequences of `seq_len` tokens.
 
         Args:
+          seq_len: number of tokens per row.
           batch: number of rows.
           dtype: dtype of the projections' results. None means that of autocast if it is on,
             otherwise that of the weights.
@@ -529,11 +534,11 @@ class NSAAttention(nn.Module):
 
 def _check_kind(module, state_dict, prefix, *_) -> None:
     """Check before any weight is copied that the checkpoint was saved from a layer with the
-    same gate and phi.
+    same gate, phi and kv.
 
     If the state_dict does not record them, they are added to it, provided that the caller
-    passed both to the constructor. If not `strict`, the state_dict may lack all weights of this
-    layer.
+    passed gate and phi to the constructor. If not `strict`, the state_dict may lack all weights
+    of this layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):

@@ -81,8 +81,10 @@ class Kind(NamedTuple):
         are the gradient of the first result, the saved results, the gradient of the second
         result if there is one, and then the arguments of the call. None means that the kind has
         no gradient.
-      returned: Number of results that the caller gets. The other results are saved for the
-        gradient.
+      floats: Number of tensors that can have a gradient. They are the first tensors.
+      kept: Slice of the results that are saved for the gradient.
+      returned: Number of results that the caller gets. They are the first results, and may be
+        saved too.
       composed: Whether the function consists only of torch operators.
     """
 
@@ -548,8 +550,8 @@ def all_steps(
       compressed: `(k_cmp, v_cmp)`. None means that compressed tokens are means.
       assume_finite: Whether keys and values to which no query attends are finite, as in a
         cache. If so, they need not be replaced by zeros in copies.
-      recompute: Whether the backward pass computes the branches again instead of storing their
-        outputs.
+      recompute: Whether the backward pass computes the branches again, so that the forward pass
+        does not save their outputs.
       pages: Pages with the selected keys and values, which have no gradient.
     """
     mode, tensors = arranged(query, key, value, gates, compressed)

@@ -92,7 +92,8 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 class Ranges:
     """Runs of consecutive tokens, stored one after the other in a packed buffer, from which a
     `Chunk` reads its keys. Two runs of one head either begin at the same token or share no
-    token, as is the case for selection blocks. All methods except `rows` launch kernels.
+    token, as is the case for selection blocks. `read` and `add` launch kernels. `rows` is their
+    alternative for torch.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array

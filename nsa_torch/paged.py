@@ -50,9 +50,11 @@ class PagedCache(PagedArrays):
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
+      kv_heads, key_width, value_width: Hkv, D and Dv.
       config: the sizes of the layer, which also determine the compressed tokens.
       dtype: dtype of the stored tokens. With `torch.float8_e4m3fn`, `append` rounds all tokens
         except compressed keys (`nsa_core.rounding`).
+      device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
         memory for raw tokens.
       compressed_dtype: for a cache in fp8, the dtype of compressed keys, new tokens and queries.
@@ -66,6 +68,7 @@ class PagedCache(PagedArrays):
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
+      NotImplementedError: `config` has a `compute_dtype`.
     """
 
     apart = 1
@@ -111,6 +114,7 @@ class PagedCache(PagedArrays):
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
+          config: as in `PagedCache`.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
           separate: whether each branch has its own keys and values. The pages for the other
             branches are then allocated here.
@@ -179,6 +183,7 @@ class PagedCache(PagedArrays):
           memory: `[elements]`, contiguous, in the dtype of the cache. Its content is not
             changed. The tensors of the cache are placed in it one after the other. A page needs
             `paged_layout.page_elements` elements over all tensors.
+          kv_heads, key_width, value_width, config, separate: as in `PagedCache`.
 
         Raises:
           ValueError: `memory` is not such a tensor, or is smaller than a page.
@@ -234,8 +239,8 @@ class PagedCache(PagedArrays):
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
         """Copy the unrounded newest tokens of rows that forked in an fp8 cache. `source` and
-        `target` are indices `[K]` of buffers, as in `slots` of `append`. Without this copy the
-        next two compressed tokens of the fork are means of rounded tokens.
+        `target` are indices `[K]` of buffers, as in `slots` of `append`. Without this copy up to
+        `l / d` of the fork's next compressed tokens are computed from rounded tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -340,6 +345,7 @@ def append(
     call, except in a call of one token per row.
 
     Args:
+      cache: the cache, which is modified in place.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
         other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
@@ -356,8 +362,10 @@ def append(
         and a row must have the same one in all calls. A row with an index of `max_rows` or more
         has no buffer. None means that row `b` uses buffer `b`. Means of tokens that are not in
         a buffer are computed from rounded tokens.
-      implementation: `mosaic` or `triton` (one launch), or `torch`. None means the first that
-        can run, and `mosaic` only if its kernel is stored on disk.
+      implementation: `mosaic` or `triton`, which write the tokens in one launch, or `torch`. If
+        compressed tokens are means, the same launch writes them, and a second launch follows if
+        a row has several new tokens. Otherwise torch computes the compressed tokens. None means
+        the first that can run, and `mosaic` only if its kernel is stored on disk.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
@@ -455,8 +463,8 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """Return the function that writes the tokens in one launch. None means that torch
-    operations write them.
+    """Return the function that writes the tokens by a kernel. None means that torch operations
+    write them.
     """
     if implementation not in (None, *APPENDERS):
         raise ValueError(

@@ -67,15 +67,18 @@ def paged_attention(
     result is `[N, H, Dv]`.
 
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before
-    this function, or pass the new tokens to it. On `mosaic` the latter is a single launch. The
-    output of a row is bitwise independent of the other rows. It is 0 for rows of length 0 and
-    for tokens that belong to no row. If the page table names a page that does not exist, the
-    call raises an error on a CPU or under `debug`. Otherwise the entry is clamped to the pool.
-    A length beyond the page table is clamped to its capacity.
+    this function, or pass the new tokens to it. On `mosaic` the latter is a single launch for
+    rows of up to 8 tokens, if compressed tokens are means and `cu_seqlens_q` is None. In that
+    launch no row may begin with pages that another row fills. The output of a row is bitwise
+    independent of the other rows. It is 0 for rows of length 0 and for tokens that belong to no
+    row. If the page table names a page that does not exist, the call raises an error on a CPU
+    or under `debug`. Otherwise the entry is clamped to the pool. A length beyond the page table
+    is clamped to its capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
+      cache: the cache with the tokens of all rows.
       page_table, lengths, cu_seqlens_q: as in `append`.
       key, value, params, made_with, slots: arguments of `append`, which then runs first. None
         means that the tokens are already in the cache.
@@ -83,10 +86,10 @@ def paged_attention(
       scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: Upper bound of the queries per row. If a row has more, the call raises an
         error if the host reads the boundaries. Otherwise the output of that row is undefined.
-        The bound is also limited to the capacity of the page table. None means that the host
-        reads the boundaries from the device. If the bound is at most 8, rows are padded to it
-        and run on kernels that read pages. The rounding of the output then depends on the
-        bound.
+        The bound is also limited to the capacity of the page table. It is not used
+        without `cu_seqlens_q` or with `runs`. None means that the host reads the boundaries
+        from the device. If the bound is at most 8, rows are padded to it and run on kernels
+        that read pages. The rounding of the output then depends on the bound.
       runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host.
         The rows of one run are processed together. With `runs` the host reads nothing from the
         device. The lengths that `plan_runs` receives may be upper bounds. None means that all
@@ -171,9 +174,9 @@ def finish(
 def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
-    """Return a function that computes attention for the last tokens `[B, T, H, D]` of all rows
-    on kernels that read pages. Return None if no such kernel can run. The arguments come from
-    `cached_attention` or `paged_attention`, and have been checked.
+    """Choose the kernels that read pages for attention of the last tokens `[B, T, H, D]` of all
+    rows. Return None if no such kernel can run. The arguments are those of `cached_attention`,
+    which have been checked, and the pages of its cache.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -439,7 +442,8 @@ def gathering(
     after the new tokens have been written to their pages.
 
     `whole` has the keys and values of rows without earlier tokens, which are used instead of
-    the pages. `full` means that all rows have the same number of queries.
+    the pages. `full` means that all rows have the same number of queries and that no row has
+    length 0, so that no output is masked.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -534,8 +538,8 @@ def side_by_side(
     last_page: bool = False,
 ) -> Branches[Pair]:
     """Return the keys and values of each branch as `[B, S, Hkv, .]`. Those of the compressed
-    branch are `[B, C, Hkv, .]`, where C is the number of compressed tokens that fit in the
-    pages.
+    branch are `[B, S / d, Hkv, .]`, one entry per slot in the pages. They begin with compressed
+    token 0, so that the last `l / d - 1` entries are unused.
 
     Args:
       page_table, lengths: as in `paged_attention`.

@@ -127,8 +127,8 @@ class BoundPlan:
       constants: indices of buffers that do not depend on the call.
       read_by_torch: constants that a step of torch reads, by position in the list and index of
         the buffer.
-      known: the constants, a list of addresses that includes their addresses, and a stream that
-        does not have to wait until they are computed.
+      known: A weak reference to the constants, a list of addresses that includes theirs, and a
+        stream that does not have to wait until they are computed.
       tables: the function that computes the tables of a batch.
       tables_read_by_torch: indices of tables that torch reads, and of the results that contain
         them.

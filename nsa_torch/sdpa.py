@@ -4,7 +4,8 @@ any dtype.
 Queries are processed in chunks. A chunk attends to a prefix of the compressed tokens, to a band
 of the sliding keys, or to the gathered blocks of its selection. A boolean mask is computed from
 positions. SDPA does not return the log-sum-exp. With `with_lse` a second product `q . k`
-computes it.
+computes it. On a CPU the plain formula (`_plain`), which needs no second product, replaces SDPA
+for every dtype except bfloat16.
 """
 
 from typing import Any

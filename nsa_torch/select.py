@@ -1,9 +1,9 @@
 """Selects the blocks that a query reads: scores from the probabilities of the compressed
 branch, then the top-n.
 
-Source: arXiv 2502.11089 v2, Eqs. 8-12. All arrays are float32 and have no gradient. Scores that
-are too small for float32 are compared by their logarithms, which are computed only if they
-decide the selection.
+Source: arXiv 2502.11089 v2, Eqs. 8-12. All arrays are float32 (float64 for float64 input) and
+have no gradient. On a CPU, scores that are too small for this dtype are compared by their
+logarithms, which are computed only if they decide the selection.
 """
 
 import functools

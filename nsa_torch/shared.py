@@ -15,15 +15,15 @@ from kernels_pallas.runtime import driver
 from nsa_interop import launch
 
 LOG = logging.getLogger(__name__)
-# the limit in bytes over all devices, without the tensors that the last calls used
+# the limit in bytes over all devices, which only the tensors of the last uses may exceed
 BYTES = 24 * 2**20
 RECENT = 32  # number of uses of tensors, which is more than a forward and backward pass have
 MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logged
 
 
 class Kept(list[Tensor]):
-    """Cached tensors, which are never modified. Weak references detect whether a tensor still
-    exists.
+    """A list of cached tensors, which is never modified. A weak reference to it detects whether
+    the list still exists.
     """
 
     __slots__ = ("__weakref__",)

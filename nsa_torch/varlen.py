@@ -44,9 +44,11 @@ def varlen_metadata(
     Args:
       cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
         tensor while the object is in use. Call `update` to change the sequences.
-      max_seqlen: upper bound of tokens per sequence; None means `total`. If a sequence has more
-        and the host does not read the boundaries, all tokens count as padding, with outputs and
-        gradients of 0.
+      max_seqlen: Upper bound of tokens per sequence. If it is None and the host reads the
+        boundaries, it is the length of the longest sequence, but at least `select_block`,
+        rounded up to a power of two and limited to `total`. If the host does not read them, None
+        means `total`. If a sequence then has more tokens, all tokens count as padding, with
+        outputs and gradients of 0.
       total: `T`, the number of tokens of the row. None means `cu_seqlens[-1]` if the host reads
         it, otherwise that the first call determines it.
       padded: whether `cu_seqlens[-1]` may be less than `T`. None means that the host decides if
@@ -54,7 +56,7 @@ def varlen_metadata(
         must be finite.
       max_sequences: The maximum number of sequences that `update` accepts. None means the
         number of sequences rounded up to a power of two, at least 8. Calls share their plan and
-        kernels if they have the same `max_sequences`, the same row length and the same
+        kernels if they have the same `max_sequences`, row length and `padded`, and the same
         `max_seqlen` rounded up to a power of two.
       config: the `config` of the calls.
       device: the device of the calls; None means that of `cu_seqlens`.
@@ -63,7 +65,8 @@ def varlen_metadata(
       A `VarlenMetadata` for calls on such rows.
 
     Raises:
-      ValueError: An argument contradicts another argument, or values that the host reads.
+      ValueError: An argument is invalid, or contradicts another argument or values that the host
+        reads.
     """
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
@@ -156,17 +159,19 @@ class VarlenMetadata:
         gradients: bool = True,
         implementation: str = "mosaic",
     ) -> list[Tensor]:
-        """Compute all tables that calls of a layer read. If a CUDA graph is captured before
-        this call, each replay of the graph computes the tables again.
+        """Compute all tables that calls of a layer read, and return their tensors. If a CUDA
+        graph is captured before this call, each replay of the graph computes the tables again.
 
         Args:
           heads, kv_heads: numbers of query heads and of key/value heads.
           key_width, value_width: columns per head. `value_width=None` means `key_width`.
+          dtype: dtype of the calls' queries.
           gradients: whether to include the tables of the backward pass.
           implementation: `mosaic` or `triton`.
 
         Raises:
-          ValueError: T is not known yet, or the implementation has no kernels for this layer.
+          ValueError: T is not known yet, `implementation` is neither of the two or has no kernels
+            for this layer, or the caller's `cu_seqlens` have been modified.
         """
         if self.total is None:
             raise ValueError(
@@ -260,8 +265,9 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> tuple[int, int] | None:
-        """Return the end of the last sequence and the length of the longest sequence. Check
-        both if the host reads the boundaries.
+        """Check the boundaries, and return the end of the last sequence and the length of the
+        longest sequence. If the host does not read the boundaries, check only their number and
+        return None.
         """
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
@@ -314,7 +320,7 @@ def borders_of(
       length: The number of tokens of the whole row, if `x` is only a part of it.
 
     Raises:
-      ValueError: Both are given, or `varlen` is from another call.
+      ValueError: Both are given, or `varlen` does not fit `x` or `config`.
     """
     if varlen is None is cu_seqlens:
         return None

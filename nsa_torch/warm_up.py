@@ -1,4 +1,4 @@
-"""Compiles and loads all kernels of a layer in parallel, before its first call.
+"""Compiles and loads all Mosaic kernels of a layer in parallel, before its first call.
 
 A kernel serves every length. Kernels that were prepared for a layer therefore remain valid,
 also on disk (`kernels_pallas.runtime.store`). A layer is determined by heads, widths, dtype and
@@ -30,7 +30,8 @@ def prepare(
     device: torch.device | str | int = "cuda",
     jobs: int | None = None,
 ) -> int:
-    """Compile the kernels of a layer that are not yet stored on disk, and load all of them.
+    """Compile the Mosaic kernels of a layer that are not yet stored on disk, and load all of
+    them.
 
     Args:
       heads, kv_heads: The numbers of query heads and of key/value heads.
@@ -38,11 +39,13 @@ def prepare(
         `key_width`.
       dtype, config, scale: As in the calls of `attention`.
       gradients: Whether to include the kernels of the backward pass.
-      packed: Whether to prepare the kernels for batches with `cu_seqlens`. Otherwise the
-        kernels of compression by means are included, both for tokens that the branches share
-        and for separate tokens.
+      packed: Whether to prepare the kernels for batches with `cu_seqlens` instead of those for
+        batches without. Both include the kernels of compression by means, for tokens that the
+        branches share and for separate tokens.
       lengths: Numbers of tokens. A kernel supports all lengths, but short and long sequences
-        run different kernels.
+        run different kernels. By default the kernels for all lengths are
+        included.
+      device: The GPU on which the kernels are loaded.
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:

@@ -172,7 +172,8 @@ def block_attention(
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last `Sq` filled slots.
       attention_mask: The result of `key_states`.
-      dropout: must be 0.
+      dropout: Must be 0 if `block_indices` are given.
+      scaling: Factor of the logits. None means `D**-0.5`.
       block_indices: `[B, heads, Sq, n]`, of any integer dtype and in any order, negative in
         empty slots. `heads` divides Hkv. Blocks after the query are ignored. A list must not
         contain a block twice.

@@ -96,7 +96,7 @@ class NSALayer:
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim] to all columns before them."""
+        """Compute `attention` of the columns `x` [B, T, dim] to all columns up to their own."""
         if self.state is None:
             # the weights may be quantized, so their dtype is not used
             dtype = product_dtype(x.device, x.dtype)
@@ -167,7 +167,7 @@ class PagedLayer:
         self.page, self.fp8 = page, fp8
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim] to all columns before them."""
+        """Compute `attention` of the columns `x` [B, T, dim] to all columns up to their own."""
         spec = attention.spec
         if self.pages is None:
             self.batch, dtype = x.shape[0], product_dtype(x.device, x.dtype)

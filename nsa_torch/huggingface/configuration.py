@@ -101,10 +101,10 @@ class NSAModelConfig(SavedConfig):
         `hidden_size // num_attention_heads`, and the width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
         computation depends on it.
-      initializer_range: initial standard deviation of all matrices except those of gates and
-        `phi`. None means 0.02 for the embedding and `1 / sqrt(3 * inputs)` for other matrices.
-        For matrices that write to the residual stream, the latter is divided by `sqrt(2 *
-        layers)`.
+      initializer_range: initial standard deviation of all matrices except those of gates, `phi`
+        and `key_taps`. None means 0.02 for the embedding and `1 / sqrt(3 * inputs)` for other
+        matrices. For matrices that write to the residual stream, the latter is divided by
+        `sqrt(2 * layers)`.
       rms_norm_eps: epsilon of the norms.
       rope_parameters: A dictionary with `rope_theta` and `rope_type`. The type is "default",
         "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For

@@ -77,10 +77,10 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     """Allocates blocks for all layers of a model with NSA. The manager of transformers makes
     this object. The manager hands out blocks of `select_block` tokens, shares prefixes, and has
     blocks copied when a request forks. Each block has memory for all layers of the model. A
-    layer with NSA stores the keys and values of three branches and the compressed tokens, and a
-    dense layer stores its keys and values. The manager owns the memory, so that its accounting
-    is correct. This class divides the memory into arrays over all blocks, as kernels require.
-    The block of a token follows from the block table:
+    layer with NSA stores the keys and values of three branches, or once if the branches share
+    them, and the compressed tokens. A dense layer stores its keys and values. The manager owns
+    the memory, so that its accounting is correct. This class divides the memory into arrays
+    over all blocks, as kernels require. The block of a token follows from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 

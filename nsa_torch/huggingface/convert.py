@@ -229,7 +229,7 @@ def convert(
       ValueError: The source cannot be converted exactly, or an argument is invalid.
       OSError: The target exists, or a file of the source does not exist.
       DifferentError: The logits differ by more than 4 times the difference between the dense
-        implementations `eager` and `sdpa`.
+        implementations `eager` and `sdpa` plus one rounding of the largest logit.
     """
     target = Path(target)
     validate.one_of("start", start, (*STARTS,))

@@ -113,7 +113,7 @@ class NSAGenerationMixin(GenerationMixin):
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
         """Choose the cache according to `cache_implementation`. A "dynamic" cache grows, and a
-        "static" cache has capacity for `max_length`. The default is a paged cache if
+        "static" cache has the capacity that `max_length` requires. The default is a paged cache if
         `goes_on_pages` is true, otherwise "dynamic". In transformers, "paged" means
         `generate_batch`.
         """

@@ -5,8 +5,8 @@ A layer is that of Llama with a projection for gates, `sigmoid(x g_proj^T)`. The
 `g_proj` are ordered by head, then by branch (compressed, selected, sliding). All branches read
 the same rotated keys and the same values. Compressed keys and values are means of `block_size`
 tokens. A query's own block is always selected, and no other block is forced. One call of
-`nsa_torch.attention` computes the whole layer except the selection. There are two kinds of
-selection:
+`nsa_torch.attention` computes all branches, and also the selection if it is "exact". There are
+two kinds of selection:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
   selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:

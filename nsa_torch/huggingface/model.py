@@ -179,8 +179,9 @@ class NSAPreTrainedModel(PreTrainedModel):
 
         Raises:
           OSError: The checkpoint has no weights in safetensors.
-          ValueError: gate or phi differ from those of the checkpoint, or a weight is missing,
-            unknown or has another shape. The message names the first such weight.
+          ValueError: gate, phi or kv differ from those of the checkpoint, or `use_safetensors` is
+            False. Also if a weight has another shape (unless `ignore_mismatched_sizes`) or, with
+            `strict`, is missing or unknown. The message names the first such weight.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
@@ -294,6 +295,8 @@ class NSAModel(NSAPreTrainedModel):
 
         Raises:
           TypeError: A keyword is unknown.
+          NotImplementedError: A keyword has a value that no NSA model supports, such as
+            `output_attentions=True`.
           ValueError: The mask, positions or boundaries are invalid (`rows.rows`), a cache is
             used during training with gradient checkpointing, or the last call on the cache
             failed.
@@ -418,6 +421,7 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
           labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of
             the next column. Labels of -100 are ignored. If `logits_to_keep` is given, they are
             those of the kept columns.
+          use_cache: None means False if labels are given, otherwise as in `NSAModel.forward`.
           logits_to_keep: For how many of the last columns logits are computed, or the indices
             of the columns. 0 means all columns.
         """

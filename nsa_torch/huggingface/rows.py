@@ -129,8 +129,9 @@ def rows(
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
         and cache contradict each other. On a GPU these checks wait for the device. A decode
-        step therefore checks only shapes, and boundaries are checked only until one call has
-        passed. In a CUDA graph and under `torch.compile` nothing is checked.
+        step therefore checks only shapes, and several descriptions of a packed row are compared
+        only until they have agreed in one call. In a CUDA graph and under `torch.compile` no
+        values are checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if name := next(iter(told), None):

@@ -19,9 +19,9 @@ class StepGraph:
     `graph(input_ids)` maps tokens `[B, 1]` to logits `[B, 1, vocab]`.
 
     The first `WARMUP` calls run the model eagerly. The next one captures a CUDA graph of all
-    layers, and each later call replays it. A replay is one launch of the host. Rows may grow,
-    be cropped and restart between calls. The next call overwrites the logits of the previous
-    one.
+    layers. That call and each later one replay it. A replay is one launch of the host. Rows may
+    grow, be cropped and restart between calls. The next call overwrites the logits of the
+    previous one.
 
     A graph reads the weights at the addresses that they had during capture. It also repeats all
     choices that Python code made during capture, such as adapters and their scaling, kernels
@@ -30,6 +30,7 @@ class StepGraph:
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
+      cache: an `NSAPagedModelCache` for `B` rows, to which each call appends.
 
     Raises:
       ValueError: The model is not on one CUDA device, is sharded, or has forward hooks, which a

@@ -42,8 +42,8 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
     Raises:
       ValueError: The file has no hyper-parameters, or its hyper-parameters, gate, phi,
-        vocabulary, names, shapes or dtypes differ from those of the model. The model is then
-        unchanged.
+        vocabulary, names, shapes or dtypes differ from those of the model, or the embeddings of
+        `model` are tied. The model is then unchanged.
     """
     if model is None:
         model = NSAForCausalLM(_configuration(path)).eval()

@@ -4,8 +4,10 @@ attention (`step.py`).
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
 N, C]`. The C elements per token and head are memory for all data that NSA stores per token:
 
-    C = 3 (D + Dv) + (D + Dv) / d     three branches' keys and values, compressed ones; 1 for 3
-                                      where branches share them
+    C = 3 (D + Dv) + (D + Dv) / d     keys and values of three branches, compressed ones; 1
+                                      instead of 3 if the branches share keys and values
+
+With `key_taps`, C also includes the projected keys that a block stores, divided by its tokens.
 
 `PagedCache.carve` cuts this memory into arrays over all blocks. All layers form one cache group
 with one block table. The accounting, prefix hashes and block tables of vLLM therefore cover all

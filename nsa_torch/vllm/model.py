@@ -101,7 +101,7 @@ class NSAForCausalLM(nn.Module):
     Raises:
       NotImplementedError: A setting is not supported: several devices, layers with dense
         attention, a cache of another dtype, blocks that are moved to other memory, quantized
-        weights, or draft tokens from another model.
+        weights, draft tokens from another model, or any draft tokens with `key_taps`.
       ValueError: Blocks do not have `select_block` tokens.
     """
 
@@ -175,10 +175,11 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
     """Refuse settings that the plugin does not support, before anything is loaded."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     split = "key/value heads of NSA cannot be split over devices"
+    stages = "the plugin runs all layers on one device"
     guesses = getattr(vllm_config.speculative_config, "method", None)
     for name, found, known, reason in (
         ("tensor_parallel_size", parallel.tensor_parallel_size, (1,), split),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,), split),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,), stages),
         (
             "kv_transfer_config and kv_offloading_size",
             vllm_config.kv_transfer_config,
