@@ -3,9 +3,9 @@
     python cloud/cost.py cloud/sky/l4.yaml                     # before
     python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
 
-Before: the hourly limit of the task's nodes times the longest that setup, run and the idle time
-before `autostop` may take. After: the hourly limit times the time of the run itself; what the
-provider charged is in `sky cost-report`. Modal's app prints both for itself.
+Before the run, the cost is the hourly limit of all nodes times the maximum time of setup, run and
+idle machine before `autostop`. After the run, it is the hourly limit times the time of the run
+itself. `sky cost-report` shows the charged cost. Modal's app prints both without this command.
 """
 
 import json
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import yaml
 
-SETUP_MINUTES = 15.0  # machine and installation
-# By name, what Modal calls a GPU, and its dollars an hour as of 2026-05-07: providers change their
-# list prices, modal.com/pricing has today's. "!" means this one, none newer.
+SETUP_MINUTES = 15.0  # assumed for the start of the machine and the installation
+# For each value of GPU, Modal's name of the GPU and its price in dollars per hour on 2026-05-07.
+# modal.com/pricing has the current prices. With "!" Modal provides no newer GPU instead.
 MODAL = {
     "H100": ("H100!", 3.95),
     "A100": ("A100-80GB", 2.50),
@@ -32,22 +32,24 @@ def dollars(hourly: float, minutes: float) -> float:
 
 
 def task_minutes(task: dict) -> float:
-    """The longest that the machine of a SkyPilot task lives, without `sky down` by hand."""
+    """Return the maximum minutes of setup, run and idle machine of a SkyPilot task. Without
+    `autostop` the machine continues to run afterwards.
+    """
     (limit,) = re.findall(r"timeout [^\n]*?(\d+)m ", task["run"])
     idle = task["resources"].get("autostop", {}).get("idle_minutes", 0)
     return SETUP_MINUTES + float(limit) + idle
 
 
 def hourly_limit(task: dict) -> float | None:
-    """The maximum cost of all nodes of a task per hour. The task file has the resources of one
-    node.
+    """Return the maximum dollars per hour of all nodes of a task, or None without a limit. The
+    task file has the resources of one node.
     """
     limit = task["resources"].get("max_hourly_cost")
     return None if limit is None else limit * task.get("num_nodes", 1)
 
 
 def estimate(task: dict) -> str:
-    """The line before a run."""
+    """Return the line that is printed before a run."""
     hourly = hourly_limit(task)
     if hourly is None:
         return "no price: the cluster is yours"
@@ -62,7 +64,7 @@ def estimate(task: dict) -> str:
 
 
 def used(hourly: float, seconds: float) -> str:
-    """The line after a run."""
+    """Return the line that is printed after a run."""
     return (
         f"the run took {seconds:.0f} s: ${dollars(hourly, seconds / 60):.2f} of ${hourly:.2f}/h"
     )

@@ -1,11 +1,11 @@
-"""A task of cloud/sky/ from beginning to end: the machine, its results, the end of the machine.
+"""Runs a task of cloud/sky/: starts the machine, copies the results back and ends the machine.
 
-    python cloud/launch.py cloud/sky/l40s.yaml --dry_run      # prints what it would do
+    python cloud/launch.py cloud/sky/l40s.yaml --dry_run      # prints the commands
     python cloud/launch.py cloud/sky/l40s.yaml --infra runpod
 
-SkyPilot shows the price and asks, unless --yes is given. `sky down` follows however the run ends,
-on every cloud: also where it fails, and at Ctrl-C or SIGTERM. What ends the machine where this
-program itself is gone, or that nothing does, is printed first.
+SkyPilot shows the price and asks, unless --yes is given. `sky down` always runs at the end, on
+every cloud, also after a failure, Ctrl-C or SIGTERM. The maximum cost is printed first. If nothing
+else would end the machine after this program was killed, that line states this.
 """
 
 import argparse
@@ -22,18 +22,20 @@ import cost
 import yaml
 
 ROOT = Path(__file__).parents[1]  # `workdir: .` of a task
-TRIES, WAIT_S = 3, 20.0  # of `sky down`
+TRIES, WAIT_S = 3, 20.0  # attempts of `sky down`, and seconds between them
 
 
 def run(launch: list[str], fetch: list[str], down: list[str], price: str) -> int:
-    """Runs the commands, `down` always; the exit status is that of the first that fails."""
+    """Run the commands. `fetch` runs after a failure too, and `down` always. Return the first exit
+    status that is not 0, or 1 if only `down` fails.
+    """
     status = 0
     try:
-        for step in (launch, fetch):  # of a run that failed too
+        for step in (launch, fetch):
             end = subprocess.run(step, cwd=ROOT).returncode
             status = status or end
     finally:
-        for each in (signal.SIGINT, signal.SIGTERM):  # nothing keeps it from this
+        for each in (signal.SIGINT, signal.SIGTERM):  # no signal may prevent `down`
             signal.signal(each, signal.SIG_IGN)
         if not ended(down):
             shown = shlex.join(down)
@@ -43,9 +45,9 @@ def run(launch: list[str], fetch: list[str], down: list[str], price: str) -> int
 
 
 def ended(down: list[str]) -> bool:
-    """Whether `sky down` succeeds, which is tried a few times."""
+    """Return whether `sky down` succeeds within `TRIES` attempts."""
     for left in reversed(range(TRIES)):
-        # In a session of its own, so that a Ctrl-C does not reach it.
+        # It runs in a separate session, so that Ctrl-C does not reach it.
         if subprocess.run(down, start_new_session=True).returncode == 0:
             return True
         if left:

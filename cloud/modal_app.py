@@ -3,8 +3,8 @@
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
     GPU=L4 modal run cloud/modal_app.py --quick     # or A100, L40S, A10G
 
-What it may cost is printed before it starts, and what it took after it. The container ends when
-the function returns, and is ended after `TIMEOUT_S`.
+The maximum cost is printed before the run, and the cost of the run after it. The container ends
+when the function returns, or after `TIMEOUT_S` seconds.
 """
 
 import datetime
@@ -42,7 +42,7 @@ app = modal.App("native-sparse-attention", image=image)
 
 @app.function(gpu=GPU, timeout=TIMEOUT_S, max_containers=1, retries=0)
 def oneshot(arguments: list[str]) -> tuple[int, bytes]:
-    """The exit status, and the folder artifacts/ as a tar file."""
+    """Return the exit status of `bench.oneshot`, and the folder artifacts/ as a tar file."""
     command = ["python", "-m", "bench.oneshot", *arguments]
     status = subprocess.run(command, cwd=SOURCES).returncode
     buffer, folder = io.BytesIO(), Path(SOURCES) / "artifacts"
@@ -54,7 +54,7 @@ def oneshot(arguments: list[str]) -> tuple[int, bytes]:
 
 @app.local_entrypoint()
 def main(quick: bool = False, minutes: float = 10.0):
-    """Runs it there, unpacks here, and fails where it failed."""
+    """Run `oneshot` on Modal, unpack its results here, and exit with its status."""
     print(f"{NAME}: at most ${cost.dollars(HOURLY, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
         raise SystemExit("the working tree has changes without a commit: commit first")
@@ -68,7 +68,9 @@ def main(quick: bool = False, minutes: float = 10.0):
 
 
 def unpack(packed: bytes, parent: Path) -> Path:
-    """Puts the files into a new folder under `parent`: what is there already stays."""
+    """Extract the files into a new folder under `parent`, and return it. Existing files do not
+    change.
+    """
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         stamp = datetime.datetime.now(datetime.UTC).strftime("modal-%Y%m%dT%H%M%S")
         folder = parent / stamp

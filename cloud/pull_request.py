@@ -1,19 +1,19 @@
-"""The body of a pull request that proposes thresholds: they, and the tables they come from.
+"""Prints the text of a pull request that proposes thresholds, with the tables of their runs.
 
     python cloud/pull_request.py artifacts thresholds.txt https://.../runs/1 > body.md
 
-`thresholds.txt` is what `bench.tune_thresholds` printed.
+`thresholds.txt` has the output of `bench.tune_thresholds`.
 """
 
 import sys
 from pathlib import Path
 
-MOST = 60_000  # characters; GitHub takes 65536
+MOST = 60_000  # maximum number of characters; GitHub's limit is 65536
 TABLES = ("seed_report.md", "compare.md")
 
 
 def body(artifacts: Path, thresholds: str, run: str) -> str:
-    """Markdown; tables that do not fit are named."""
+    """Return the text in Markdown. It names the tables that do not fit and omits them."""
     parts = [f"Measured by {run}", "## Thresholds", f"```\n{thresholds.strip()}\n```"]
     size, left_out = sum(map(len, parts)), []
     for path in sorted(x for name in TABLES for x in artifacts.rglob(name)):
