@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--decode",
         action="store_true",
-        help="whether to build also the kernels of decode steps with one token",
+        help="also build the kernels of paged caches: decode steps with one token per row, append, "
+        "and attention of prompts to pages",
     )
     parser.add_argument(
         "--jobs", type=int, help="number of processes; default: one per processor"

@@ -131,6 +131,7 @@ def prepare(
 
     Args:
       kernels: Kernels that differ only in lengths count as one.
+      device: The GPU.
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:

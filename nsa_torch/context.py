@@ -143,7 +143,9 @@ def compress(
       x: `[B, T, Hkv, D]`, the rank's own tokens.
       params: The parameters, the same on every rank. Their gradient on each rank covers only
         the windows of that rank. Sum it over the ranks to get the full gradient.
+      config: as in `nsa_torch.compress`.
       cu_seqlens: Boundaries of the whole sequence, the same on every rank.
+      context_mesh, context_layout: as in `nsa_torch.attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -203,6 +205,9 @@ def select_blocks(
     Args:
       query: `[B, T, H, D]`, the rank's own.
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
+      cu_seqlens: boundaries of the whole sequence.
+      config, scale, implementation: as in `nsa_torch.select_blocks`.
+      context_mesh, context_layout: as in `nsa_torch.attention`.
     """
     ranks = Ranks(context_mesh, query.device)
     validate.queries(query)

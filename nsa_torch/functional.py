@@ -278,9 +278,10 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower index is chosen. A score underflows in float32 if its logit
-    is 87 or more below the log-sum-exp. Most implementations treat such scores as 0. Only
-    `reference`, and `sdpa` on a CPU, still order them (docs/kernels/numerics.md).
+    If scores are equal, the lower index is chosen. A score underflows in float32 if all its
+    logits are 87 or more below the log-sum-exp (103 or more for `sdpa` and `fa2` on a GPU). Most
+    implementations treat such scores as 0. Only `reference`, and `sdpa` and `jax` on a CPU, still
+    order them (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.

@@ -62,6 +62,7 @@ def index_blocks(
       activation: `relu` or None.
       reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
         per index head.
+      entry: number of tokens that an index key represents.
       kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. None means `S'`, or `T` if
         `entry` is above 1.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), which requires

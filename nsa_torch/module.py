@@ -287,6 +287,7 @@ class NSAAttention(nn.Module):
         """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
 
         Args:
+          batch, capacity: number of rows, and maximum number of tokens per row.
           dtype: dtype of the stored keys and values, which is that of the projections' results.
             None means that of autocast if it is on, otherwise that of the first floating-point
             parameter with at least 16 bits. Pass it if weights are quantized, or if autocast is

@@ -196,6 +196,7 @@ def continuous_batching_config(
     """Make transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
+      config: The configuration of the model.
       options: Other fields of `ContinuousBatchingConfig`. `use_cuda_graph` applies to steps of
         one token per row, and defaults to True on a GPU. Requests longer than
         `max_blocks_per_request` do not use CUDA graphs. `max_blocks_per_request` defaults to a

@@ -179,8 +179,9 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     row. So do `position_ids` of a single row that restart from 0.
 
     Raises:
-      NotImplementedError: The batch has padding, or the cache is not a dynamic cache of
-        transformers.
+      NotImplementedError: The batch has padding, the cache is not a dynamic cache of
+        transformers, or a keyword has a value that no NSA model supports, such as
+        `output_attentions=True`.
       TypeError: A keyword is unknown.
       ValueError: A packed row is combined with a cache, or its boundaries or positions are
         invalid.
