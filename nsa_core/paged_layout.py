@@ -424,8 +424,8 @@ def check_tables(
     writes: bool = False,
 ) -> None:
     """Check page table, lengths and boundaries of a call with `count` tokens in the array
-    `name`. If the host reads them, `lengths` must include the tokens of the call, and rows must
-    have the pages that they need.
+    `name`. If the host reads them, each of `lengths` must be 0 or include the tokens of the call,
+    and rows must have the pages that they need.
 
     Args:
       paged: `page_table` int32 `[B, M]`, `lengths` int32 `[B]`, `cu_seqlens_q` int32 `[B + 1]` or

@@ -5,9 +5,9 @@ Queries are processed in chunks. The selected branch gathers only the blocks of 
 the sliding branch slices the band that its chunk can see. Each branch returns the output `[B,
 T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
-The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. Scores that
-are too small for float32 are compared by their logarithms. The logarithms are computed only if
-such scores affect the selection.
+The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. On a CPU, scores
+that are too small for float32 are compared by their logarithms. The logarithms are computed only
+if such scores affect the selection.
 """
 
 import functools

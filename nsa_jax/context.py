@@ -46,6 +46,9 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
 
     If the length is not a multiple of the number of chunks, padding is added at the end.
     Padding has the value 0, or -1 for integers such as `segment_ids`.
+
+    Raises:
+      ValueError: There is no layout with the name `context_layout`.
     """
     x = jnp.asarray(x)
     length = x.shape[axis]
@@ -158,6 +161,10 @@ def shard_positions(
       local_length: `T`.
       segment_ids: `[B, T]`, the ids of this device's tokens. Padding has position -1.
       context_axis, context_layout: as in `nsa_jax.attention`.
+
+    Raises:
+      ValueError: The tokens cannot be split into chunks, or `context_axis` is no mesh axis of a
+        `jax.shard_map` around the call.
     """
     shard = _shards(context_axis, context_layout, "query", local_length)
     segment_ids = shard.gather(segment_ids)
@@ -191,6 +198,9 @@ def compress(
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+
+    Raises:
+      ValueError: Shapes or dtypes do not fit, or as in `shard_positions`.
     """
     validate.array("x", x, 4)
     validate.phi(params, x, config)
@@ -297,6 +307,10 @@ def select_blocks(
       segment_ids: `[B, T]`, the ids of the device's own tokens.
       config, scale, implementation: as in `nsa_jax.select_blocks`.
       context_axis, context_layout: as in `nsa_jax.attention`.
+
+    Raises:
+      ValueError: Shapes or dtypes do not fit, or as in `shard_positions`.
+      NotImplementedError: The named implementation cannot run this call.
     """
     validate.queries(query)
     shard = _shards(context_axis, context_layout, "query", query.shape[1])

@@ -252,8 +252,8 @@ def indexer_kl(
         the first that can run. `triton` needs an Ampere GPU or newer, `block_indices` with blocks
         of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads, each of
         which serves up to 64 query heads. Attention and indexer must have the same dtype and
-        widths of at most 128. It stores one number per query, index head and listed key, with 32
-        bits in float32 and otherwise 16.
+        widths of at most 128. In float32 a block may have at most 4096 elements. `triton` stores
+        one number per query, index head and listed key, with 32 bits in float32 and otherwise 16.
 
     Returns:
       float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same

@@ -230,6 +230,9 @@ class NSAAttention(nnx.Module):
         then have the tokens of this device only.
       rngs: random number generators for the initial parameters.
       fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
+
+    Raises:
+      ValueError: An argument is invalid, or contradicts another one.
     """
 
     def __init__(
@@ -423,6 +426,10 @@ class NSAAttention(nnx.Module):
             for all layers.
           attention_mask: must be None. Mark padding by negative `segment_ids`. Rows of a cache
             have no padding.
+
+        Raises:
+          ValueError: An argument is invalid, or the cache does not fit the layer or the tokens.
+          NotImplementedError: The layer's `implementation` cannot run this call.
         """
         spec = self.spec
         padding = "mark padding by negative segment_ids; rows of a cache have no padding"

@@ -38,7 +38,8 @@ def weighted(subscripts: str, probs, values):
     """Round probabilities to the dtype of the values, and compute their `product` with the values.
 
     The gradient of the probabilities is not rounded, since a loss scale may make it larger than
-    float16 can represent. The gradient of the result must have that dtype.
+    float16 can represent. The gradient of the result is rounded to the dtype of the values, since
+    both operands of a product have one dtype.
     """
     return product(subscripts, probs.astype(values.dtype), values)
 

@@ -251,7 +251,11 @@ def explain(
     max_seqlen_q: int | None = None,
     implementation: api.Name | None = None,
 ) -> Choice:
-    """Report which implementation `paged_attention` would choose for these arguments."""
+    """Report which implementation `paged_attention` would choose for these arguments. Return the
+    choice, with the reason why each earlier candidate was refused.
+
+    Raises: the same errors as `paged_attention`.
+    """
     paged_layout.check_cache(cache)
     given = query, gates, cache, page_table, lengths, cu_seqlens_q, None
     return _decide(given, max_seqlen_q, implementation).choice

@@ -33,8 +33,8 @@ class Steps(NamedTuple):
         compressed branch. It is used if only the log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
-      reads_places: Whether the kernels read the keys of packed rows from the slots of
-        `nsa_core.varlen`.
+      reads_places: Whether the kernels read the tables of packed rows in `nsa_core.varlen`, and
+        compressed tokens in slots.
       reads_pages: Whether `forward.selected` supports `pages`.
       gates_together: Whether all gates are cast to float32 in one launch. Otherwise each gate
         is cast when a kernel reads it, so that only one cast gate exists at a time.

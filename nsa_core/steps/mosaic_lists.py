@@ -56,8 +56,8 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
     """Return `(edges, *lists)` for `spec`, a `BlockQueryLists`. `edges` has the start of the
-    list of each key tile. `lists` are the concatenated lists, which the kernel `fill` of
-    `specs.block_query_lists` writes. If `spec` has a `limit`, `counts` has the
+    entries of each key tile and chunk of tokens. `lists` are the concatenated lists, which the
+    kernel `fill` of `specs.block_query_lists` writes. If `spec` has a `limit`, `counts` has the
     `BlockCounts` of the block lists of tiles.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
@@ -105,8 +105,8 @@ def of_keys(layout: QueryLayout, found) -> list:
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """Return the work items of the lists with these `edges`. If `spec`, a `WorkItems`, has
-    partials, also return the first partial of each key tile and the number of its partials.
+    """Return the work items of the lists with these `edges`. If `spec`, a `WorkItems`, is
+    `halving`, also return the first partial of each key tile and the number of its partials.
     """
     if layout.varlen is None:
         of_tokens = layout.position
