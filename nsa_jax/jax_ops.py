@@ -93,9 +93,9 @@ class JaxOps(ArrayOps):
         return jax.vmap(lambda row, at: row[at])(x, index)
 
     def searchsorted(self, rows, values, side):
-        # XLA copies the steps of an unrolled search into every reader of its result, and compilation
-        # then takes seconds. Few comparisons are therefore computed all at once. As a loop, the
-        # default of JAX, each step of a search would be four kernels.
+        # XLA copies the steps of an unrolled search into every reader of its result, and
+        # compilation then takes seconds. Few comparisons are therefore computed all at once. As a
+        # loop, the default of JAX, each step of a search would be four kernels.
         few = rows.shape[-1] * values.size <= COMPARISONS
         options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(
