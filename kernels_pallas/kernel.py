@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 # with OR in place of addition. torch's allocator returns multiples of 512 bytes; only a view that
 # starts inside its storage can have another address.
 ALIGNMENT = 256
-# Scalar arguments (`Kernel.for_any_length`) are addresses.
 SIZE = "sizes."  # prefix of the names of scalar arguments, which carry sizes
+# A scalar argument is an address, which is its size times this number (`Kernel.for_any_length`).
 SCALAR_STEP = ALIGNMENT
 NOMINAL_LENGTH = 2**18  # the length in the types of a kernel that serves any length
 # Lengths whose kernels serve all lengths. The scores have a kernel for each power of two; the
@@ -57,7 +57,7 @@ class Spec:
     """Static sizes of a kernel.
 
     Attributes:
-      interpret: Parameters of the Pallas interpreter. None means compiled code.
+      interpret: Parameters of the Pallas interpreter. False means compiled code.
       any_length: Whether the lengths are nominal and the kernel reads its sizes at launch.
     """
 
@@ -86,7 +86,8 @@ class Kernel:
       spec: The static sizes, a frozen dataclass.
       body: `module:function`. The function accepts this kernel and returns the function that
         `plgpu.kernel` returns: its arguments have the shapes of `inputs`, and it returns a list
-        or tuple of arrays with the shapes of `outputs`. Tests pass the function itself.
+        or tuple of arrays with the shapes of `outputs`. Tests pass that returned function as
+        `body`.
       inputs: At least one array.
       outputs: At least one array.
       in_place: Number of first outputs that may share memory with the same number of last
@@ -169,7 +170,9 @@ class Kernel:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """Apply the function that `body` names to this kernel."""
+        """The function that runs the kernel. It is the result of the function that `body` names,
+        or `body` if that is a function.
+        """
         if callable(self.body):
             return self.body
         module, function = self.body.split(":")
@@ -200,8 +203,8 @@ class Kernel:
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
     """Decorate a function that describes a kernel from its spec. Equal specs give the same
     object. The function becomes the kernel's source. By default the kernel has the name of the
-    function. Its body is the function with the same name in `mosaic`. There it is in the module
-    that has the same name as the module of the description.
+    function, and its body is the function of that name in `mosaic`, in the module that has the
+    same name as the module of the description.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

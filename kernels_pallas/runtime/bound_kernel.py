@@ -112,7 +112,9 @@ class BoundKernel:
             self._check(error, "cuLaunchKernelEx")
 
     def node(self, addresses: Sequence[int]) -> tuple[driver.KernelNode, _Bound]:
-        """Return one run as a node of a graph, and the memory to which the node refers."""
+        """Return one run as a node of a graph, and the object that owns the memory to which the
+        node refers.
+        """
         bound = self._bind((0, *addresses))
         launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
         handle, shared_bytes = self._handle.value, launch.shared_bytes
@@ -170,7 +172,8 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the arguments of a tensor map for a shape: type, rank, dims, strides, box, steps,
+    """Return the arguments of a tensor map for a shape. The first tuple has those before the
+    address, which are type and rank. The second has those after it: dims, strides, box, steps,
     interleave, swizzle, l2 and oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)

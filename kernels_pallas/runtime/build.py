@@ -73,7 +73,8 @@ def build(
 
     Raises:
       ValueError: A kernel cannot be described to another process.
-      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.
+      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing, or the recorder cannot be
+        compiled.
     """
     requests = [canonical(describe(kernel)) for kernel in kernels]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(kernels))
@@ -117,7 +118,7 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def started(variables: dict[str, str]) -> Iterator[Child]:
-    """Start a child process, which is killed when this process exits."""
+    """Start a child process, which is killed when the context ends."""
     # -P: modules of the working directory must not hide others.
     command = [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child", *PLACES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -162,7 +163,8 @@ def environment(folder: Path) -> dict[str, str]:
     this process, and the recorder. The recorder is built in `folder`.
 
     Raises:
-      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.
+      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing, or the recorder cannot be
+        compiled.
     """
     if reason := why_not():
         raise RuntimeError(reason)
@@ -188,8 +190,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def has_plugin(*names: str) -> bool:
-    """Return whether JAX's CUDA plugin is installed, without importing it."""
-    with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
+    """Return whether JAX's CUDA plugin is installed, without importing it. `names` are the
+    modules of which one must exist. They default to the plugins for CUDA 13 and CUDA 12.
+    """
+    # `find_spec` raises this error if no package `jax_plugins` is installed.
+    with contextlib.suppress(ModuleNotFoundError):
         return any(map(importlib.util.find_spec, names or PLUGINS))
     return False
 

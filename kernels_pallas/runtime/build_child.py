@@ -1,9 +1,9 @@
 """A process that compiles kernels to machine code, with the recorder as its CUDA driver.
 
-`build` starts it with the names of the modules that may describe kernels. It reads one line of JSON
-per kernel and writes one per reply. Mosaic does not return the launch parameters. The launcher
-of the plugin therefore runs with addresses that identify the arguments, and the recorder logs
-its calls of the driver.
+`build` starts it with the names of the modules that may describe kernels. For each kernel it
+reads one line of JSON and writes one line of JSON as a reply. Mosaic does not return the launch
+parameters. The launcher of the plugin therefore runs with addresses that identify the
+arguments, and the recorder logs its calls of the driver.
 """
 
 import base64
@@ -238,7 +238,8 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """Return the statistics in a log of ptxas, summed over the functions of a kernel.
+    """Return the statistics in a log of ptxas: the maximum number of registers of a kernel's
+    functions, the sums of their bytes, and the remarks.
 
     Raises:
       RuntimeError: The statistics are missing, or are not for Hopper.

@@ -19,8 +19,8 @@ class TensorMap(NamedTuple):
     Attributes:
       argument: Index of the argument whose memory it describes, from the first byte.
       item_bytes: Bytes of an element.
-      axes: Axis of the argument for each dimension, in reverse order. Axes that are not listed
-        have size 1.
+      axes: Axis of the argument for each dimension of the map. The first dimension is the one
+        whose elements are adjacent in memory. Axes that are not listed have size 1.
       enums: The values of type, interleave, swizzle, l2 and oob for the driver.
       box: Number of elements per copy, by dimension.
       steps: Stride between these elements, by dimension.
@@ -51,7 +51,8 @@ class Cubin(NamedTuple):
         passed as an address: `value << 8`. All other parameters are consecutive tensor maps,
         which are passed by value.
       registers: Number of registers per thread.
-      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas.
+      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas,
+        summed over the functions of the image.
       remarks: Warnings and performance losses reported by ptxas, such as serialised wgmma.
       versions: Versions of jax and ptxas.
     """

@@ -94,7 +94,8 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     """Call a function of the driver.
 
     Raises:
-      RuntimeError: The call returned an error. `of` is the purpose of the call in the message.
+      RuntimeError: The call returned an error. The message begins with `of`, which states the
+        kernels that the call serves.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 

@@ -27,8 +27,10 @@ def bound(
     """Return `kernel` as a `BoundKernel` on a GPU, after its code is loaded.
 
     Args:
+      kernel: A kernel with the lengths of a problem.
+      device: Index of the GPU.
       prefetch: Function that returns the kernels that will be launched next. If `kernel` must
-        be built, these are built and loaded together with it.
+        be built, these are built and loaded together with it. Defaults to none.
 
     Raises:
       RuntimeError: The same as in `load`.
@@ -50,9 +52,11 @@ def load(
     jobs: int | None = None,
     prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
-    """Load kernels for any length, and build those that are not stored on disk.
+    """Load kernels for any length, and build those that are not stored.
 
     Args:
+      kernels: Kernels for any length.
+      device: Index of the GPU.
       jobs: Number of processes that build. Defaults to one per core.
       prefetch: The same as in `bound`.
 
@@ -79,7 +83,9 @@ def load(
 
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
-    """Return whether a kernel for any length is on disk."""
+    """Return whether a kernel for any length is stored, on disk or in memory. The first answer
+    for a kernel is cached.
+    """
     return store().get(kernel) is not None
 
 

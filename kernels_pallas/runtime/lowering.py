@@ -15,7 +15,8 @@ def lower(kernel: Kernel) -> bytes:
 
     Raises:
       ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments
-        in order and returns all results in order, or the results are not `kernel.outputs`.
+        in order, does not write to them and returns all results in order, or the results are
+        not `kernel.outputs`.
     """
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
     traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)

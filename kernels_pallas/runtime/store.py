@@ -2,9 +2,10 @@
 
 A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The
 name of the file contains a key, which is a hash of the kernel (source and spec), of the sources
-that determine its machine code, and of the architecture. Any change of these sources, even of a
-comment, rebuilds all kernels. A damaged file counts as missing, so that its kernel is compiled
-again. The same applies to a file from another version of JAX, if this machine can rebuild it.
+that determine its machine code, of the architecture and of the file format. Any change of these
+sources, even of a comment, rebuilds all kernels. A damaged file counts as missing, so that its
+kernel is compiled again. The same applies to a file from another version of JAX, if this
+machine can rebuild it.
 Kernels that are part of the package may have been built with any version of JAX. They run with
 any version, or without JAX.
 
@@ -86,8 +87,10 @@ class Store:
     """A folder of kernels. Any thread and any number of processes may use it at once.
 
     Args:
-      folder: Folder, created at the first `put`. Defaults to one in the user's cache directory.
-      presets: Read-only folder that is searched first.
+      folder: Folder, created before the first kernel is built or stored. Defaults to one in the
+        user's cache directory.
+      presets: Read-only folder that is searched first. Defaults to the one in the package. None
+        means no such folder.
     """
 
     def __init__(
@@ -142,7 +145,8 @@ class Store:
 
         Raises:
           ValueError: The same as in `description.describe`.
-          RuntimeError: Some kernels could not be built. The others were built and stored.
+          RuntimeError: Some kernels could not be built, while the others were built and stored, or
+        this machine lacks a tool to build kernels.
         """
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}
@@ -202,8 +206,8 @@ class Store:
         return [*presets, *self._files(self.folder, False)]
 
     def clear(self) -> int:
-        """Remove all files except presets, and the kernels in memory. Return the number of
-        removed kernels.
+        """Remove the kernels in memory and those in the folder, together with its record of layers
+        and its temporary files. Presets stay. Return the number of kernels that the folder had.
         """
         self._memory.clear()
         found = self._files(self.folder, False)

@@ -17,7 +17,8 @@ class AttentionSizes(Spec):
     """Static sizes.
 
     B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
-    G = H / Hkv query heads; D: width of query and key; Dv: width of value and output.
+    G = H / Hkv query heads; D: width of query and key; Dv: width of value and output; scale: factor
+    of the logits.
     """
 
     B: int

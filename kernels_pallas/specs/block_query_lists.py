@@ -39,8 +39,8 @@ class BlockQueryLists(Spec):
       tokens: Number of adjacent tokens per query tile, which the reader of the lists copies
         together. An entry is a query tile and a block that some of its tokens selected. The
         entry is in the lists of all tiles of keys that the block overlaps.
-      packed: Whether sequences may begin at any key. Tiles of slots in packed rows
-        (`nsa_core.varlen`) are treated like tiles of keys of one sequence.
+      packed: Whether sequences may begin at any key. This is False for tiles of slots in packed
+        rows (`nsa_core.varlen`), which are treated like tiles of keys of one sequence.
       tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for blocks
         that are far from their tile (`specs/selected.py`). `tile` is the number of tokens per
         tile, and `limit` is the `gather_limit` (`selected.tile_is_gathered`).
@@ -192,9 +192,11 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
 
 @described
 def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
-    """Describe a kernel like `fill_lists`, for a spec of single tokens whose blocks are tiles
-    of keys. Output, int32
-    `[entries]`: the position of each entry in the selection, `(token * Hkv + head) * n + slot`.
+    """Describe a kernel with the inputs of `fill_lists`, for a spec of single tokens whose blocks
+    are tiles of keys.
+
+    Output, int32 `[entries]`, undefined past the last entry: the position of each entry in the
+    selection, `(token * Hkv + head) * n + slot`.
     """
     return _kernel("fill_gather_lists", spec, {"edges": spec.edges}, {"entries": spec.list})
 

@@ -112,7 +112,8 @@ class Means(TokenWords, Spec):
         most = min(self.strides, WINDOWS)
         if not self.packed:
             return most
-        slots = self.unit // self.stride  # all in one sequence
+        # The compressed slots of a unit belong to one sequence, so a warp stays within them.
+        slots = self.unit // self.stride
         return next(i for i in range(most, 0, -1) if slots % i == 0)
 
     @property

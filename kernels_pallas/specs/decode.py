@@ -7,8 +7,8 @@ index `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
 warp handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`,
-the maximum number of pages per row. Shared memory has the indices, scores and logits of these
-pages.
+the maximum number of pages per row. Shared memory has the page-table entries, scores and logits
+of these pages.
 """
 
 import dataclasses
@@ -81,7 +81,8 @@ HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Spec):
-    """Static sizes. `B`, `pages` and `table_pages` are not compiled in, but passed at a launch.
+    """Static sizes. `B`, `pages`, `table_pages` and `rings` are not compiled in. A launch passes
+    them, `B` by its grid.
 
     Attributes:
       q_len: Number of query tokens per row, which are the newest tokens of the row.
@@ -185,8 +186,8 @@ class Decode(Spec):
 
     @property
     def spare_strips(self) -> int:
-        """One additional strip for the last warp of the cluster, if a window can begin within a
-        strip.
+        """1 if a window that begins within a strip can have more strips than the `sliding_strips`
+        of all warps, otherwise 0. The last warp of the cluster then has the additional strip.
         """
         strips = cdiv(self.window + STRIP - 1, STRIP) if self.window else 0
         return cdiv(strips, self.cluster_warps) - self.sliding_strips
@@ -206,7 +207,7 @@ class Decode(Spec):
 
     @property
     def stage_bytes(self) -> int:
-        """The number of bytes of a strip of keys or of values."""
+        """The number of bytes of a stage, which holds a strip of keys or of values."""
         return STRIP * max(self.D, self.Dv) * 2
 
     @property

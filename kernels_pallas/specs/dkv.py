@@ -9,9 +9,9 @@ so that every run has the same bits.
 |---------------------|--------------------------------------------------|----------------------|
 | compressed, sliding | an interval: `begin .. end - 1`                  | 64                   |
 | selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64; G, one |
-|                     | list of the block (`specs/block_query_lists.py`) | token, if single     |
+|                     | list of the tile (`specs/block_query_lists.py`)  | token, if single     |
 
-A work item is eight int32, and sixteen of an interval:
+A work item has eight int32, or sixteen for an interval:
 
 | int      | content                                                                       |
 |----------|-------------------------------------------------------------------------------|
@@ -96,8 +96,8 @@ class Dkv(AttentionSizes):
 
     @property
     def consumers(self) -> int:
-        """The number of warpgroups, with 64 keys each. They share the query tiles in shared
-        memory.
+        """The number of warpgroups that compute, with 64 keys each. They share the query tiles in
+        shared memory.
         """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
@@ -204,8 +204,8 @@ class Dkv(AttentionSizes):
 
     @property
     def partials(self) -> dict[str, Array]:
-        """The number of float32 partial sums. Lists have one per work item, and intervals have
-        `interval_partials`.
+        """The arrays of the float32 partial sums, by name. Lists have one partial per work item,
+        and intervals have `interval_partials`.
         """
         count = self.work_items if self.gathered else self.interval_partials
         return {

@@ -27,7 +27,7 @@ from kernels_pallas.specs.compress import TokenWords
 
 GROUP = 16  # size of the groups that are permuted
 LARGEST = 448.0  # largest number in e4m3
-SMALLEST = 2.0**-100  # scale
+SMALLEST = 2.0**-100  # smallest scale
 # P is multiplied by 2^OFFSET, so that it is up to 2^8 if the largest probability is 1.
 OFFSET = 8.0
 CHUNKS = 64  # number of chunks of a row's tokens, which are summed separately
@@ -79,8 +79,8 @@ class Rounding(TokenWords, Spec):
 
     @property
     def sums(self) -> dict[str, Array]:
-        """The array with the sums of two neighbouring columns, followed by their largest
-        absolute values.
+        """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. They have the sums of the
+        two columns of a word in a chunk, then the largest absolute values of these columns.
         """
         key, value = (float32(self.B, CHUNKS, words, 4) for words in self.words)
         return {"key_sums": key, "value_sums": value}
@@ -115,10 +115,11 @@ def round_tokens(spec: Rounding) -> Kernel:
 
     Outputs, `rounded`:
       key: int16 `[B, places, Hkv, D / 2]`.
-      value: int16 `[B, Hkv, Dv, places / 2]`. It is 0 for slots without a key, and for keys
-        from `end` on.
+      value: int16 `[B, Hkv, Dv, places / 2]`. Like `key`, it is 0 for slots without a key, and for
+        keys from `end` on.
       key_scale, value_scale: float32 `[B, Hkv, D]`, `[B, Hkv, Dv]`.
-      key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`.
+      key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`. Keys that are not
+        finite count as 0.
     """
     inputs = spec.tokens | spec.sums
     if spec.packed:

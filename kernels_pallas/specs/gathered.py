@@ -6,7 +6,7 @@ are gathered here. There are two kernels for forward (`partials`, `merge`) and t
 (`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block
-    merge a result for each token, from the loop's result and those of its far blocks, in a
+    merge      a result for each token, from the loop's result and those of its far blocks, in a
                fixed order
 
 Partials need memory, so the tokens are processed in segments, one after the other.
@@ -46,7 +46,8 @@ class GatheredAttention(AttentionSizes):
     gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
-    items: int  # number of work items per segment, the same for each row of [B, Hkv]
+    # number of work items per segment; each row of [B, Hkv] has the same part of them
+    items: int
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape

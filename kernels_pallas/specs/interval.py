@@ -165,7 +165,8 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Maximum number of keys per query. None means many blocks.
+      window: Maximum number of keys per query. None means no maximum, so that there are many
+        blocks.
       fp8: Whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:

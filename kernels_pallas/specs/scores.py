@@ -203,8 +203,9 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Return the tiling of Q K^T. It has the minimum number of padding rows with which the
-    scores of all tokens fit, or four rows per token.
+    """Return the tiling of Q K^T. A token has two rows if its group has at most two heads and the
+    scores of all candidates then fit at once. Otherwise the number of rows is that of the heads,
+    rounded up to a power of two, but at least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -219,9 +220,9 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
     fits in shared memory, and then the largest number of stages.
     """
     sm_bytes = 228 * 1024  # shared memory per SM, of which the system uses 1 KB per CTA
-    # Four warpgroups on an SM have 128 registers per thread. They are two CTAs, provided that
-    # the compiler needs no more registers. If it would spill, three warpgroups have more
-    # registers.
+    # Four warpgroups on an SM have 128 registers per thread. They are two CTAs if the compiler
+    # needs no limit to stay within 128 registers (`narrow`), and otherwise one CTA. If it would
+    # spill (`large`), the CTA has three warpgroups, with more registers per thread.
     narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)

@@ -11,14 +11,15 @@ class Kinds(NamedTuple):
     # Of queries, by tiles of neighbouring queries:
     tokens: int  # `nsa_core.varlen.Tokens`
     by_row: int  # `key_bounds.by_row` of one or two columns of `Tokens`
-    # by tiles of one sequence each (`nsa_core.varlen.QueryTiles`):
-    candidate_rows: int  # of `mosaic_forward._candidates_of_tiles` bounds by row,
-    query_tiles: int
-    candidate_tokens: int  # own and first blocks,
-    candidate_spans: int  # and blocks that a tile spans
+    # Of queries, by tiles of one sequence each (`nsa_core.varlen.QueryTiles`). The candidates are
+    # the results of `nsa_core.steps.mosaic_forward._candidates_of_tiles`:
+    candidate_rows: int  # begin and end of the compressed keys to which each row attends
+    query_tiles: int  # `QueryTiles`
+    candidate_tokens: int  # own block of each token, and the block where its sequence begins
+    candidate_spans: int  # number of blocks that the tokens of a tile span
     # Of keys:
-    key_tiles: int
-    places_of_keys: int
+    key_tiles: int  # `nsa_core.varlen.KeyTiles`
+    places_of_keys: int  # slot of each key
     # Of intervals:
     parts: int  # `work_items.PART_COLUMNS` of each 64 keys
     items: int  # `work_items.interval_work_items`
@@ -46,8 +47,10 @@ class Section(NamedTuple):
         interval.
       columns: Number of entries per tile in `parts`.
       tiles, keys: Number of tiles of keys, and number of keys per tile.
-      heads, partials, span, segments, segment_tiles, streams: Fields of `IntervalSplit`; `span` is
-        the number of query tiles of a segment.
+      heads: Number of key/value heads.
+      partials, segments, segment_tiles, streams: `partials`, `segments`, `tiles` and `streams` of
+        `work_items.IntervalSplit`.
+      span: Number of query tiles of a segment.
     """
 
     begin: int = 0
@@ -85,6 +88,6 @@ SECTIONS = 32  # maximum number of sections per launch
 INTS = 32  # length of a row of the table of sections
 NEVER = 2**31 - 1  # `begin` of an unused row
 PITCH = 64  # rows of `Sequences` and arrays that kernels read begin at multiples of 64 numbers
-RUN_ROWS = 3  # of `runs_at`
+RUN_ROWS = 3  # number of arrays at `runs_at`
 PROGRAM = 512  # entries per program
-PART_KEYS = 64  # keys of `PARTS`
+PART_KEYS = 64  # keys per entry of a section of the kind `parts`

@@ -5,10 +5,10 @@ the keys.
                                           group x keys of the block in this slot of the
                                           token's selection
 
-`group_rows` is G rounded up to 8, 16, 32 or 64. The 2 KB of 16 heads and a block are stored in
-the order of registers (`mosaic/stored_ds.py`). Nothing is written for an empty slot, or if the
-token does not attend to the block. A token must not select a block twice, since only one of the
-slots would be written.
+`group_rows` is G, which is at least 8, rounded up to 8, 16, 32 or 64. The 2 KB of 16 heads and
+a block are stored in the order of registers (`mosaic/stored_ds.py`). Nothing is written for an
+empty slot, or if the token does not attend to the block. A token must not select a block twice,
+since only one of the slots would be written.
 
 Rows of `[B, Hkv]` are processed in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
 
@@ -27,7 +27,7 @@ CHUNK_WORDS = 64  # 256 bytes, the alignment of launches
 FIRST_ROW, FIRST_PARTIAL = range(2)  # words of `ds_chunk`
 DS_CHUNK = int32(CHUNK_WORDS)
 KEYS = ROWS  # keys per block
-HEADS = 8  # heads per part of a token, whose numbers are contiguous
+HEADS = 8  # heads of a matrix of 8 x 8 that `mosaic/stored_ds.py` transposes
 MAX_SELECTION_ENTRIES = LANES  # maximum number of blocks per token, one per lane of a warp
 
 

@@ -78,8 +78,8 @@ def parts_of_block(block: int, entries: int) -> int:
 
 
 def warp_grid(rows: int, warps: int) -> tuple[int, int]:
-    """Return the numbers of CTAs for `warps` warps in each of `rows` rows. The last CTA of a
-    row may have more warps.
+    """Return the grid for `warps` warps in each of `rows` rows: the number of rows, and that of
+    CTAs per row. The last CTA of a row may have warps without work.
     """
     return rows, cdiv(warps, WARPS)
 

@@ -9,9 +9,9 @@ tiles]`:
     counts   [6]               `specs.selected.BlockCounts`
 
 The first blocks of a list need no mask by key, up to the first block that ends after the last
-key of one of its members. All blocks except block 0 are far if they end before the block that
-precedes that of the tile's first token. After the last block of a list, `starts` and `members`
-are zero.
+key of one of its members. A block other than block 0 is far if it comes before the block that
+precedes the one of the tile's first token. After the last block of a list, `starts` and
+`members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32

@@ -9,9 +9,9 @@ Tokens are divided into segments. Items of one segment run together and read the
 so that these stay in L2. With `streams`, items that read the same queries are also neighbours
 within a segment.
 
-    table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
-    first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
-    count     [B, Hkv, tiles]     and how many
+    table     [items, 8] int32    one `WorkItem` per row; for intervals [items, 16]
+    first     [B, Hkv, tiles]     index of the first partial of a tile of keys
+    count     [B, Hkv, tiles]     number of its partials
 
     order of work items
       of intervals                [segment, tile, row of B x Hkv], the last segment first
@@ -59,7 +59,7 @@ ITEM_STEPS, COMPARED = 12, 1.15
 MAX_ENTRIES = 2048
 MIN_ENTRIES = 256  # number of entries that a work item of a list may always have
 MIN_SEGMENT = (
-    4096  # query tiles of a segment: 16 rows each have 30 MB of Q and dO, which fit in L2
+    4096  # query tiles of a segment: with 16 rows each, 34 MB of Q and dO at D=Dv=128 fit in L2
 )
 # maximum number of times that tokens are halved, if query tiles have one token
 MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1
@@ -75,7 +75,7 @@ class WorkItem(NamedTuple):
 
     row: Any  # row of [B, Hkv]; a negative row means that there is no work item
     first_key: Any  # first key of the tile
-    begin: Any  # of the queries
+    begin: Any  # begin of the queries, whose end is `end`
     unmasked_begin: Any  # begin and end of the queries that attend to all keys of the tile
     unmasked_end: Any
     end: Any
@@ -204,7 +204,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
     begin = ops.searchsorted(last, start, "right")
-    # A tile after all visible keys has no queries, and not the queries of the last tile.
+    # A tile after all visible keys has no queries. Without this condition `begin` could be the
+    # last query tile.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
     unmasked_begin = cdiv(ops.searchsorted(last, start + ROWS, "left"), tokens)
     unmasked_end = ops.searchsorted(first, start, "right") // tokens
@@ -265,10 +266,11 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 class WorkItems:
     """The work items of query lists, as static sizes.
 
-    All segments have the same capacity and `segment` query tiles, a multiple of those of a
-    chunk. With `halving`, each segment is half of the tokens before the next one, and the first
-    has at least `segment` query tiles. The lists of a segment then have similar lengths. If the
-    last key of a token is not known, there is a single segment.
+    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple of
+    those of a chunk. With `halving`, each segment is half of the tokens before the next one, and
+    the first has at least `segment` query tiles. The lists of a segment then have similar
+    lengths. There is a single segment if `halving` and not `square`, since the last key of a
+    token is not known.
 
     Attributes:
       longest: Maximum number of entries of a work item.
@@ -413,8 +415,9 @@ def dkv_work_items(
 def work_items(spec: WorkItems) -> Kernel:
     """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which increases by one per
     token in rows that are not packed, or `first_key` `[B, key_tiles]` if tiles are `placed`.
-    Outputs:
-    `table`, whose empty rows have `row` -1 and no entries; if `halving` also `first` and `count`.
+
+    Outputs: `table`, whose empty rows have `row` -1 and no entries; if `halving` also `first` and
+    `count`.
     """
     lists = spec.lists
     inputs = {
