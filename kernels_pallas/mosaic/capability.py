@@ -15,11 +15,12 @@ from kernels_pallas.specs.tile import (
 )
 
 HOPPER = (9, 0)
-WIDTH = 256
-BLOCK = 128  # keys of a selection block
+WIDTH = 256  # maximum of D and of Dv
+BLOCK = 128  # maximum number of keys of a selection block
 GRID_ROWS = 2**16 - 1  # CUDA's limit of a grid's second axis
 FP8_STEP = 32  # numbers in e4m3 that a product sums at a time
-LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
+# maximum number of keys, since the backward pass stores the bounds of a row's keys in float32
+LONGEST = 2**24
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, otherwise False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)

@@ -17,7 +17,7 @@ from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.compress import Means
 from kernels_pallas.specs.tile import LANES, ROWS
 
-LOADS = 16  # that a lane starts before it waits for one of them
+LOADS = 16  # number of loads that a lane starts before it waits for one of them
 
 
 class Side(NamedTuple):

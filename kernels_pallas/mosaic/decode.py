@@ -1,7 +1,7 @@
 """One decode step of NSA in one launch, with a cluster of CTAs for each query token and key/value
 head.
 
-Algorithm, in the order of events of each warp:
+Algorithm, in the order of events of each warp, where S2 are the logits in base 2:
 
     lengths, page table, Q, gates          one round trip
     (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
@@ -94,7 +94,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     gates = _gates(lane, refs, token, kv_head)  # compressed, selected, sliding
     work = Work.of(lane, seen)
     queue = Queue(lane, work, refs, kv_head)
-    m.sync_cta()  # the page table
+    m.sync_cta()  # all warps have written the page table
     if spec.append:
         put_new_tokens(lane, sizes, refs)
     queue.fill_before_meeting()

@@ -23,7 +23,7 @@ from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # columns of a row per lane, 16 bytes
-ROWS = 8  # rows of a mean that a warp loads together
+ROWS = 8  # maximum number of rows of a mean that a lane loads before it adds the first one
 KINDS = "key", "value"
 # The same as in `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
@@ -44,7 +44,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     columns, pool = m.word(sizes.table_pages), m.word(sizes.pages)
     row, count = token // spec.q_len, token % spec.q_len + 1
     length = m.fetch_int(refs.lengths, row)
-    first = length - spec.q_len  # the position of the row's first
+    first = length - spec.q_len  # the position of the row's first new token
     if spec.fp8:
         ring = m.fetch_int(refs.slots, row)
         rings = m.word(sizes.rings)

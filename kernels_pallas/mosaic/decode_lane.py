@@ -15,6 +15,9 @@ class Lane(NamedTuple):
 
     Attributes:
       m: The object with the instructions of a warp (`warp.py`).
+      lane: Index of the lane in its warp.
+      warp: Index of the warp in its CTA.
+      rank: Index of the CTA in its cluster.
       number: Index of the warp in its cluster.
       shared: Address of shared memory.
     """
@@ -94,7 +97,8 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, lane: Lane, seen: Any) -> "Work":
         """Distribute the strips. Compressed token i is visible from `i * stride + compress_block`
-        tokens on. All CTAs except the last have the same number of strips.
+        tokens on. The CTAs have the same number of strips, except that the last ones may have fewer
+        or none.
         """
         m, spec = lane.m, lane.spec
         cluster, warps = spec.variant.cluster, spec.variant.warps

@@ -30,11 +30,11 @@ from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.specs.decode import STRIP, WARP_COPY_BYTES
 from kernels_pallas.specs.tile import LOG2E
 
-PART = 64  # columns of 16 bits of a part
+PART = 64  # number of 16-bit columns of a part
 CHUNK_BYTES = 16
-ROW_BYTES = 2 * PART  # of a part
+ROW_BYTES = 2 * PART  # bytes of a row of a part
 PART_BYTES = STRIP * ROW_BYTES
-LARGEST_EXPONENT = 14  # of queries as float16
+LARGEST_EXPONENT = 14  # exponent of the largest element of a query row in float16 (`half_query`)
 # p times scales must be less than 2^MOST_P_EXPONENT as float16; otherwise it is scaled to less than
 # 2^(P_EXPONENT + 1).
 P_EXPONENT, MOST_P_EXPONENT = 10, 15
@@ -228,7 +228,7 @@ class Queue:
         return tiles
 
     def _scales(self, stage: Any) -> list[Words]:
-        """Return the scales of the keys in the lane's columns of two tiles."""
+        """Return the scales of a strip for the keys in the lane's columns of two tiles."""
         m, at = self.m, stage + self.lane.pair * 8
         places = [self.spec.scales_at + 32 * tile for tile in range(2)]
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
@@ -282,8 +282,9 @@ class Queue:
         Args:
           state: `acc` and its factor. The factor is a power of two with which p times scales
             fits float16.
+          turn, first, low, high: As in `add`.
           p: P in float32.
-          most: Maximum of the lane's p, at least 0.
+          most: Upper bound of the absolute values of the lane's p.
         """
         m, spec = self.m, self.spec
         stage, (acc, unit) = self.take(turn), state

@@ -17,11 +17,11 @@ registers, as the left operands of 4 and 6. Product 3 runs in parallel with 4, a
 during 4. The G query heads of a key/value head are rows of the query tile, so that the products
 sum over them and GQA needs no separate reduction.
 
-Intervals: the queries that see a tile of keys are neighbours. A CTA has 128 keys: a producer
-warpgroup, and two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The
-producer fills the stages of a ring buffer with query tiles of 64 rows, as the consumers release
-them. Only steps at both ends of an interval are masked. A consumer skips the steps in which no
-query attends to its 64 keys.
+Intervals: the queries that see a tile of keys are neighbours. A CTA has a producer warpgroup, and
+two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The producer fills the
+stages of a ring buffer with query tiles of 64 rows, as the consumers release them. Only steps
+at both ends of an interval are masked. A consumer skips the steps in which no query attends to
+its 64 keys.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
 8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both. A
@@ -198,8 +198,9 @@ class KeyTile:
         Args:
           stage: Stage of the rows.
           keys: The left operands K and V, 64 keys.
+          sums: The sums of dK and dV before the step, only those that `spec` wants.
           visible: Function that returns the mask of eight columns, `[64, 8]`. Its arguments are
-            the first of these columns, and the first and last key in their statistics. None
+            the first of these columns, and `first_key` and `key_end` of their statistics. None
             means that all queries attend to all keys.
           selected: Function that returns whether the token of a column selected the block of
             its entry, `[8]`. Its argument is the first of eight columns. None means that all
@@ -263,7 +264,8 @@ class KeyTile:
 def _scratch(spec: Dkv) -> dict[str, Any]:
     """Return the arrays in shared memory, in this order."""
     buffers = Buffers.of(spec, spec.query_tile)
-    copies = (spec.D + spec.Dv) // buffers.slab  # of K and V, and of Q and dO
+    # Number of copies of K and V of 64 keys, and also of Q and dO of a query tile.
+    copies = (spec.D + spec.Dv) // buffers.slab
     per_step, stages = spec.tiles_per_step, spec.stages
     stats = stages, per_step * spec.stats_rows, ROW_STATS
     return {
@@ -403,8 +405,9 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """Return the query tiles of step `i`. If they are single tokens, the result is empty,
-        and the tokens are prefetched into L1 for `load`.
+        """Return the query tiles of step `i`. If they are single tokens and entries are not
+        indices into a selection, the result is empty, and the entries are prefetched into L1 for
+        `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:

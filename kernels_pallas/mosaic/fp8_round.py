@@ -15,13 +15,13 @@ from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.fp8 import CHUNKS, GROUP, LOADS, TILES, Rounding
 from kernels_pallas.specs.tile import ROWS
 
-FINITE = 3.4e38  # larger numbers are infinite
+FINITE = 3.4e38  # numbers from here on are treated as infinite
 EXPONENT = 23  # lowest bit of the exponent of a float32
 AT_MOST = 7  # the largest number becomes 2^7 to 2^8
 LEAST = 27 << EXPONENT  # bits of the smallest scale, 2^-100
 SUMS = 16  # bytes of two columns of a chunk
 BATCH = 8  # chunks that are loaded together
-HALF = (1 << 16) - 1  # of a word
+HALF = (1 << 16) - 1  # mask of the lower half of a word
 
 
 def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:

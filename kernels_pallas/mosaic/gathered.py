@@ -14,7 +14,7 @@ scatters their results:
 
     load(0)
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
-                      compute;  store(i), all columns or an atom at a time
+                      compute;  store(i), all columns or a slab at a time
 
 A far block ends before the first token of its tile, so that its tokens attend to the whole
 block. The entries of the next step are read one step ahead, so that they are in the cache when
@@ -34,8 +34,8 @@ order of slots,
 Tiles that are not gathered keep the result of the loop. Slots without a far block are skipped,
 since their partials are undefined. Slots before the first and after the last far block of the
 tile's tokens are not read. Loop order: query-stationary, a few tiles of 64 rows per CTA, one after
-the other; the partials of the next slots are in flight. If a row of a segment has no work items,
-nothing else is read.
+the other; the partials of the next slots are in flight. With `spec.stays` a CTA whose row of the
+segment has no work items reads nothing else.
 
 Bound: HBM, in which the partials are written and read once. Floors at B=1 H=32 Hkv=8 D=Dv=128
 T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq 0.67 TFLOP = 0.67 ms;
@@ -139,9 +139,9 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Return the number of result columns that are in shared memory at a time: all columns, or
-    those of an atom if three CTAs then fit on an SM. `loaded` is the number of columns of query
-    rows.
+    """Return the number of result columns that are in shared memory at a time: those of a slab
+    if three CTAs fit on an SM only then, otherwise all columns. `loaded` is the number of columns
+    of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -337,11 +337,13 @@ def _tile_buffers(spec: GatheredAttention) -> Buffers:
 
 
 def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Callable[[], None]:
-    """Merge a tile. A result is a list of slabs, float32 `[64, slab]` each."""
+    """Return a function that merges a tile. Inside, a result is a list of slabs, float32 `[64,
+    slab]` each.
+    """
     width, buffers, stages = out.shape[-1], _tile_buffers(spec), _stages(spec)
     b, kv_head = div_rem(refs.cta.row, spec.Hkv)
     tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
-    all_tile = refs.segment[2] + tile  # of all tokens
+    all_tile = refs.segment[2] + tile  # index of the tile among those of all tokens
     tile_rows = TileRows.of(spec)
 
     def heads_of(array):

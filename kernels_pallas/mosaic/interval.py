@@ -11,8 +11,8 @@ consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys 
     producer warpgroup    for each work item, for each block:
                                wait free[stage], copy to ring[stage]
     consumer warpgroups   for each work item:
-                               start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
+                               start the loads of the next query, add and store the result
 
 A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A work item
 then loops over one interval after the other, and its tile of the result stores the rounded
@@ -70,7 +70,7 @@ def dq(kernel: Kernel) -> Callable:
 
 class KeyBounds(NamedTuple):
     """The keys of an interval to which a work item attends. Every row attends to the keys from
-    `full_from` to `full_to`. Each key from `begin` to `end` is visible to at least one row.
+    `full_from` to `full_to`. No row attends to a key before `begin` or from `end` on.
     """
 
     begin: Any
@@ -306,12 +306,12 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
             pl.when(turn + 1 < scheduler.turns)(lambda: load_rows(following))
 
         if has_out_tile:
-            plgpu.commit_smem()  # the warpgroup is done with its query
+            plgpu.commit_smem()  # all warps of the warpgroup have read the query
             load_next_rows()
         added = None
         if spec.added:
             if not has_out_tile:
-                plgpu.commit_smem()  # the warpgroup is done with its query
+                plgpu.commit_smem()  # all warps of the warpgroup have read the query
                 load_added(work_item)
             plgpu.barrier_wait(refs.added_ready.at[wg])
         if spec.added or len(intervals) > 1:

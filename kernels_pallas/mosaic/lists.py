@@ -66,8 +66,9 @@ segment of the tokens:
         all segments, with another prefix sum of the totals
     mark the remaining rows of the table of the segment as empty
 
-Bound by latency: two or three loads of `edges` per tile, and a store of 28 bytes per item; a few
-microseconds, compared with the milliseconds of the kernels that read the table.
+Bound by latency: two or three loads of `edges` per tile, `MAX_HALVES + 2` more if partials are
+counted, and a store of up to 28 bytes per item; a few microseconds, compared with the
+milliseconds of the kernels that read the table.
 """
 
 import functools
@@ -95,7 +96,7 @@ class Tokens(NamedTuple):
     """The properties of each token, by word and lane."""
 
     sequence: list[Word]  # first key of its sequence; -1 if it may not select any block
-    position: list[Word]  # in the sequence
+    position: list[Word]  # position of the token in the sequence
     bound: list[Word]  # number of blocks of the sequence that it may select
 
 
@@ -415,8 +416,8 @@ def list_chunk(
             tile = low + offset
             key = tile * ROWS
             seen = (tile >= tile_from) & (tile < tile_to)
-            # Bits below `early` are tokens that end before the tile: positions grow by one per
-            # bit. early < 32 if `seen` holds.
+            # Bits below `early` are tokens whose keys end before the tile: positions grow by one
+            # per bit. early < 32 if `seen` holds.
             early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first_key, 0) // spec.block
 

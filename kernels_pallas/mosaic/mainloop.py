@@ -54,8 +54,8 @@ class TilePlace(NamedTuple):
 
     b: Any
     kv_head: Any
-    index: Any  # along the tokens
-    slot: Any  # index among the scratch's tiles
+    index: Any  # index of the tile along the tokens
+    slot: Any  # index of its memory among the tiles of the CTA
 
 
 def rows_of(size: Tile, array, at: TilePlace):
@@ -80,7 +80,8 @@ class Block(NamedTuple):
     free_value: Callable[[], None]
 
 
-type Factor = tuple[Block, Any]  # to be multiplied: P or dS, `[64, block]`, 16 bits
+# A block, and its P or dS, `[64, block]` in 16 bits, which is multiplied with values or keys.
+type Factor = tuple[Block, Any]
 
 
 class Mainloop(NamedTuple):
@@ -111,13 +112,15 @@ def over_blocks(
     """Return the last state of `mainloop` on a tile.
 
     Args:
+      mainloop: The operations on the tile.
       block_at: Function that returns a block. Its arguments are whether some keys are masked, and
         the index of the block.
       boundary: Number of first blocks. Either only the first blocks or only the remaining
         blocks are masked.
+      blocks: Number of all blocks.
       masked_first: Whether the first blocks are the masked ones.
       overlap_pv: Whether a factor is multiplied during the next block. There must then be at
-        least one block, and the first one must be masked.
+        least one block. The first one is then masked, even if it needs no mask.
     """
 
     def step(under_mask, i, carried):
@@ -250,7 +253,9 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
     def finish(state):
         inverse, lse = softmax.normalizer(state, offset)  # [64]
-        if spec.fp8 and not spec.added:  # lse of a single branch includes the mean of its keys
+        # S lacks the product with the mean that was subtracted from the keys. The lse must include
+        # it, unless the result is added to another branch and the lse is not used.
+        if spec.fp8 and not spec.added:
             lse += _logit(spec, buffers, refs, at, refs.key_mean)
         rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
         tile_rows.put(refs.lse, lse, *rows)
@@ -286,7 +291,8 @@ def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
     logit = 0.0
     for i in range(spec.D // buffers.slab):
         logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
-        plgpu.commit_smem()  # otherwise registers would hold all slabs at once
+        # This keeps the compiler from loading all slabs into registers at once.
+        plgpu.commit_smem()
     return logit * spec.scale
 
 

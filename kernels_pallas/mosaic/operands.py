@@ -151,7 +151,7 @@ class Buffers(NamedTuple):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def clear_rows(self, ref, tiles: int):
-        """Set padding rows to zero, since copies never write them."""
+        """Set all rows to zero if some are padding, since copies never write padding rows."""
         if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape
@@ -457,7 +457,7 @@ def by_column(ref, shape, interpret):
 
 
 def side_by_side(parts, interpret):
-    """Join the columns `[64, 8]` of a matrix."""
+    """Join matrices `[64, columns]` side by side."""
     if interpret:
         return jnp.concatenate(parts, axis=1)
     shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
@@ -554,10 +554,11 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raise an error unless warpgroups may have these registers per thread.
+    """Raise ValueError unless warpgroups may have these numbers of registers per thread.
 
     If the pool is too small, `setmaxnreg` waits forever and the GPU hangs. The pool is the
-    allocation of the launch, `warpgroups` times the largest multiple of 8 that fits.
+    allocation of the launch: the number of warpgroups times the largest multiple of 8 registers
+    per thread that fits, at most 248.
     """
     threads = 128 * len(warpgroups)
     pool = min(REGISTERS // threads // 8 * 8, 255 // 8 * 8) * len(warpgroups)

@@ -58,7 +58,7 @@ def build_kernel(
         by_name["cta"] = SimpleNamespace(**{name: cta_index(kernel, name) for name in axes})
         body(SimpleNamespace(**by_name))
 
-    named.__name__ = kernel.name  # in profiles
+    named.__name__ = kernel.name  # the name in profiles
     return plgpu.kernel(
         named,
         grid=kernel.grid,

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
 
-BYTES = 16  # per lane and copy
+BYTES = 16  # bytes that a lane moves per copy
 NUMBER_BYTES = 2
-SLAB = 64  # columns
+SLAB = 64  # columns of a slab
 SLAB_ROW_BYTES = SLAB * NUMBER_BYTES
 SLAB_BYTES = ROWS * SLAB_ROW_BYTES
-PARTS = SLAB_ROW_BYTES // BYTES  # of a row of a slab
+PARTS = SLAB_ROW_BYTES // BYTES  # number of copies per row of a slab
 ROWS_AT_A_TIME = 128 // PARTS  # rows that the threads of a warpgroup copy together
 
 
@@ -128,10 +128,13 @@ class RowCopies(NamedTuple):
         warp.each(call, [*refs, *operands], numbers, types=types)
 
     def _rows(self, warp):
-        """Return the rows of a thread, and the offset of its 16 bytes in each row of a slab."""
+        """Yield each row of a thread, and the offset in the slab of the 16 bytes of the row that
+        the thread copies.
+        """
         thread = _thread(warp)
         part, first = thread % PARTS, thread // PARTS
-        swizzled = (part ^ first % PARTS) * BYTES  # of rows of 128 bytes
+        # The swizzle of rows of 128 bytes.
+        swizzled = (part ^ first % PARTS) * BYTES
         for row in range(0, ROWS, ROWS_AT_A_TIME):
             yield first + row, (first + row) * SLAB_ROW_BYTES + swizzled
 

@@ -9,7 +9,7 @@ added to the score row of each token in shared memory, from which a warp selects
 Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. It loops over
 chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for each of the
 `ratio` phases of its blocks. Each chunk ends with its top-k. A tile whose tokens select all their
-candidate blocks needs no product.
+candidate blocks needs no product, if there is one chunk and rows are not packed.
 Tile: 64 query rows per warpgroup, `64 // heads` tokens, in registers as the left operand. A product
 then reads only keys from shared memory, which is half the traffic of two shared operands. With 16
 heads each warp has one token, and with fewer heads 2 to 8 tokens. The sum over heads is an exchange
@@ -66,8 +66,9 @@ from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 
 def tile_of_cta(spec: Scores, refs) -> tuple:
-    """Return the batch row, the key/value head, the index of the tile, its first token, the end
-    of its tokens, and its first block.
+    """Return the batch row, the key/value head, the index of the tile among those of all batch
+    rows, its first token, the end of its tokens (T without `query_tiles`), and the block where
+    the sequence of its first token begins.
     """
     b, g = div_rem(refs.cta.bg, spec.Hkv)
     tiles = refs.sizes.tiles
@@ -82,7 +83,8 @@ def tile_of_cta(spec: Scores, refs) -> tuple:
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """Return lse * log2(e) for the rows of `tokens` tokens from `first_token` on. `length` is
-    T. For padding, and for rows without keys, it is +inf, so that every probability is zero.
+    T. For padding heads, and for rows without keys, it is +inf, so that every probability is
+    zero. Tokens from T on have the value of the last token.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, spec.interpret)
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
@@ -312,8 +314,8 @@ def best_blocks_qk(kernel: Kernel):
 
 def _queries(spec: Scores, query, b, g, token, length):
     """Load the rows of a warpgroup into registers, `[64, D]`. Its first token is `token`.
-    Padding rows and tokens after the end repeat other rows, which has no effect since their
-    `lse` is +inf.
+    Padding heads repeat other heads, which has no effect since their `lse` is +inf. Tokens from T
+    on repeat the last token, and their selection is not written.
     """
     dtype = jnp.dtype(spec.dtype)
     if spec.interpret:
@@ -441,9 +443,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """Run `_each_warp` in the interpreter. It only sees the warpgroup's own rows as read and
-    written. An argument that is not a ref is the shape of an array that is only written, which
-    is returned.
+    """Run `_each_warp` in the interpreter, which sees only the warpgroup's own `rows` as read and
+    written. An element of `arrays` that is not a ref is the shape of an array that is only
+    written, which is returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -480,7 +482,7 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
 def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g, end):
     """Run `WarpTopK.write` in the interpreter, for one token of a warpgroup after the other."""
     count, tokens = ROWS // spec.tiling.heads, spec.tile.tokens
-    # In an array of one tile, of one row and one head.
+    # The blocks of the tile's tokens are written to an array of one tile, at row 0 and head 0.
     of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
     zero = jnp.int32(0)
     numbers = [wg, zero, zero, zero, jnp.int32(tokens), jnp.int32(tokens)]
@@ -525,7 +527,7 @@ ROW_PER_WARP = plgpu.Layout.TILED(
 
 
 def best_blocks_kq(kernel: Kernel):
-    """The body of the kernel `specs.scores.best_blocks` for any group."""
+    """The body of the kernel `specs.scores.best_blocks` for groups of more than 16 heads."""
     spec: Scores = kernel.spec
     tile, r, free = spec.tile, spec.ratio, spec.free
     buffers = operands.Buffers.of(spec, tile)
@@ -597,8 +599,8 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """Return the sums over each token's heads, `[64, 8]` for each group of 8
-            columns.
+            """Return for each token the sum of its groups of 8 columns, `[64, 8]`. `store` adds
+            up these 8 columns.
             """
             sums = []
             for token in range(0, rows, heads):
@@ -609,7 +611,9 @@ def best_blocks_kq(kernel: Kernel):
             return sums
 
         def store(scores_s, place, sums, add=False):
-            """Add up the `sums` `[64, 8]` of each token and write them to its score row."""
+            """Add up the columns of the `sums` `[64, 8]` of each token, and write the results to
+            its score row. With `add` the previous contents are added.
+            """
             for t, folded in enumerate(sums):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
                 score = folded.sum(axis=1)  # [64]
@@ -618,8 +622,8 @@ def best_blocks_kq(kernel: Kernel):
                 blocks[...] = score
 
         def step(chunk_begin, under_mask, i, logits):
-            """Return the scores of 64 blocks, given the logits of their first phase, and the
-            logits of the next step.
+            """Store the scores of 64 blocks, given the logits of their first phase. Return the
+            logits of the first phase of the next step.
             """
             place = i * ROWS - chunk_begin
 
@@ -634,7 +638,8 @@ def best_blocks_kq(kernel: Kernel):
                     # Registers are short: lse_log2 stays in shared memory.
                     p = jnp.exp2(logits * scale_log2 - down(columns(refs.lse_log2_s)))
                     folded = fold(p)
-                    if under_mask:  # heads of a token see the same
+                    # All heads of a token attend to the same keys.
+                    if under_mask:
                         shape = (ROWS, 8)
                         block = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
                         token = (block + (base + i * ROWS)) * r + phase
@@ -732,7 +737,7 @@ def best_blocks_kq(kernel: Kernel):
                 base_of_row = values_of_rows(refs.base_block.at[mine, four])
                 index = index - along(base_of_row - base - k * chunk, shape)
                 own_block = along(values_of_rows(refs.own_block.at[mine, four]), shape)
-                final = own_block - spec.num_local  # those after it are forced
+                final = own_block - spec.num_local  # the blocks after it are forced
                 free_to_choose = (index >= spec.num_initial) & (index <= final)
                 scores.append(jnp.where(free_to_choose, score, -1.0))
                 indices.append(index)

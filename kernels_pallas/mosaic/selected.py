@@ -70,10 +70,10 @@ def list_counts(block_counts, index) -> BlockCounts:
 class LoopBlocks(NamedTuple):
     """The blocks over which a tile loops."""
 
-    full_blocks: Any  # need no mask by key, and come first
-    blocks: Any
+    full_blocks: Any  # number of first blocks, which need no mask by key
+    blocks: Any  # number of all blocks
     far_begin: Any  # from here on, list indices are `far` larger than loop indices
-    far: Any  # blocks of the list that are skipped; None means none in any tile
+    far: Any  # number of blocks of the list that are skipped; None means none in any tile
 
     def place(self, i):
         """Return the index in the list of the `i`-th block."""
@@ -104,6 +104,7 @@ def _build(
     """Return a kernel.
 
     Args:
+      kernel: The description of the kernel.
       mainloop_of: Function that returns the operations on a tile.
       rows: Widths of the arrays of query rows that are read. The first one's tile also holds
         `added` and the result.

@@ -22,8 +22,9 @@ The kernel of dq adds dS K over the blocks of a token, from the dS that `dkv` wr
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows, and reads the blocks of
 the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16 rows, which
-belong to one token. It reads them from global memory one block ahead, or uses zeros if its token
-did not select the block. The kernel needs no masks and no exponentials.
+belong to one token, or to two tokens with groups of eight heads. It reads dS from global memory
+two blocks ahead, or uses zeros if a token did not select the block. The kernel needs no masks and
+no exponentials.
 
     K of block i    TMA, a ring in shared memory ─┐
                                                   ├─► dQ += dS K
@@ -55,7 +56,7 @@ from kernels_pallas.specs.stored_ds import FIRST_ROW, HEADS, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
-HALF_BYTES = 8  # per lane, for 8 heads and 16 keys
+HALF_BYTES = 8  # bytes per lane of 8 heads and 16 keys
 NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 
@@ -121,8 +122,9 @@ class StoredDs(NamedTuple):
         Args:
           indices: int32 `[B, T, Hkv, n]`.
           places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. If
-            `key_start` is given, a block is identified by the position of its first key, otherwise
-            by its index in the sequence.
+            `key_start` is given, a block is identified by the index of its first key in the row,
+            otherwise by its index in the sequence.
+          b, kv_head: Batch row and key/value head.
           first: First token.
           length: T.
         """
@@ -136,7 +138,7 @@ class StoredDs(NamedTuple):
             return wgmma.fragments(np.array([held], object), layout.to_mgpu(), True)
 
         def slots(warp, arrays, words):
-            """Return, for each token of the warp, the slot whose index is that of the lane."""
+            """Return, for each token of the warp, the block in the slot with the lane's index."""
             b, kv_head, first, length = words
             own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
             return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]
@@ -169,7 +171,8 @@ class StoredDs(NamedTuple):
 
             result = jax.ShapeDtypeStruct((WARPS, LANES, tokens), jnp.int32)
             (found,) = interpreter.written(program, arrays, scalars, [result])
-            found = found.swapaxes(1, 2).reshape(-1, LANES)  # of 16 or 8 rows
+            # Each row of `found` has the slots of the token of 16 or 8 rows of the tile.
+            found = found.swapaxes(1, 2).reshape(-1, LANES)
             return found[:: len(found) // self.tokens]
 
         result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)

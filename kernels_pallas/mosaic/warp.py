@@ -1,12 +1,14 @@
-"""The instructions of a warp on words. A word has a 32-bit value per lane. The instructions are
-for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles nor votes. Addresses are in
-bytes. A program receives the instructions as an argument. It can therefore also run in the
-Pallas interpreter, on an object with the same functions (`interpreter.py`).
+"""The instructions of a warp on words. A word has a value per lane, of 32 bits except for
+addresses in global memory. The instructions are for bodies of `plgpu.inline_mgpu`, since Pallas
+has neither shuffles nor votes. Addresses are in bytes. A program receives the instructions as
+an argument. It can therefore also run in the Pallas interpreter, on an object with the same
+functions (`interpreter.py`).
 
 Programs on clusters of CTAs also use asynchronous copies, products of 16 rows, and stores to
 the shared memory of another CTA:
 
-    copy      cp.async of 16 bytes; a lane reads its own copies, so a warp needs no barrier
+    copy      cp.async of 16 bytes; a lane waits for its own copies, and then `sync` makes them
+              visible to the other lanes
     multiply  mma.m16n8k16, sums in float32
     push      st.async: a store to a CTA of the cluster, whose barrier counts the bytes
 """
@@ -43,9 +45,10 @@ def _comparison(kind: str) -> Callable[[Any, Any], "Word"]:
 
 
 class Word:
-    """An integer, a float32 or a truth value in each lane. A Python number is a constant.
+    """An integer, a float32, a truth value or a 64-bit address in each lane. A Python number is a
+    constant.
 
-    Comparisons are for signed integers; `//` and `%` are for integers from 0; `>>` fills with
+    Comparisons of integers are signed; `//` and `%` are for integers from 0; `>>` fills with
     zeros.
     """
 
@@ -189,11 +192,12 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
 
 
 def _to_float32(text: str) -> Callable[..., Word]:
-    """Emit an instruction whose result is a float32, and return the result."""
+    """Return a function that emits an instruction and returns its result, a float32."""
     return lambda *operands: _ptx(text, *operands, result=ir.F32Type.get())
 
 
-log2 = _to_float32("lg2.approx.f32 $0, $1;")  # within 2^-22, beyond 1 relative to the result
+# The error is at most 2^-22 for inputs from 0.5 to 2, and at most 2^-22 of the result for others.
+log2 = _to_float32("lg2.approx.f32 $0, $1;")
 exp2 = _to_float32("ex2.approx.ftz.f32 $0, $1;")
 divided = _to_float32("div.rn.f32 $0, $1, $2;")  # rounded to the nearest
 quotient = _to_float32("div.approx.ftz.f32 $0, $1, $2;")
@@ -213,7 +217,7 @@ def _listed(first: int, count: int) -> str:
 
 
 def exchange(x: Word, distance: int) -> Word:
-    """Return the float32 of the lane at `distance`, a power of two."""
+    """Return the float32 of the lane whose index differs by XOR with `distance`, a power of two."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return _ptx(text, x, result=ir.F32Type.get(), together=True)
 
@@ -352,11 +356,12 @@ def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
     """
     tree, before = jax.tree.structure(state), _values(state)
     if not unrolled:
-        times = _ptx("mov.b32 $0, $1;", times, reads=True)  # which LLVM cannot count
+        # LLVM cannot know the result of inline PTX, so that it does not unroll the loop.
+        times = _ptx("mov.b32 $0, $1;", times, reads=True)
 
     def step(i, inner):
         if not unrolled:
-            _do('.pragma "nounroll";')  # for ptxas
+            _do('.pragma "nounroll";')  # ptxas does not unroll the loop either
         return _values(body(Word(i), *jax.tree.unflatten(tree, map(Word, inner))))
 
     found = utils.fori(word(times).value, before)(step).results
@@ -368,7 +373,7 @@ def _values(tree) -> list:
     return [word(x).value for x in jax.tree.leaves(tree)]
 
 
-# Of clusters.
+# Instructions that only programs on clusters use.
 
 
 def widened(codes: Word) -> list[Word]:
@@ -416,7 +421,9 @@ def read_transposed(address: Word, offset: int = 0) -> list[Word]:
 def write_words(
     address: Word, words: Sequence[Word], offset: int = 0, only: Word | None = None
 ) -> None:
-    """Write 2 or 4 neighbours to shared memory, if `only` holds."""
+    """Write 2 or 4 neighbouring words to shared memory, if `only` holds. The address must be a
+    multiple of their total size in bytes.
+    """
     text = f"st.shared.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *map(_integer, words), only=only)
 
@@ -440,7 +447,9 @@ def fetch_half(address: Word, dtype: str) -> Word:
 
 
 def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
-    """Write 2 or 4 neighbours to global memory, if `only` holds."""
+    """Write 2 or 4 neighbouring words to global memory, if `only` holds. The address must be a
+    multiple of their total size in bytes.
+    """
     text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *words, only=only)
 
@@ -503,8 +512,9 @@ def wait_for_cluster() -> None:
 def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
-    """Write 2 or 4 neighbours to the shared memory of CTA `cta` of the cluster, if `only` holds.
-    The barrier of that CTA counts them. `barrier` and `address` are this CTA's.
+    """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if `only`
+    holds. The barrier of that CTA counts their bytes. `barrier` and `address` are those of this
+    CTA, and are translated to the other one.
     """
     to, its_barrier = (
         _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)

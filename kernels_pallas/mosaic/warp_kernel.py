@@ -5,9 +5,10 @@
 `instructions` is the module `warp`, which emits PTX. In interpret mode it is an object with the
 same functions (`interpreter.py`), so that one source serves both. `sizes` has the numbers of
 `Kernel.sizes`, as integers or as words that the kernel reads at launch. `refs` has the arrays
-of the kernel and those in shared memory by name, and the CTA's indices. `group` is the index
-among the CTAs of `row`, or of head `g` of `[B, kv_heads]` in `b`.
-Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
+of the kernel and those in shared memory by name, and the CTA's indices. `row` is the index of
+its row. With `by_head` there are the batch row `b` and the key/value head `g` instead. `group` is
+its index among the CTAs of the row. Warp `w` of CTA `group` has the index `WARPS * group + w` in
+the row.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def warp_kernel(
     `interpreter.machine` runs the warps on the host, from NumPy or JAX arrays, also in `jit`.
 
     Args:
-      program: The program that the module describes. Unused lanes must not write.
+      program: The program, as described above. Lanes without work must not write.
       shared: Function of a spec that returns names and shapes of the int32 arrays in shared
         memory, for the whole CTA.
       by_head: Whether the rows of the grid are those of `[B, spec.Hkv]`.
@@ -98,7 +99,7 @@ def warp_kernel(
 
         if spec.interpret:
             return call
-        body.__name__ = kernel.name  # in profiles
+        body.__name__ = kernel.name  # the name in profiles
         warpgroups = warps(spec) // WARPS
         return plgpu.kernel(
             body,

@@ -3,8 +3,8 @@ repeatedly.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
-    stripe 0        winners of the chunks before, if there are several chunks
-    stripe 1 ...    scores of the blocks of this chunk
+    first stripes   winners of the chunks before, if there are several chunks
+    then            scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
 Each lane has a column, and stores its best entry or its best two entries in registers. To
@@ -12,11 +12,11 @@ extract a winner, a warp finds the maximum of its lanes (`redux`) and the lowest
 equals. Then all lanes read the winner's column again, one stripe each, to find its best
 remaining entry. If two entries were known, this happens only after both are extracted.
 
-With a single chunk, a token that has at most `free` candidate blocks selects all of them
-without their scores. The start costs a read and a few instructions per stripe, and more if two
-entries are stored. Each winner costs two reductions. Each column that is read again costs a
-read, and a reduction and a vote per known entry. A warp extracts for up to four tokens at once,
-to hide latency.
+With a single chunk, if each token for which a warp extracts at once has at most `free` candidate
+blocks, these tokens select all of them without their scores. The start costs a read and a few
+instructions per stripe, and more if two entries are stored. Each winner costs two reductions.
+Each column that is read again costs a read, and a reduction and a vote per known entry. A warp
+extracts for up to four tokens at once, to hide latency.
 
 A single warp does all of this (`warp.py`), without waiting for others. Scores, which are not
 negative, are compared as integers; -1.0 is below all of them.
@@ -32,7 +32,7 @@ NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
 NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of an extracted score, below `NO_SCORE`
 TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels/scores.md)
-WARP_ROWS = 16  # of a product of 64 rows
+WARP_ROWS = 16  # rows that a warp has of a product of 64 rows
 TOGETHER = 4  # tokens for which a warp extracts at a time
 
 
@@ -144,9 +144,10 @@ class WarpTopK(NamedTuple):
         tokens = [token, token + 8 // self.heads][: len(own)]
         base = wg * (ROWS // self.heads) + warp.warp() * self.tokens
         rows = [self._score_row(scores, base + token) + start * 4 for token in tokens]
-        warp.sync()  # the lane that wrote a carry is not the one that reads it,
+        # Different lanes write a carry, read it and overwrite it.
+        warp.sync()
         carries = [warp.real(warp.read(row)) for row in rows]
-        warp.sync()  # nor is the one that writes over it
+        warp.sync()
         for score_row, carry, mine, over in zip(rows, carries, own, following, strict=True):
             mine, over = (_sums_of_heads(warp, x, lane, sharing) for x in (mine, over))
             for m, ((a, b), (x, y)) in enumerate(zip(mine, over, strict=True)):
@@ -204,7 +205,8 @@ class WarpTopK(NamedTuple):
                 )
             ]
 
-        all_win = warp.same(int(not self.several_chunks), 1)  # in all of these tokens
+        # Whether all candidates are selected, which must hold for all of these tokens.
+        all_win = warp.same(int(not self.several_chunks), 1)
         for column in columns:
             all_win = all_win & (column.count <= spec.free)
         state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)

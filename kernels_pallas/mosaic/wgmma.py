@@ -155,15 +155,19 @@ def _start(
     depth: int,
     flags: str,
 ) -> list[ir.Value]:
-    """Return the instructions of a product, as a separate group.
+    """Start a product as a separate group, and return its pending registers.
 
     Args:
       total: Registers to which the product is added, or empty.
-      words: Registers of the left operand.
+      words: Registers of the left operand, or the one word of its descriptor.
       of_step: Function that returns the PTX before the instruction of a step, and the left
         operand in this instruction. Its arguments are the step and the first of `words`.
+      right: The right operand.
       columns, depth: Columns of the result, and of the sum.
       flags: Which operands are transposed.
+
+    Raises:
+      ValueError: No instruction has these sizes.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
         raise ValueError(
