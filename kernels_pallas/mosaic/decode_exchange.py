@@ -184,7 +184,7 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
     bits: 0 is bit 3, 1 and 2 are bits 0 and 1, 3 is bit 4; bit 2 of the lane is another copy.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
-    distances = 8, 1, 2, 16  # between lanes of neighbours, by slot bit
+    distances = 8, 1, 2, 16  # distance of the lanes whose slots differ in bit 0, 1, 2 or 3
     heads = [[p[t][e] + p[t][2 + e] for e in range(2)] for t in range(2)]
     upper, odd = (lane.lane & 16) > 0, (lane.lane & 8) > 0
     both = [_swapped(m, upper, heads[0][e], heads[1][e], 16) for e in range(2)]
@@ -243,7 +243,7 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
         return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
 
     place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)
-    if spec.fp8:  # a lane has four neighbours of each two tiles
+    if spec.fp8:  # of each two tiles, a lane has four neighbouring columns
         places = [
             place + (lane.pair & 1) * 16 + chunk(lane.row, lane.pair // 2 + i) for i in (0, 2)
         ]

@@ -34,7 +34,7 @@ PART = 64  # number of 16-bit columns of a part
 CHUNK_BYTES = 16
 ROW_BYTES = 2 * PART  # bytes of a row of a part
 PART_BYTES = STRIP * ROW_BYTES
-LARGEST_EXPONENT = 14  # exponent of the largest element of a query row in float16 (`half_query`)
+LARGEST_EXPONENT = 14  # exponent of a row's largest element in float16 (`half_query`)
 # p times scales must be less than 2^MOST_P_EXPONENT as float16; otherwise it is scaled to less than
 # 2^(P_EXPONENT + 1).
 P_EXPONENT, MOST_P_EXPONENT = 10, 15

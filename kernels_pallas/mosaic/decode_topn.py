@@ -69,7 +69,8 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
     """
     m, spec = lane.m, lane.spec
     warps, capacity = spec.variant.warps, spec.variant.capacity
-    covered = (work.strips * STRIP) // spec.per_page  # blocks that have sums
+    # The number of blocks whose sums `push_scores` has written. Other memory has any contents.
+    covered = (work.strips * STRIP) // spec.per_page
     scores, blocks = [], []
     for first in range(0, capacity, LANES * warps):
         block = lane.warp * LANES + (lane.lane + first)
@@ -149,7 +150,7 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     m.write(winners + lane.lane * 4, NO_BLOCK, only=m.same(lane.warp, 0))
     m.sync_cta()
     score, block = m.read_words(own + (lane.lane & slots - 1) * 8, 2)
-    shares = LANES // slots  # lanes that count for a block
+    shares = LANES // slots  # number of lanes that share the counts of a block
 
     def count(i, place):
         pair = m.read_words(found + i * (16 * shares) + (lane.lane & -slots) * (16 // slots), 4)

@@ -32,7 +32,7 @@ from kernels_pallas.specs.tile import ROWS
 
 THREADS = 128  # threads of a warpgroup, which hold the 64 rows and the columns of a result
 STEP = 16  # columns of the left operand of one instruction
-BYTES = 2  # per column: one number, or two in e4m3
+BYTES = 2  # bytes of a column, which is one number, or two in e4m3
 SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and their code in a descriptor
 MAX_COLUMNS = 256
 

@@ -26,7 +26,7 @@ STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 NEW_PAGES = 2  # maximum number of pages for a row's new tokens
 BARRIERS = 8  # 8-byte words at the end of shared memory, of which four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
-RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
+RAW = "raw", "selected", "sliding"  # tokens to compress, and those of the other branches
 FP8 = "float8_e4m3fn"
 GATE_DTYPES = "float32", "bfloat16", "float16"
 

@@ -178,7 +178,8 @@ def forward_blocks(
         return {"block": 64, "stages": 3}
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
-    if fp8:  # the minimum number of keys, in the largest blocks
+    # The blocks that together have the fewest keys, and among these the largest.
+    if fp8:
         keys += GROUP - 1
         blocks = min(FP8_BLOCKS, key=lambda size: (cdiv(keys, size) * size, -size))
         return {"block": blocks, "stages": 2}

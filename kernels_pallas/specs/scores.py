@@ -227,7 +227,8 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
     tokens = warpgroups * ROWS // heads
-    room = sm_bytes // ctas - 2 * 1024  # bytes of the system, and of barriers
+    # The system uses 1 KB of a CTA's part, and barriers use less than another KB.
+    room = sm_bytes // ctas - 2 * 1024
     winners = winner_slots(spec.free)
     every = spec.most_candidates
 

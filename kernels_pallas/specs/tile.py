@@ -46,7 +46,7 @@ class Tile:
         """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. It is
         0 if no number of tokens has this size.
         """
-        rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
+        rows = 128 // (2 * self.slab)  # number of rows whose columns in a slab have 128 bytes
         multiple = rows // math.gcd(rows, self.group)
         return self.rows // self.group // multiple * multiple
 

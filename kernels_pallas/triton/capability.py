@@ -15,7 +15,7 @@ from kernels_pallas.triton.tiling import HEADS, choose, itemsize, power, scores_
 
 AMPERE = (8, 0)
 ADA = (8, 9)  # the lowest capability that converts 8-bit floats
-WIDTH = 256
+WIDTH = 256  # maximum of D and of Dv
 BLOCK = 128  # maximum number of keys per selection block
 SELECTED = 64  # maximum number of selected blocks per token
 DTYPES = ("float16", "bfloat16", "float32")
@@ -91,7 +91,9 @@ def copies_why_not(
 
 @functools.cache
 def _missing(framework: str) -> str | None:
-    """Return a sentence that names the package that must be installed, or None."""
+    """Return a sentence that names the package or tool that is missing, or packages that do not
+    work together, or None.
+    """
     wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
     for name in wanted:
         if importlib.util.find_spec(name) is None:

@@ -9,8 +9,8 @@
 
 The kernels use split-K. A split has a fixed number of keys, so that the order of sums depends
 only on the length of a row, and not on the batch or the page table. The step is bandwidth
-bound. Every compressed key and value is read once per row, and so are the keys and values of
-the window and of the selected blocks.
+bound. Each compressed key and value and each key and value of the window are read once per row
+and tile of `ROWS` query rows, and those of the selected blocks once per query.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
     m = max m_s    lse = m + log2(sum l_s exp2(m_s - m))    O = sum exp2(m_s - lse) O_s
@@ -122,7 +122,8 @@ def partials(
     M, P, splits, windows, candidates, scale,
     logits, maxima, sums, outputs, counters, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * HEADS * ROW_TILES * (splits + windows).
+    """Compute the parts of the compressed and the sliding branch. Programs: B * HEADS *
+    ROW_TILES * (splits + windows).
 
     Args:
       query: `[B * QUERIES, HEADS * GROUP, WIDTH]`.
@@ -134,6 +135,7 @@ def partials(
       splits, windows: Numbers of splits of the compressed keys and of the window, for the
         longest row.
       candidates: Number of compressed keys of the longest row.
+      scale: Scale of the logits, times log2(e).
       logits: float32 `[B * HEADS, QUERIES * GROUP, candidates]`, base 2.
       maxima, sums: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
       outputs: float32 `[B * HEADS, QUERIES * GROUP, splits + windows, VALUE_WIDTH]`.
@@ -298,7 +300,8 @@ def finish(
     M, P, splits, windows, candidates, scale,
     out, indices, part_maxima, part_sums, part_outputs, part_added, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * HEADS * QUERIES * PARTS.
+    """Select the blocks, attend to them and add up all branches. Programs: B * HEADS * QUERIES *
+    PARTS.
 
     Args:
       query .. lengths: As in `partials`, with the pages of the selected branch.

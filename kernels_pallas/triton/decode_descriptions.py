@@ -28,12 +28,15 @@ def gather(
 
     Args:
       key, value: The pages.
+      page_table: The page table `[rows, pages]`.
       dtype: Dtype of the results, and of pages that are not in `fp8`.
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: Number of last tokens of a row whose entries are copied; other entries are zeros.
       margin: Number of tokens before these whose entries are zeros; earlier ones are not written.
         Defaults to all tokens.
-      last: Whether only the last page of each row is copied. This is for raw tokens.
+      fp8: Whether the pages of keys, and those of values, are in fp8.
+      last: Whether only the last page of each row is copied. This is for raw tokens. S is then the
+        number of entries of one page.
     """
     (pool, _, heads, width), (rows, pages) = key.shape, page_table.shape
     widths = width, value.shape[3]
@@ -71,6 +74,7 @@ def append(
     Args:
       cache: `nsa_core.paged_layout.PagedArrays`.
       key, value: The new tokens `[N, Hkv, .]` of all rows.
+      page_table: The page table `[B, M]`.
       ragged: Whether rows have different numbers of tokens.
       means: Whether compressed tokens are means, which the launch computes.
       slots: Whether the caller passes the index of each row's ring buffer.

@@ -49,6 +49,9 @@ class Problem(NamedTuple):
         """Return the tiling of a kernel (`tiling.needed`) with at most this number of rows and keys
         per tile. A bound of the rows replaces the default. A bound of the keys can only reduce
         the default.
+
+        Raises:
+          NotImplementedError: No tiles fit in the shared memory of the GPU.
         """
         largest = tilings.most(kernel, self.capability, self.D, self.Dv)
         limits = rows or largest[0], min(keys or largest[1], largest[1])

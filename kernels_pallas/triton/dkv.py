@@ -10,8 +10,8 @@ block (`of_blocks`). If there are several segments, their sums are float32 parti
 `merge` adds in order. The products already sum over the heads of a group.
 
 The sums of dk and dv have one term per query, and grow with the number of queries. In float32
-the sums are compensated. Otherwise one multiply-add per query row would round a large sum
-thousands of times, and the error would be up to four times that of the reference.
+the sums are compensated. Without compensation one multiply-add per query row would round a
+large sum thousands of times, and the error would be up to four times that of the reference.
 """
 
 import triton
@@ -57,7 +57,7 @@ def _over_queries(
     query, do, lse, delta, gate, dlse = arrays
     dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
     dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
-    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)  # rounding errors
+    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)  # the rounding errors of the sums
     for part in tl.static_range(3):
         for start in range(edges[part], edges[part + 1], c.ROWS):
             row = start + tl.arange(0, c.ROWS)

@@ -98,8 +98,8 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
 
     Args:
       query, key, position: As in `index_blocks`.
-      out: float32 `[B, count, HEADS or 1, blocks]`; not written for blocks without visible
-        keys.
+      out: float32 `[B, count, HEADS or 1, blocks]`. Blocks without visible keys are -inf or not
+        written.
     """
     MADE: tl.constexpr = c.KEYS // c.POOL
     tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)

@@ -5,8 +5,8 @@ indexer, and its gradients.
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
 The kernels are key-stationary. A program has the keys of a block and a part of its query list,
-for one index head, and it gathers the queries. This reads 32 bytes for each key that a
-query-stationary loop would read.
+for one index head, and it gathers the queries. Each entry reads the rows of one query, where a
+query-stationary loop would read the `BLOCK` keys of the block.
 
     kl_targets     t and sum t for each entry (query, slot)
     kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and
@@ -306,8 +306,7 @@ def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
 
     Args:
       partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
-      ends: int32
-        `[B * INDEX_HEADS, tiles]`.
+      ends: int32 `[B * INDEX_HEADS, tiles]`: end of the items of each tile.
     """
     program = tl.program_id(0)
     part = program % (c.BLOCK // c.PART)

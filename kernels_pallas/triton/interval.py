@@ -109,8 +109,10 @@ def dq(
     """Programs and arguments as in `forward`.
 
     Args:
-      do: `[B, T, H, VALUE_WIDTH]`, of the gated output.
-      lse, delta: float32 `[B, T, H]`; gate, dlse: the same, read if `GATED`, `LSE_GRAD`.
+      do: `[B, T, H, VALUE_WIDTH]`, the gradient of the gated output.
+      lse, delta: float32 `[B, T, H]`; delta is rowsum(dO * O) without the gate.
+      gate, dlse: float32 `[B, T, H]`. The gate is read if `GATED`, and dlse, the gradient of lse,
+        is read if `LSE_GRAD`.
       added: The same shape as `out`, read if `ADDED`.
       scale_dq: The scale without log2(e).
       out: `[B, T, H, WIDTH]`: dq + added.

@@ -23,8 +23,8 @@ class TritonKernel:
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
       programs: Number of programs of the launch, which has one axis. At least 1.
-      scalars: The numbers that depend on lengths, and the scale. Their values are not compiled
-        in.
+      scalars: The numbers that depend on lengths, and floats such as the scale. Their values are
+        not compiled in.
       outputs: Shapes and dtypes of the outputs.
       constants: The compiled numbers, which are the only `tl.constexpr` of the function. They
         are a NamedTuple with the sizes of a layer, sizes of tiles, and switches.
@@ -45,7 +45,7 @@ class TritonKernel:
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
         """Return a kernel. `launch` has its numbers of warps and stages, and `constants` the
-        compiled constants. Their names are the same in all launches of a function.
+        compiled constants. The names of these constants are the same in all launches of a function.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)

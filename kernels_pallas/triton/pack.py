@@ -47,6 +47,7 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
     Args:
       longest: Number of rows of the longest range.
       width: Number of elements per row.
+      heads: Number of heads of `gather_rows`. Defaults to 0, for other kernels.
     """
     columns = width & -width
     columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
@@ -176,14 +177,14 @@ def sum_ranges(
     """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
     bits for any schedule of the programs.
 
-    The inverse list groups ranges that begin at the same token. A single program sums their
-    rows in the order of the list and adds the sum to `total`. Two ranges must therefore begin
-    at the same token or share no token. The grid is the same as in `gather_ranges`. Only the
-    first of the ranges of a block has work.
+    The inverse list groups the ranges of a head that begin at the same token, which are called a
+    block. A single program sums their rows in the order of the list and adds the sum to
+    `total`. Two ranges of a head must therefore begin at the same token or share no token. The
+    grid is the same as in `gather_ranges`. Only the first of the ranges of a block has work.
 
     Args:
-      block: int64, ascending: the first token of the range of each entry of the list, -1 if the
-        range is empty.
+      block: int64, ascending: a number for the batch row, the head and the first token of the range
+        of each entry of the list, -1 if the range is empty.
       order: int64: the index of the range of each entry.
       end: int64: for each entry, the end of the entries of its block.
     """

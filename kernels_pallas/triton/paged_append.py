@@ -75,8 +75,8 @@ def append(
     c: tl.constexpr,
 ):  # fmt: skip
     """Programs: N * HEADS. `new` and `pages` are tuples of keys and values of the selected, the
-    sliding and the compressed branch. Without `SEPARATE`, the last four entries are equal to
-    the first two.
+    sliding and the compressed branch, whose raw tokens are compressed. Without `SEPARATE`, the
+    last four entries are equal to the first two.
 
     Args:
       page_table: int32 `[B, M]`.

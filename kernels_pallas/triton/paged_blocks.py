@@ -12,7 +12,8 @@
     merge      a program adds the parts of one query and key/value head.
 
 A split has a fixed number of keys, so the order of sums does not depend on the batch. `scores` is
-bandwidth bound and reads each key of a row once; the other kernels are bound by latency.
+bandwidth bound. It reads each key of a row once from memory, since the queries of the row read the
+key at about the same time. The other kernels are bound by latency.
 """
 
 import triton
@@ -292,7 +293,8 @@ def chosen(
         more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
         count += more + tl.load(before + of_part)
         equals += tl.load(counts + of_part * VALUES + found)
-    # there are fewer candidates than requested blocks, so that the others are no candidates
+    # A least sort key of 0 means that there are fewer candidates than requested blocks. Blocks with
+    # this sort key are no candidates, so none of them is chosen.
     none = least == 0
     need = tl.where(none, 0, need)
     left = tl.maximum(need - equals, 0)

@@ -22,8 +22,8 @@ def gather(
     """Programs: B * cdiv(S, ENTRIES).
 
     Args:
-      key_pages, value_pages: `[P, PER_PAGE, .._ELEMENTS]`; their scales: float32
-        `[P, HEADS, PER_PAGE]`, read if `.._FP8`.
+      key_pages, value_pages: `[P, PER_PAGE, .._WIDTH]`, all heads side by side.
+      key_scale, value_scale: float32 `[P, HEADS, PER_PAGE]`, read if `KEY_FP8`, `VALUE_FP8`.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
       S: Number of entries per row. Entry `i` has index `FIRST + i` in the row's pages, and
@@ -31,7 +31,7 @@ def gather(
       reach: Number of last tokens of a row that are visible.
       margin: Number of tokens before the visible ones whose entries are zeros. Earlier entries
         are not written.
-      key, value: `[B, S, .._ELEMENTS]`.
+      key, value: `[B, S, .._WIDTH]`.
       LAST: Whether `S` covers only the last page of a row. FIRST is then 0.
     """
     tiles = tl.cdiv(S, c.ENTRIES)

@@ -154,7 +154,8 @@ def _attend(
         block = load_tile(key, value, skip, inside * c.HEADS, inner, c, BACK)
         products = product(rows, block, scale, c, BACK)
         seen = inner[None, :] & (at[None, :] < end[:, None])
-        if c.TOKENS > 1:  # rows of other tokens
+        # Mask the rows of tokens that did not select the block.
+        if c.TOKENS > 1:
             row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
             seen &= (row_mask > 0)[:, None]
         state = add(state, products, seen, block, c, BACK)

@@ -139,7 +139,8 @@ def split_heads(
       cos, sin: float32 `[count, WIDTH / 2]`.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
-    PAIRS: tl.constexpr = c.BRANCHES * c.HEADS  # a branch, and a head of this branch
+    # Number of pairs of a branch and a key/value head.
+    PAIRS: tl.constexpr = c.BRANCHES * c.HEADS
     GROUP: tl.constexpr = c.GROUP
     QUERIES: tl.constexpr = GROUP * c.HEADS
     OWN: tl.constexpr = QUERIES + 2 * PAIRS + (1 if c.GATES > 0 else 0)
@@ -177,7 +178,7 @@ def split_heads(
         if c.GATES > 0:
             BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
             at = begin + BEFORE
-            if c.BACK:  # followed by zeros
+            if c.BACK:  # `load_rows` fills the columns after the gates with zeros
                 logits = load_rows(gates, token, there, c.GATES)
                 inside = tl.arange(0, columns(c.GATES))
                 filled = there[:, None] & (inside < c.ROW - BEFORE)[None, :]

@@ -268,8 +268,8 @@ def tables(
             column = tl.where(number < 2, last, first)
             token = _tokens_below(key, column, rows_of, T, token_steps, inside, c)
             tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
-            # A tile after all visible keys has no queries, and not the queries of the last
-            # tile.
+            # A tile after all visible keys has no queries. Without this condition `begin` could
+            # be the last query tile.
             tile = tl.where((number == 0) & (token >= T), query_tiles, tile)
             begin = tl.where(number == 0, tile, begin)
             tl.store(

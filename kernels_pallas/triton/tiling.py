@@ -18,11 +18,11 @@ SMEM = {
     (10, 0): 227 * 1024,
     (10, 3): 227 * 1024,
 }
-SMEM_LEAST = 99 * 1024  # 8.6, 8.9, 12.0
-SPARE = 1024  # barriers and reductions
+SMEM_LEAST = 99 * 1024  # the value of the capabilities 8.6, 8.9 and 12.0
+SPARE = 1024  # bytes for barriers and reductions
 LEAST = 16  # minimum numbers of rows and columns of an operand
-# Rows and keys in float32. Products then use no tensor core, and their operands are in
-# registers.
+# Maximum number of rows and of keys in float32. Products then use no tensor core, and their
+# operands are in registers.
 FLOAT32 = 32
 HEADS = 128  # maximum number of heads per group, which must fit in one tile of the scores
 
