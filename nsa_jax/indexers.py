@@ -63,6 +63,7 @@ def index_blocks(
       activation: `relu` or None.
       reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
         per index head.
+      entry: number of tokens that one index key represents.
       kv_len: number of tokens, an int or int32 `[]` or `[B]`. None means `S'`, or `T` if `entry` is
         above 1.
       segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`.
