@@ -40,7 +40,7 @@ class Signature(NamedTuple):
       policy, interpreted: global state on which choices depend.
       sizes: `max_seqlen`, `padded` and `gap` of a packed row.
       checked: whether the caller has checked the arguments.
-      gradient: whether any tensor requires a gradient.
+      gradient: whether any tensor requires a gradient while gradients are on.
       hooked: Whether hooks for saved tensors are set. In that case each tensor is saved
         separately, and none is freed early.
       form: The number of tensors per argument. It is 0 for None, 1 for a tensor, 3 for

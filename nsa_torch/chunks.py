@@ -179,8 +179,8 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
     Args:
       name: Name in the kind of the call.
       count: Number of tensors, which are the positional arguments of the function. Its keyword
-        arguments are `with_lse` and those of `operators.unpack_layout`. It returns None if no
-        query has a key.
+        arguments are `with_lse` and the entries of the result of `operators.unpack_layout`. It
+        returns None if no query has a key.
     """
 
     def define(work_of):

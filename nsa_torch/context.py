@@ -390,14 +390,16 @@ class Unit(NamedTuple):
     wait: Callable[[], list[Tensor]]  # returns the gathered keys and values `[1, S, h, .]`
 
 
-# A local call: the slice of the shard with its queries, the number of its keys, and keywords of
-# `functional.decided`. The queries are the last of these keys. If they have a gap between two
-# chunks, the boundaries in the keywords record its length (`batch_tables`).
+# A local call: the slice of the shard with its queries, the number of its keys, and its options
+# (`Call.options`). The queries are the last of these keys. If they have a gap between two chunks,
+# the boundaries in the options record its length (`batch_tables`).
 type LocalCall = tuple[slice, int, dict]
 
 
 class Call(NamedTuple):
-    """One call of context-parallel attention. `options` are keywords of `functional.decided`."""
+    """One call of context-parallel attention. `options` has the config, the boundaries
+    (`cu_seqlens`), the scale and the implementation of the local calls.
+    """
 
     shards: Shards
     sizes: list[int]  # the number of tensors in each field of its `Given`

@@ -117,7 +117,7 @@ class Shared:
         self._kept.move_to_end(key)
 
     def refill(self, device: torch.device, make: Callable[[Any], Iterable[Tensor]]) -> None:
-        """Write the result of `make` for a key into its tensors, on the current stream."""
+        """Write the result of `make(key)` into the tensors of each key, on the current stream."""
         with self._lock:
             kept = {key: found for key, (_, found) in self._kept.items()}
             pinned = dict(self._pinned)

@@ -77,7 +77,8 @@ def varlen_metadata(
 
 
 class VarlenMetadata:
-    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`.
+    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`. An
+    argument that was None has the derived value once it is known.
 
     Attributes:
       cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat its

@@ -5,8 +5,8 @@ entry point `vllm.general_plugins`. The scheduler, block tables, prefix caching,
 prefill, preemption and speculative decoding of vLLM are used without changes. The parts of the
 plugin are:
   `model.py`    the library's modules under vLLM's model interface
-  `backend.py`  vLLM's side of a layer's cache and of a step, the op that attends
-  `step.py`     ours, without vLLM
+  `backend.py`  vLLM's side of a layer's cache and of a step, and the operators of a layer
+  `step.py`     our side of both, without vLLM
 """
 
 import warnings

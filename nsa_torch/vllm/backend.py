@@ -1,5 +1,5 @@
-"""Implements an attention backend of vLLM, and the operator that appends tokens and computes
-attention (`step.py`).
+"""Implements an attention backend of vLLM, the operator that appends tokens and computes
+attention, and the operator that convolves keys (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
 N, C]`. The C elements per token and head are memory for all data that NSA stores per token:
