@@ -56,10 +56,11 @@ def block_attention(
         any order, and negative entries are empty. Blocks after the query's own block, or beyond
         the last key, are masked. A list must not contain a block twice, since its keys would
         then count twice.
-      block_size: tokens per block, any positive number. For lists of up to 64 blocks, kernels
-        support multiples of 16 up to 128, and larger multiples of 64 if a list has up to 64 parts
-        of 128 tokens, or of 64 tokens if 128 is no divisor. Longer lists run on `triton` for any
-        block size, unless rows are packed or `query_seq_lengths` is given.
+      block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
+        supports multiples of 16 up to 128, and `triton` any size up to 128. Both also support
+        larger multiples of 64 if a list has up to 64 parts of 128 tokens, or of 64 tokens if 128
+        is no divisor. Longer lists run on `triton` for any block size, unless rows are packed or
+        `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. The lists must not contain a block that
