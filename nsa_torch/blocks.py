@@ -51,9 +51,10 @@ def block_attention(
         any order, and negative entries are empty. Blocks after the query's own block, or beyond
         the last key, are masked. A list must not contain a block twice, since its keys would
         then count twice.
-      block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, `triton` any size
-        up to 128, and both support larger multiples of 64. They split larger blocks into parts of 128 tokens, or of 64 if `block_size` is not
-        a multiple of 128, and a list must then have at most 64 parts.
+      block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
+        size up to 128. Both also support larger multiples of 64. They split larger blocks into
+        parts of 128 tokens, or of 64 if `block_size` is not a multiple of 128, and a list must
+        then have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the
