@@ -90,7 +90,8 @@ def attention(
 
     Raises:
       ValueError: No implementation supports an argument.
-      NotImplementedError: The named implementation cannot run this call.
+      NotImplementedError: The named implementation cannot run this call, or none supports the
+        `compute_dtype` of `config` on this device, in context parallelism or for a gradient.
     """
     validate.flag("recompute", recompute)
     key, value = map(Branches.each, (key, value))
