@@ -127,7 +127,7 @@ def gradients(
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
     # dq of the other branches of the next chunk runs concurrently with dkv and dq of this one: the
-    # former is bound by memory, the latter by the tensor cores.
+    # former is bound by the tensor cores, the latter by memory.
     later = added if isinstance(added, LaterDq) else None
     if later is not None:
         added = later.rows(ops, 0, min(max_rows, lists.rows))
