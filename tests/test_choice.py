@@ -11,17 +11,17 @@ import itertools
 import logging
 import types
 import typing
+from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 import yaml
 from absl import flags as absl_flags
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import kernels_pallas
 import nsa_jax
 import nsa_torch
 from bench.harness import problems, runners
@@ -30,19 +30,21 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import Tile, slab_width
 from nsa_core import flags, policy
-from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
-from nsa_jax import Branches, NSAConfig, jax_problem
+from nsa_core.dispatch import Problem
+from nsa_jax import Branches, NSAConfig
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
-from nsa_torch import fa2, functional, operators, plans, torch_ops
+from nsa_torch import fa2
 from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
+from tests.stand_in_kernels import stand_ins
 from tests.tables import table
-from tests.torch_inputs import on_the_cpu
+from tests.torch_inputs import run as run_step
 
 REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
 GPU = "NVIDIA Test 80GB"
 FILE = "nvidia-test-80gb.yaml"
+FAKE = 60  # the first index of GPUs that no other test asks about
 
 
 @pytest.fixture
@@ -129,27 +131,32 @@ def test_triton_has_a_threshold_of_its_own(device):
 
     def why(**sections):
         device(**sections)
-        return policy.why_not("triton", ampere)
+        return chosen(ampere).refused.get("triton")
 
     assert "not measured on this device" in why(runtime=dict(sel_min_len=512))
     measured = {"evidence": {"sel_triton_min_L": dict(kernel="triton", commits=["c0ffee"])}}
     assert why(runtime=dict(sel_triton_min_L=512, sel_min_len="never"), **measured) is None
     assert "sel_triton_min_L=1024" in why(runtime=dict(sel_triton_min_L=1024), **measured)
-    device()
-    with policy.overridden(policy.Thresholds(sel_triton_min_L=512), "a flag"):
-        assert policy.why_not("triton", ampere) is None, "whoever gives one has decided"
-    with policy.overridden(policy.Thresholds(sel_min_len=512), "a flag"):
-        assert "not measured" in policy.why_not("triton", ampere)
+    for given, found in ((dict(sel_triton_min_L=512), None), (dict(sel_min_len=512), True)):
+        with policy.overridden(policy.Thresholds(**given), "a flag"):
+            reason = why()
+        assert reason is None if found is None else "not measured" in reason, given
 
 
 def test_the_seeds_rule_for_its_card():
-    card = policy.of("NVIDIA GeForce RTX 4090")
-    assert card.runtime == policy.Thresholds()
-    rules = {(rule.kernel, step) for rule in card.policy for step in rule.steps}
-    assert rules == {("triton", "selected")} | {("fa2", branch) for branch in Branches._fields}
-    assert all("to be derived again" in rule.reason for rule in card.policy)
-    for path in policy.FOLDER.glob("*.yaml"):
-        assert policy.read(path)
+    """No thresholds, and no Triton for the selected branch; files of all devices can be read."""
+    card = dict(device="NVIDIA GeForce RTX 4090", capability=(8, 7))
+    for step in Branches._fields:
+        refused = chosen(pose(step, **card)).refused
+        for name in ("fa2", "triton") if step == "selected" else ("fa2",):
+            assert "not allowed on NVIDIA GeForce RTX 4090" in refused[name]
+            assert "to be derived again" in refused[name]
+    assert set(chosen(pose("scores", **card)).refused) == {"mosaic", "triton"}
+    files = [*(Path(__file__).parents[1] / "configs" / "devices").glob("*.yaml")]
+    for path in files:
+        named = yaml.safe_load(path.read_text())["device"]
+        assert chosen(pose("sliding", device=named))
+    assert files
 
 
 @pytest.fixture
@@ -161,9 +168,10 @@ def values():
     return found
 
 
-def test_overrides_stand_above_the_file(device, values, monkeypatch):
-    device(runtime=dict(fa2_min_len_win=300))
-    reads = pretend.calls_of(monkeypatch, policy, "read")
+def test_overrides_stand_above_the_file(device, values):
+    path = device(runtime=dict(fa2_min_len_win=300))
+    assert chosen(pose("sliding", 300)).implementation == "fa2"
+    path.write_text("read once")
     for least, length in ((1000, 999), (0, 1)):
         with policy.overridden(policy.Thresholds(fa2_min_len_win=least), "a test"):
             refused = chosen(pose("sliding", length)).refused.get("fa2")
@@ -181,7 +189,6 @@ def test_overrides_stand_above_the_file(device, values, monkeypatch):
         with pytest.raises(absl_flags.IllegalFlagValueError, match="never or an integer"):
             values["fa2_min_len_win"].parse(bad)
     assert flags.thresholds() == policy.Thresholds()
-    assert len(reads) == 1  # of the file
 
 
 DAMAGED = [({"schema": 1, "device": GPU} | x, y) for x, y, _ in refusals.rows("device file")]
@@ -189,11 +196,11 @@ DAMAGED += [([1], " must hold a dict"), (None, "is not YAML")]
 
 
 @pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[x for _, x in DAMAGED])
-def test_a_damaged_file_of_a_device_is_an_error(tmp_path, data, message):
-    path = tmp_path / FILE
+def test_a_damaged_file_of_a_device_is_an_error(device, data, message):
+    path = device()
     path.write_text("a: [" if data is None else yaml.safe_dump(data))
     with pytest.raises(ValueError) as error:
-        policy.read(path)
+        chosen(pose("sliding"))
     assert message in str(error.value) and FILE in str(error.value)
 
 
@@ -217,87 +224,70 @@ def test_a_plan_names_the_length_from_which_it_is_faster_than_dense(device, fram
 # Names, refusals and flags
 
 
-def named(name, why_not=lambda problem: None):
-    return Implementation(name, "nsa_jax.branches:combine", why_not)
-
-
-def registry(*refusals):
-    """Of steps whose `i`-th implementation refuses with `refusals[i]`."""
-    row = tuple(named(x, lambda p, y=y: y) for x, y in zip("abc", refusals, strict=False))
-    return Registry("jax", dict.fromkeys(STEPS, row))
-
-
-TINY = Problem("jax", "selected", "cpu", "float32", 1, 8, 8, 2, 1, 4, 4, False, SMALL)
-
-
-def test_automatic_choice_walks_the_order_and_tells_why(caplog):
+def test_automatic_choice_walks_the_order_and_tells_why(device, caplog):
     caplog.set_level(logging.INFO)
-    table = registry("reason number 7", None, None)
-    choice = table.choose(TINY)
-    assert (choice.implementation, dict(choice.refused)) == ("b", {"a": "reason number 7"})
-    assert str(choice) == "selected: b (not a: reason number 7)"
-    assert choice.load() is nsa_jax.branches.combine
-    table.choose(TINY._replace(T=9, S=9))
-    assert caplog.text.count("reason number 7") == 1  # told once
-    with pytest.raises(NotImplementedError, match="selected: a: reason number 7"):
-        table.choose(TINY, "a")
-    choice = table.choose(TINY, "a", "fallback")
-    assert choice.implementation == "b" and choice.refused == {"a": "reason number 7"}
-    assert "a cannot run, so another implementation is chosen: reason number 7" in caplog.text
+    path = device(**FORBIDDEN)  # a reason of its own
+    table, sliding = REGISTRIES["torch"], pose("sliding")
+    choice = table.choose(sliding)
+    assert list(choice.refused) == ["mosaic", "triton", "fa2"]
+    assert str(choice).startswith("sliding: sdpa (not mosaic: needs compute capability")
+    table.choose(sliding._replace(T=9, S=9))
+    assert caplog.text.count(str(path)) == 1  # told once
+    old = pose("sliding", capability=(7, 5))
+    with pytest.raises(NotImplementedError, match=r"sliding: fa2: .*7\.5"):
+        table.choose(old, "fa2")
+    choice = table.choose(old, "fa2", "fallback")
+    assert choice.implementation == "sdpa" and "7.5" in choice.refused["fa2"]
+    assert "fa2 cannot run, so another implementation is chosen: " in caplog.text
     for name in ("d", "auto"):  # automatic choice is None
         with pytest.raises(ValueError, match=rf"one of \(.*\) or None, got '{name}'"):
-            table.choose(TINY, name)
-    with pytest.raises(NotImplementedError, match=r"can run this: a: no GPU; b: wrong dtype$"):
-        registry("no GPU", "wrong dtype").choose(TINY)
+            table.choose(sliding, name)
 
 
-def test_all_steps_run_at_once_where_every_step_has_the_name():
-    row = named("a"), named("b")
-    refuses = named("a", lambda problem: "too long" if problem.T > 8 else None)
-    table = Registry("jax", dict.fromkeys(STEPS, row) | {WHOLE: (refuses,)})
-    plan = table.choices(TINY)
-    assert plan.attention.implementation == "a" and plan.attention.step == WHOLE
-    assert str(plan).splitlines()[4:] == ["attention: a"]
-    mixed = table.choices(TINY, Branches(None, None, "b"))
-    assert mixed.attention is None and mixed.whole_refused == {"a": "sliding runs on b"}
-    longer = table.choices(TINY._replace(T=9, S=9))
-    assert [c.implementation for c in longer] == ["a"] * 4
-    assert str(longer).endswith("attention: step by step (not a: too long)")
-
-
-def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
-    forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
-    table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
-    assert [c.implementation for c in table.choices(TINY)] == ["a"] * 4
-    plan = table.choices(TINY._replace(requires_grad=True))
-    assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
+@pytest.mark.parametrize("framework", REGISTRIES)
+def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
+    hopper, portable = HOPPER | {"framework": framework, "device": None}, ("sdpa", "xla")
+    portable = portable[framework == "jax"]
+    choices = REGISTRIES[framework].choices
+    plan = choices(pose("", **hopper))
+    assert plan.attention.implementation == "mosaic" and plan.attention.step == "attention"
+    assert str(plan).splitlines()[4:] == ["attention: mosaic"]
+    mixed = choices(pose("", **hopper), Branches(None, None, portable))
+    reason = f"sliding runs on {portable}"
+    assert mixed.attention is None and mixed.whole_refused["mosaic"] == reason
+    assert f"attention: step by step (not mosaic: {reason}" in str(mixed)
+    if framework == "torch":  # which refuses nothing but all steps at once
+        cached = choices(pose("", platform="cpu", cached=True), "jax")
+        assert [c.implementation for c in cached] == ["jax"] * 4
+        said = "not jax: JAX runs only all steps of whole sequences, got a cache)"
+        assert cached.attention is None and str(cached).endswith(said)
 
 
 def test_every_registered_kernel_is_there():
-    triples = itertools.product(
-        REGISTRIES.values(), (*STEPS, WHOLE), kernels_pallas.CAPABILITIES
-    )
-    for registry, step, name in triples:
-        entry = registry.entry(step, name)
-        assert entry and callable(entry.load())
+    for registry in REGISTRIES.values():
+        assert {*registry.table} == {*Branches._fields, "scores", "attention"}
+        for entries in registry.table.values():
+            assert {"mosaic", "triton"} <= {entry.name for entry in entries}
+            assert all(callable(entry.load()) for entry in entries)
 
 
 def test_flags_name_implementations(values):
-    at = jax_problem.problem_of(jnp.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False)
+    on_cpu = dict(framework="jax", platform="cpu", capability=None, device=None)
+    at = pose("", dtype="float32", config=SMALL, **on_cpu)
     assert flags.named() == Branches(None, None, None)
-    assert flags.implementation(REGISTRY, at) == Branches("xla", "xla", "xla")
+    assert flags.implementation(REGISTRIES["jax"], at) == Branches("xla", "xla", "xla")
     with pytest.raises(absl_flags.IllegalFlagValueError):
         values["selected_kernel"].parse("cuda")
     saved = values["selected_kernel"].value, values["on_unsupported"].value
     try:
         values.selected_kernel = "mosaic"
         with pytest.raises(NotImplementedError, match=r"^selected: mosaic: "):
-            flags.implementation(REGISTRY, at)
+            flags.implementation(REGISTRIES["jax"], at)
         values.on_unsupported = "fallback"
-        assert flags.implementation(REGISTRY, at).selected == "xla"
+        assert flags.implementation(REGISTRIES["jax"], at).selected == "xla"
         values.selected_kernel = "fa2"
         with pytest.raises(ValueError, match="'fa2'"):
-            flags.implementation(REGISTRY, at)
+            flags.implementation(REGISTRIES["jax"], at)
     finally:
         values.selected_kernel, values.on_unsupported = saved
 
@@ -321,10 +311,15 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     ):  # in float32 no machine has a kernel
         with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
             nsa_jax.attention(x, x, x, x[..., :3], config=SMALL, implementation=name)
+    entry = REGISTRIES["jax"].entry("sliding", "xla")
+    no_gradient = lambda problem: "no gradient" if problem.requires_grad else None
+    stand_in = dataclasses.replace(entry, name="mosaic", why_not=no_gradient)
+    monkeypatch.setitem(REGISTRIES["jax"].table, "sliding", (stand_in, entry))
+    assert "sliding: xla (not mosaic: no gradient)" in str(explain(None, None, None))
     entry = REGISTRIES["torch"].entry("sliding", "sdpa")
-    why_not = lambda problem: "no gradient" if problem.requires_grad else None
-    stand_in = dataclasses.replace(entry, name="fa2", why_not=why_not)
-    monkeypatch.setitem(REGISTRIES["torch"].table, "sliding", (stand_in, entry))
+    stand_in = dataclasses.replace(entry, name="fa2", why_not=no_gradient)
+    for step in ("sliding", "scores"):  # which have no gradient anyway
+        monkeypatch.setitem(REGISTRIES["torch"].table, step, (stand_in, entry))
     query, key, gates = (torch.zeros(1, 20, 4, width) for width in (8, 8, 3))
     pair = (torch.zeros(1, SMALL.num_compressed(20), 4, 8),) * 2
 
@@ -340,7 +335,8 @@ def test_what_is_explained_is_what_runs(monkeypatch):
         assert ("below fa2_min_len_win=21 (a test)" in said) == (found == "sdpa")
     for wants in (query, key, gates, pair[0]):
         wants.requires_grad_()
-        assert sliding()[0] == "sdpa"
+        found, said = sliding()
+        assert found == "sdpa" and "scores: fa2" in said
         with torch.no_grad():
             assert sliding()[0] == "fa2"
         wants.requires_grad_(False)
@@ -362,8 +358,10 @@ def test_names_and_refusals_in_torch():
     assert [c.step for c in plan] == ["compressed", "scores", "selected", "sliding"]
     assert {c.implementation for c in plan} == {"sdpa"}
     assert all(list(c.refused) == ["mosaic", "triton", "fa2"] for c in plan)
-    for module, registry in ((nsa_jax.api, REGISTRY), (functional, REGISTRIES["torch"])):
-        assert registry.names() == typing.get_args(module.Name.__value__)
+    for library, registry in ((nsa_jax, REGISTRIES["jax"]), (nsa_torch, REGISTRIES["torch"])):
+        hint = typing.get_type_hints(library.sliding_attention)["implementation"]
+        (name,) = (x for x in typing.get_args(hint) if isinstance(x, typing.TypeAliasType))
+        assert registry.names() == typing.get_args(name.__value__)
 
 
 @pytest.mark.parametrize("row", TABLE["fa2"], ids=str)
@@ -371,8 +369,12 @@ def test_fa2_says_why_not(row, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)  # it packs without Triton
     changes = refusals.given(row)
     reason = changes.pop("says", None)
-    found = fa2.why_not(pose("selected", 64, **{"capability": (9, 0)} | changes))
-    assert found is None if reason is None else reason in found
+    problem = pose("selected", 64, **{"capability": (9, 0)} | changes)
+    if reason is None:
+        assert chosen(problem, "fa2").implementation == "fa2"
+    else:
+        with pytest.raises(NotImplementedError, match=rf"selected: fa2: .*{reason}"):
+            chosen(problem, "fa2")
     assert fa2.library().startswith(("flash_attn ", "torch "))
 
 
@@ -380,28 +382,35 @@ def test_too_many_sequences_for_one_call_of_fa2_are_refused():
     query, bounds = torch.zeros(1, 70000, 1, 8), torch.arange(70001)
     options = dict(config=SMALL, kv_len=70000, cu_seqlens=bounds)
     with pytest.raises(NotImplementedError, match="at most 65535 sequences"):
-        fa2.sliding_attention(query, query, query, **options)
+        run_step("sliding", "fa2", query, query, query, **options)
 
 
-def test_a_problem_names_its_device(monkeypatch):
+def test_a_problem_names_its_device(device, monkeypatch):
     """JAX is asked about its default device, not the first, which may be of another kind."""
-    at = lambda x=np.zeros((1, 8, 2, 4)): jax_problem.problem_of(x, 1, 8, 4, SMALL, False)
-    assert at(jnp.zeros((1, 8, 2, 4))).device is None and at().requires_grad
+    path = device(policy=[SLOW | {"kernel": "mosaic", "allowed": False}])
+    forbidden = f"not allowed on {GPU} since 2025-09-04: too slow ({path})"
+    x = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
     kinds = {None: ("gpu", GPU, "9.0"), "cpu": ("cpu", "cpu", None)}
     names = "platform", "device_kind", "compute_capability"
     of = lambda x=None: [types.SimpleNamespace(**dict(zip(names, kinds[x], strict=True)))]
     monkeypatch.setattr(jax, "devices", of)
-    for default, known in ((None, (GPU, (9, 0))), ("cpu", (None, None))):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    missing = "needs compute capability (9, 0), got None"
+    for default, said in ((None, forbidden), ("cpu", missing)):
         with jax.default_device(default):
-            assert (at().device, at().capability) == known
-    pretend.gpu(monkeypatch)
+            plan = nsa_jax.explain(x, x, x, config=SMALL)
+        assert plan.sliding.refused["mosaic"] == said
     # torch about that of the tensors, not the current one.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (8, index))
-    monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
-    rest = "bfloat16", (1, 8, 8, 2, 1, 4, 4), operators.numbers_of(NSAConfig()), (False,) * 3
-    for kind, expected in ((("cuda", 1), (f"{GPU} 1", (8, 1))), (("cpu", None), (None, None))):
-        found = torch_dispatch.problem_of(kind, *rest, None)
-        assert (found.device, found.capability) == expected
+    pretend.gpu(monkeypatch)
+    asked = lambda index=0: (9, index - FAKE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
+    pretend.machine(monkeypatch, can_build=True)
+    with FakeTensorMode():
+        for index, said in ((FAKE, forbidden), (FAKE + 1, "got (9, 1)")):
+            x = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
+            plan = nsa_torch.explain(x, x, x, config=SMALL)
+            assert plan.sliding.refused["mosaic"].endswith(said)
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
     assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
@@ -409,16 +418,15 @@ def test_a_problem_names_its_device(monkeypatch):
 
 def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
     """On a GPU calls of one problem are decided once, until the thresholds change."""
-    sizes = 1, 8, 8, 2, 1, 4, 4
-    problem = "float32", sizes, operators.numbers_of(NSAConfig()), (False,) * 3, None
-    asked, on_cpu = [], torch_dispatch.problem_of(("cpu", None), *problem)
-    monkeypatch.setattr(
-        torch_dispatch, "problem_of", lambda *given: asked.append(given) or on_cpu
-    )
-    plans.forget()
+    asked = []
+    pretend.gpu(monkeypatch)
+    capability = lambda index: asked.append(index) or (7, 5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
 
     def decided():
-        assert torch_dispatch._chosen(None, None, ("cuda", 0), *problem)[-1] is None
+        with FakeTensorMode():
+            x = torch.empty(1, 8, 2, 8, device=f"cuda:{FAKE + 2}")
+            nsa_torch.sliding_attention(x, x, x, config=SMALL)
         return len(asked)
 
     assert [decided(), decided()] == [1, 1]
@@ -530,7 +538,6 @@ def test_mosaic_refuses_before_the_forward_pass(framework, monkeypatch):
         raise AssertionError("a Mosaic kernel ran")
 
     monkeypatch.setattr(Kernel, "__call__", run)
-    monkeypatch.setattr(torch_ops, "launch", run)
     library, xp = (nsa_torch, torch) if framework == "torch" else (nsa_jax, jnp)
     # 17 query heads share a head.
     shapes = (1, 20, 17, 48), (1, 20, 1, 48), (1, 20, 1, 16), (1, 20, 17, 3)
@@ -544,7 +551,7 @@ def test_mosaic_refuses_before_the_forward_pass(framework, monkeypatch):
         return torch.autograd.grad(call(leaf), leaf)[0]
 
     reason = "needs D, Dv and select_block to be multiples of 32 if 17 query heads share"
-    with capability.interpreted(True), on_the_cpu(monkeypatch):
+    with stand_ins(monkeypatch, run):
         with pytest.raises(NotImplementedError, match=f"mosaic: {reason}"):
             gradient("mosaic")
         plan = library.explain(query, *rest[:2], config=SMALL)
