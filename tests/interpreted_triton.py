@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.triton import capability
+from tests import pretend
 from tests.limits import set_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,8 +36,7 @@ def kernel(test):
 def small(monkeypatch) -> None:
     """In the interpreter no kernel refuses, and few queries are several segments."""
     if INTERPRETED:
-        for name in ("why_not", "decode_why_not"):
-            monkeypatch.setattr(capability, name, lambda problem: None)
+        pretend.machine(monkeypatch, triton_why_not=None, triton_decode_why_not=None)
         set_limits(monkeypatch, triton_segment=16, triton_programs=5)
         right_bfloat16(monkeypatch)
 

@@ -5,7 +5,6 @@ import ctypes
 import functools
 
 import jax
-import nsa_interop.launch
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -13,8 +12,10 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.plan.kernels import SEQUENCES
 from nsa_interop import dlpack
-from nsa_torch import call, operators, plans, torch_ops
+from nsa_torch import operators, plans
 from nsa_torch.torch_ops import TorchOps
+from tests import pretend
+from tests.limits import set_limits
 from tests.torch_inputs import on_the_cpu as chunks_on_the_cpu
 
 
@@ -152,14 +153,9 @@ def on_the_cpu(monkeypatch, run):
 
         return start
 
-    monkeypatch.setattr(torch_ops, "launch", launch)
-    monkeypatch.setattr(torch_ops, "launch_triton", run)
-    for name, function in (("launcher", launcher), ("sequence", sequence)):
-        monkeypatch.setattr(nsa_interop.launch, name, function)
-    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
-    for module in (nsa_interop.launch, torch_ops):
-        monkeypatch.setattr(module, "ALIGNMENT", 16)
-    monkeypatch.setattr(call, "DEVICE_TYPES", ("cpu",))
+    gpu = {"launch": launch, "launch_triton": run, "launcher": launcher}
+    pretend.machine(monkeypatch, **gpu, launch_sequence=sequence, current_stream=0)
+    set_limits(monkeypatch, alignment=16, planned_devices=("cpu",))
     plans.forget()
     yield ran
     plans.forget()

@@ -6,6 +6,7 @@ One place for all names of ours and of others that tests replace for it.
 import functools
 import importlib
 import importlib.metadata
+import pkgutil
 import sys
 
 import torch
@@ -40,11 +41,18 @@ ASKED = table("pretend")
 
 
 def machine(monkeypatch, **answers):
-    """The library is told these, by the names of `ASKED`, whatever it asks about."""
+    """The library is told these, by the names of `ASKED`, whatever it asks about, or what they
+    return if they are functions.
+    """
     for name, answer in answers.items():
-        module, _, function = ASKED[name].rpartition(".")
-        told = lambda *_, answer=answer, **__: answer
-        monkeypatch.setattr(importlib.import_module(module), function, told)
+        told = answer if callable(answer) else lambda *_, answer=answer, **__: answer
+        monkeypatch.setattr(*place_of(name), told)
+
+
+def place_of(name):
+    """The module of a name of `ASKED`, and its function."""
+    module, _, function = ASKED[name].rpartition(".")
+    return pkgutil.resolve_name(module), function
 
 
 FOLDERS = {"records": "bench.harness.records", "devices": "nsa_core.policy"}
@@ -66,3 +74,8 @@ def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: argume
 
     monkeypatch.setattr(place, name, noted)
     return found
+
+
+def watched(monkeypatch, name, *note):
+    """`calls_of` a function of the library, by a name of `ASKED`."""
+    return calls_of(monkeypatch, *place_of(name), *note)

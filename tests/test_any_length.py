@@ -10,10 +10,10 @@ import nsa_torch
 from bench.harness.checked_layer import Watch, symbol
 from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
-from kernels_pallas.runtime import lowering, sequence
+from kernels_pallas.runtime import lowering
 from nsa_core.plan import kernels
 from nsa_torch import NSAConfig, mosaic, operators, plans
-from tests import planned
+from tests import planned, pretend
 from tests.planned import Eager
 from tests.problems import TABLE
 
@@ -129,9 +129,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
             plain = nsa_torch.attention(*tensors, cu_seqlens=bounds, implementation="mosaic")
         return [plain, *with_gradients(tensors, do, bounds)]
 
-    watch, graphs, start = Watch(), [], sequence._Graph.launch
-    count = lambda self, stream: graphs.append(1) or start(self, stream)
-    monkeypatch.setattr(sequence._Graph, "launch", count)
+    watch, graphs = Watch(), pretend.watched(monkeypatch, "graph_launch")
     with plans.unplanned(watch):
         both(tensors)
     assert bool(watch.gathered_tiles) == (name == "gathered")

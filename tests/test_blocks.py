@@ -339,9 +339,8 @@ def test_an_attention_that_selects_by_an_indexer():
 )
 def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     """For a GPU that need not be there."""
-    pretend.machine(monkeypatch, jax_capability=(9, 0))
-    for module in ("blocks", "indexers"):
-        monkeypatch.setattr(f"nsa_jax.{module}.runs_on", lambda *_: "triton")
+    on = {"jax_runs_blocks_on": "triton", "jax_runs_lists_on": "triton"}
+    pretend.machine(monkeypatch, jax_capability=(9, 0), **on)
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
     whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
     with compiled_for((9, 0)):

@@ -18,7 +18,6 @@ from nsa_torch import (
     NSAConfig,
     PoolParams,
     RopeMLPParams,
-    paged_attend,
     plan_runs,
 )
 from tests import pretend
@@ -45,6 +44,7 @@ from tests.caches import (
     of_counts,
     tables,
 )
+from tests.limits import set_limits
 from tests.paths import to_jax
 from tests.problems import Case, problem
 
@@ -309,9 +309,7 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
         path = TorchPages(Sizes())
         path.append, whole = path.append, path.attend
         runs = plan_runs(starts, planned, 16)
-        gathered = pretend.calls_of(
-            monkeypatch, paged_attend, "side_by_side", lambda *x: x[1].shape
-        )
+        gathered = pretend.watched(monkeypatch, "copied_rows", lambda *x: x[1].shape)
         path.attend = lambda call, whole=whole, runs=runs: whole(
             call, runs=runs if call.new["query"].shape[0] == 83 else None
         )
@@ -325,7 +323,7 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
 def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
     """All of their tokens are those of the call; the output is that of copied ones."""
     note = lambda *call: call
-    copied = pretend.calls_of(monkeypatch, paged_attend, "_copy", note)
+    copied = pretend.watched(monkeypatch, "copied_pages", note)
     numbers = []
     for runs in (plan_runs(bounds(counts).tolist(), counts, 16), None):
         path, before = TorchPages(Sizes(separate=separate)), len(copied)
@@ -565,5 +563,5 @@ def test_what_is_not_copied_is_not_read(implementation, lengths, monkeypatch):
         nsa_torch.paged_attention, *given, runs=runs, implementation=implementation
     )
     found = attend()
-    monkeypatch.setattr(paged_attend, "READING_TILES", ())  # all is written
+    set_limits(monkeypatch, reading_tiles=())  # all is written
     assert found.isfinite().all() and torch.equal(found, attend())

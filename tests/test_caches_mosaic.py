@@ -20,7 +20,7 @@ from kernels_pallas.specs import decode as specs
 from kernels_pallas.specs.decode import Variant
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.steps import mosaic_decode
-from nsa_torch import NSAConfig, PoolParams, paged, paged_attend, plans
+from nsa_torch import NSAConfig, PoolParams, paged, plans
 from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,
@@ -88,8 +88,7 @@ def ran(monkeypatch, blocks):
     def why_not(*call):
         return append_spec.why_not(paged.append_spec(*call))
 
-    monkeypatch.setattr(paged, "launch", append)
-    monkeypatch.setattr(paged, "mosaic_why_not", why_not)
+    pretend.machine(monkeypatch, launch_on_pages=append, pages_why_not=why_not)
     with planned.on_the_cpu(monkeypatch, step) as ran, capability.interpreted(True):
         yield ran
 
@@ -219,8 +218,8 @@ def test_jax_runs_a_step_on_pages_in_fp8(detectors):
 def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):
     sizes = few(2, 1, 64, 64, separate=False)
     path, rows = path_of(monkeypatch, sizes, [80]), Rows(sizes, [80])
-    checked = pretend.calls_of(monkeypatch, paged_attend, "_checked")
-    checked_tokens = pretend.calls_of(monkeypatch, paged_attend, "checked_tokens")
+    checked = pretend.watched(monkeypatch, "checked_step")
+    checked_tokens = pretend.watched(monkeypatch, "checked_tokens_of_step")
     step = lambda n: Turn([n], [n + 1], even=True)
     check(path, [Turn([0], [70], attends=False), *map(step, range(70, 80))], rows, bound=5e-3)
     assert (len(checked), len(checked_tokens), len(ran)) == (1, 1, 10)
@@ -267,7 +266,7 @@ def test_a_known_step_of_a_layer_is_not_decided_anew(monkeypatch):
     widths = {"dim": 64, "n_heads": 4, "n_kv_groups": 1, "d_k": 64, "d_v": 64}
     layer = nsa_torch.NSAAttention(**widths, implementation="mosaic").bfloat16()
     cache, x = layer.init_cache(2, 150), torch.randn(2, 1, 64).bfloat16()
-    decided = pretend.calls_of(monkeypatch, paged_attend, "decide_step")
+    decided = pretend.watched(monkeypatch, "decided_step")
     with stand_ins(monkeypatch) as ran:
         for _ in range(3):
             layer(x, cache)

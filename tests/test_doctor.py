@@ -9,7 +9,6 @@ import torch
 from packaging.requirements import Requirement
 
 import kernels_pallas
-from kernels_pallas.runtime import loaded
 from kernels_pallas.runtime.store import Store
 from kernels_pallas.triton import capability
 from nsa_torch import doctor
@@ -21,7 +20,7 @@ from tests.test_triton import pose
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
     found = Store(tmp_path / "kernels", presets=tmp_path / "presets")
-    monkeypatch.setattr(loaded, "store", lambda: found)
+    pretend.machine(monkeypatch, store=found)
     return found
 
 
@@ -38,7 +37,7 @@ def device(monkeypatch):
 
 def versions(monkeypatch, **found):
     names = {name.replace("_", "-"): version for name, version in found.items()}
-    monkeypatch.setattr(doctor, "version", names.get)
+    pretend.machine(monkeypatch, package_version=names.get)
 
 
 def test_this_installation(capsys):

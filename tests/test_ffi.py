@@ -229,7 +229,7 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
         asked.append((kernel, device, list(prefetch())))
         return Bound()
 
-    monkeypatch.setattr(loaded, "bound", bound)
+    pretend.machine(monkeypatch, bound=bound)
     kernels = [row_stats(RowStats(1, length, 8, 2, 16, 64)) for length in (40, 41)]
     for kernel in kernels:
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
@@ -262,8 +262,8 @@ def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
 
 def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     wanted = []
-    pretend.machine(monkeypatch, jax_capability=(9, 0))
-    monkeypatch.setattr(loaded, "load", lambda kernels, *_: wanted.extend(kernels))
+    load = lambda kernels, *_: wanted.extend(kernels)
+    pretend.machine(monkeypatch, jax_capability=(9, 0), load=load)
     given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
     count = warm_up.prepare(**given, lengths=(512, 640))
     assert count == len(wanted) == len(set(wanted)) > 10

@@ -12,7 +12,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
-from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
@@ -21,9 +20,9 @@ from nsa_torch.huggingface import (
     generation,
     step_graph,
 )
-from nsa_torch.huggingface import rows as rows_module
-from tests import refusals
+from tests import pretend, refusals
 from tests.devices import BOTH
+from tests.limits import set_limits
 from tests.test_huggingface import (
     CACHES,
     FP8,
@@ -74,14 +73,14 @@ def captured(device, monkeypatch):
     found, capture = [], step_graph.capture
     if device == "cpu":
         capture = traced
-        monkeypatch.setattr(step_graph, "DEVICE", "cpu")
-        monkeypatch.setattr(rows_module, "free_to_read", lambda x: False)
+        set_limits(monkeypatch, graph_device="cpu")
+        pretend.machine(monkeypatch, free_to_read=False)
 
     def watched(call, device):
         found.append(call.__self__.cache.get_seq_length())
         return capture(call, device)
 
-    monkeypatch.setattr(step_graph, "capture", watched)
+    pretend.machine(monkeypatch, graph_capture=watched)
     return found
 
 
@@ -131,10 +130,8 @@ def test_a_prompt_is_attended_to_without_its_pages(monkeypatch):
     """A chunk of rows that begin has all their tokens; those that follow read pages. No output
     shows it: calls are watched.
     """
-    made, ids, seen = model("mixed"), tokens(2), []
-    copies = paged_attend.side_by_side
-    watched = lambda *x: seen.append(x[4] is None) or copies(*x)
-    monkeypatch.setattr(paged_attend, "side_by_side", watched)
+    made, ids = model("mixed"), tokens(2)
+    seen = pretend.watched(monkeypatch, "copied_rows", lambda *x: x[4] is None)
     for splits, read in (([WIDTH], [False]), ([30, 10, 1], [False, True, True])):
         seen.clear()
         logits = steps(made, ids, torch.ones_like(ids), splits, paged(made, 2))
@@ -222,11 +219,11 @@ def test_a_capture_that_fails_appends_nothing(device, captured, monkeypatch):
         capture(call, device)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(step_graph, "capture", failing)
+    pretend.machine(monkeypatch, graph_capture=failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         graph(new)
     assert cache.get_seq_length() == begun
-    monkeypatch.setattr(step_graph, "capture", capture)
+    pretend.machine(monkeypatch, graph_capture=capture)
     graph(new)
     assert cache.get_seq_length() == begun + 1 and cache.lengths.tolist() == [begun + 1] * 2
 
@@ -348,7 +345,7 @@ def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch)
     if device == "cpu":
         free = [1 << 30]
         assert generate() is not None and not seen  # no kernels here
-        monkeypatch.setattr(generation, "decodes_on_pages", lambda *x: True)
+        pretend.machine(monkeypatch, decodes_on_pages=True)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], free[0]))
         for name in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda device: 0)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_interop.launch import launch, prepare
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import build_child, loaded
+from kernels_pallas.runtime import build_child
 from kernels_pallas.runtime.lowering import lower
 from nsa_interop import launch as module
 from tests import cross_compile, pretend
@@ -294,7 +294,7 @@ def test_a_load_while_another_thread_captures():
 @pytest.mark.gpu
 def test_threads_load_once_and_launch_at_once(monkeypatch):
     kernel, x = new_kernel()
-    made = pretend.calls_of(monkeypatch, loaded.driver, "load")
+    made = pretend.watched(monkeypatch, "load_on_device")
     inputs = [x + i for i in range(8)]
     torch.cuda.synchronize()
     start = threading.Barrier(len(inputs))

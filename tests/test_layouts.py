@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests import pretend
 from tests.oracles import fa2
 from tests.paths import of_torch, steps_of_torch
 from tests.problems import CASES, check, problem
@@ -52,6 +53,6 @@ def test_strides_change_nothing(name, shift, implementation, monkeypatch):
     if implementation != "fa2":
         check(strided, of_torch(strided, implementation), strided.expected)
         return
-    monkeypatch.setattr("nsa_torch.fa2.varlen", fa2.varlen)
+    pretend.machine(monkeypatch, fa2_kernel=fa2.varlen)
     found = steps_of_torch(strided, "fa2", of_lse=False)
     check(strided, found, strided.expected_steps(False))

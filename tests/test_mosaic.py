@@ -17,7 +17,6 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from kernels_pallas.mosaic import capability, mainloop, operands
-from kernels_pallas.specs import selected as selected_spec
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of
@@ -48,7 +47,7 @@ def tokens_of(p):
 @pytest.mark.parametrize("stages", [(1, 1), (2, 1), (3, 1), (1, 3), (2, 3)])
 def test_selected_with_other_stages(stages, interpreted, monkeypatch):
     chosen = dict(zip(("key_stages", "value_stages"), stages, strict=True))
-    monkeypatch.setattr(selected_spec, "forward_stages", lambda *widths: chosen)
+    set_limits(monkeypatch, selected_stages=lambda *widths: chosen)
     p = problem(TINY)
     found = steps_of_jax(p, "mosaic", gradients=False, only=["selected"])
     check(p, found, p.expected_steps())

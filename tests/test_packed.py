@@ -30,7 +30,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, NSAConfig, batch_tables, mosaic, operators, triton
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
-from tests import planned
+from tests import planned, pretend
 from tests.cross_compile import compile_report
 from tests.devices import BOTH
 from tests.limits import set_limits
@@ -490,7 +490,7 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
     run = lambda **packed: with_gradients(inputs, implementation="sdpa", **packed)
     with monkeypatch.context() as patch:
         if device == "cpu":  # as if they were on a GPU
-            patch.setattr("nsa_torch.checks.is_read", lambda x: False)
+            pretend.machine(patch, is_read=False)
         meta = nsa_torch.varlen_metadata(numbers, config=SMALL)
         assert (meta.total, meta.padded, meta.max_seqlen) == (None, True, None)
         if device == "cpu":

@@ -14,10 +14,9 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from kernels_pallas.specs import gathered, scores
+from kernels_pallas.specs import scores
 from kernels_pallas.specs.stored_ds import array as stored_array
-from nsa_core.steps import mosaic_backward, mosaic_stored_ds
-from nsa_torch import sdpa
+from nsa_core.steps import mosaic_backward
 from tests import interpreted_triton, planned, pretend, problems
 from tests.devices import needs_gpu
 from tests.limits import set_limits
@@ -29,14 +28,15 @@ from tests.problems import CASES, SMALL, Case, Ragged, array, problem
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Several chunks in every call, of which the last is not full."""
-    set_limits(monkeypatch, torch_chunk_bytes=50_000, jax_chunk_bytes=20_000)
-    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 5)  # less than a window
+    short = {"cpu": 5}  # less than a window
+    limits = {"torch_chunk_bytes": 50_000, "jax_chunk_bytes": 20_000, "short_chunk": short}
+    set_limits(monkeypatch, **limits)
 
 
 @pytest.fixture
 def long_chunks(monkeypatch):
     """Longer than all queries, as on a GPU."""
-    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 1024)
+    set_limits(monkeypatch, short_chunk={"cpu": 1024})
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def few_scores(monkeypatch):
 def gathered_parts(monkeypatch):
     """Tiles gather tokens after one with more than two blocks, a thousand or so at a time."""
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=2**24)
-    built = pretend.calls_of(monkeypatch, gathered, "partials")
+    built = pretend.watched(monkeypatch, "gathered_parts")
     yield
     assert built
 
@@ -92,7 +92,7 @@ def gathered_tiles(gathered_parts, monkeypatch):
 @pytest.fixture
 def stored_ds(monkeypatch):
     """Every dq is of dS that is stored."""
-    made = pretend.calls_of(monkeypatch, mosaic_stored_ds, "gradients")
+    made = pretend.watched(monkeypatch, "stored_ds_gradients")
     yield
     assert made
 
@@ -125,7 +125,7 @@ def long_lists(monkeypatch):
 
 @pytest.fixture
 def fa2_on_a_cpu(monkeypatch, in_chunks):
-    monkeypatch.setattr("nsa_torch.fa2.varlen", fa2.varlen)
+    pretend.machine(monkeypatch, fa2_kernel=fa2.varlen)
 
 
 def rows(cases):

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from kernels_pallas.kernel import LENGTHS
-from kernels_pallas.runtime import build as building
-from kernels_pallas.runtime import cubin
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.store import Store, key_of
 from nsa_interop import build as command
 from tests import pretend
 from tests.cross_compile import ROOT
+from tests.limits import set_limits
 from tests.runtime_samples import built_of, kernel
 
 
@@ -35,7 +34,7 @@ def builds(monkeypatch):
             bad = RuntimeError(f"{x.name} could not be built:\n13")
             yield i, bad if x.spec.D == 13 else built_of(x)
 
-    monkeypatch.setattr(building, "build", build)
+    pretend.machine(monkeypatch, compiler=build)
     module._warn.cache_clear()
     return done
 
@@ -90,9 +89,9 @@ def test_a_key_is_of_the_kernel_its_sources_and_the_architecture(monkeypatch):
     keys = {key_of(x) for x in (kernel(1), kernel(1), kernel(2), kernel(1, "other"))}
     assert len(keys) == 3 and {*map(len, keys)} == {64}
     with monkeypatch.context() as patch:
-        patch.setattr(module, "sources", lambda folder: "other sources")
+        pretend.machine(patch, kernel_sources="other sources")
         keys.add(key_of(kernel(1)))
-    monkeypatch.setattr(cubin, "ARCHITECTURE", "sm_100a")
+    set_limits(monkeypatch, architecture="sm_100a")
     assert len(keys | {key_of(kernel(1))}) == 5
 
 
@@ -190,7 +189,7 @@ def test_entries_and_room(store, monkeypatch):
         (f"of-{i}", key_of(kernel(i, f"of-{i}")), float(i)) for i in (2, 1, 0)
     ]
     assert store.get(kernel(0, "of-0"))  # a use
-    monkeypatch.setattr(module, "LIMIT_BYTES", 3 * entries[0].bytes)
+    set_limits(monkeypatch, store_bytes=3 * entries[0].bytes)
     store.put(kernel(3, "of-3"), built_of(kernel(3, "of-3")))
     assert {x.name for x in store.entries()} == {"of-3", "of-0", "of-2"}
     (store.folder / "left.tmp").touch()
@@ -254,7 +253,7 @@ def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, 
     store.fetch([kernel(1)])
     other_jax(the_file(store))
     if what == "jax":
-        monkeypatch.setattr(module, "_jax_version", lambda: None)
+        pretend.machine(monkeypatch, jax_version=None)
     pretend.machine(monkeypatch, plugin=False)
     assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
 
@@ -273,7 +272,7 @@ def failing(place, number):
     def function(*arguments, **options):
         raise OSError(number, os.strerror(number))
 
-    return lambda store, patch: patch.setattr(f"{module.__name__}.{place}", function)
+    return lambda store, patch: patch.setattr(place, function)
 
 
 def another_user(store, patch):
@@ -371,7 +370,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
         asked.append(decode)
         return [kernel(len(name)), kernel(1)]
 
-    monkeypatch.setattr(command, "kernels_of", kernels_of)
+    pretend.machine(monkeypatch, kernels_of_preset=kernels_of)
     out = f"--out={tmp_path / 'out'}"
     assert command.main(["--preset=paper,seed", "--jobs=2", out, "--list"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
@@ -382,7 +381,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     assert not any(asked[:-1]) and "2 kernels of paper in " in capsys.readouterr().out
     assert command.main(["--clear", out]) == 0
     assert capsys.readouterr().out == f"3 kernels removed from {tmp_path / 'out'}\n"
-    monkeypatch.setattr(command, "kernels_of", lambda name, decode: [kernel(13)])
+    pretend.machine(monkeypatch, kernels_of_preset=[kernel(13)])
     assert command.main(["--preset=seed", out]) == 1
     assert "sample could not be built:\n13" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ import torch
 from nsa_torch import fa2
 from nsa_torch import shared as shared_module
 from nsa_torch.shared import Shared
+from tests import pretend
 from tests.limits import set_limits
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_another_stream_waits_for_the_maker():
 def capturing(monkeypatch):
     """A function that says whether the current stream is being captured."""
     state = [False]
-    monkeypatch.setattr(shared_module, "is_capturing", lambda device: state[0])
+    pretend.machine(monkeypatch, is_capturing=lambda device: state[0])
     return lambda yes: state.__setitem__(0, yes)
 
 

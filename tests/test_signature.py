@@ -9,7 +9,6 @@ import dataclasses
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-import nsa_interop.launch
 import pytest
 import torch
 from torch.nn import Parameter
@@ -20,7 +19,6 @@ from nsa_core import debug, policy
 from nsa_torch import (
     Branches,
     call,
-    checks,
     plans,
 )
 from tests import pretend
@@ -55,7 +53,7 @@ def failing():
 @pytest.fixture
 def checked(monkeypatch):
     """How often a call was checked."""
-    return pretend.calls_of(monkeypatch, checks, "tokens")
+    return pretend.watched(monkeypatch, "checked_tokens")
 
 
 def good(**changes):
@@ -108,7 +106,7 @@ def variant(name):
 def no_autocast(monkeypatch):
     """Kernels are launched, on the stream 0, where it is off alone."""
     on = torch.is_autocast_enabled
-    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: int(on("cpu")))
+    pretend.machine(monkeypatch, current_stream=lambda device: int(on("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -373,7 +371,7 @@ def test_a_mode_sees_the_operator(checked):
     assert any("nsa.attention" in name for name in watching.seen) and checked
 
 
-def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
+def test_where_something_else_has_a_say_a_call_decides_anew():
     arguments = good()
     assert key_of(arguments) is not None
     with Renaming():
@@ -399,9 +397,9 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
         watch(fake.from_tensor(arguments["query"]))
         watch(arguments["query"])
     assert seen == [None] * 6
-    monkeypatch.setattr(debug, "on", True)
+    debug.enable("routing")
     assert key_of(arguments) is None
-    monkeypatch.setattr(debug, "on", False)
+    debug.enable()
     assert key_of(arguments) is not None
 
 

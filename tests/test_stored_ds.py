@@ -10,7 +10,6 @@ import torch
 
 import nsa_jax
 import nsa_torch.mosaic
-from kernels_pallas.specs import stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
@@ -96,13 +95,11 @@ def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
 
         return start
 
-    monkeypatch.setattr(plans.launch, "launcher", launcher)
     sequence = lambda kernels, arguments, device: (
         lambda *given: [launcher(kernel, device)(*given) for kernel in kernels]
     )
-    monkeypatch.setattr(plans.launch, "sequence", sequence)
-    monkeypatch.setattr(plans.launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(plans, "_stream_beside", lambda *_: stream)
+    gpu = {"launcher": launcher, "launch_sequence": sequence, "current_stream": 0}
+    pretend.machine(monkeypatch, **gpu, stream_beside=stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     bound = plans.BoundPlan(plan, torch.device("cpu"))
     bound.on_gpu = True
@@ -128,7 +125,7 @@ HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process 
 def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
     """By XLA's count of the memory between its custom calls."""
     set_limits(monkeypatch, ds_chunk_bytes=1)
-    monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
+    pretend.machine(monkeypatch, ffi_serves=lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
     length, heads, kv_heads, width = 4096, 64, 4, 128
@@ -189,7 +186,7 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     of = {"jax": paths.of_jax, "torch": of_torch}[framework]
     want = of(p, "mosaic")
     set_limits(monkeypatch, ds_chunk_bytes=1)
-    rows = pretend.calls_of(monkeypatch, stored_ds, "dq", lambda spec: spec.stored_rows)
+    rows = pretend.watched(monkeypatch, "stored_ds_dq", lambda spec: spec.stored_rows)
     plans.forget()
     eager.forget()
     found = of(p, "mosaic")

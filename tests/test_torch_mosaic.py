@@ -14,12 +14,10 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_core.steps import mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,
     dispatch,
-    paged_attend,
     plan_runs,
     plans,
 )
@@ -201,7 +199,7 @@ def check_chunks(device, sizes, config, lengths, count, separate):
 
 
 def copied_first(monkeypatch):
-    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
+    pretend.machine(monkeypatch, reads_pages=False)
 
 
 def test_chunks_on_pages(interpreted, monkeypatch):
@@ -251,7 +249,7 @@ def test_recomputed(implementation, monkeypatch):
     """The same gradients, bit by bit, and no output of a branch is kept; lists of the selection
     are made once forward, and once backward where they are not kept.
     """
-    made = pretend.calls_of(monkeypatch, mosaic_lists, "tile_block_lists")
+    made = pretend.watched(monkeypatch, "lists_of_tiles")
     leaves, results = inputs(*SIZES), []
     for recompute in (False, True):
         saved = []

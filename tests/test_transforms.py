@@ -30,10 +30,9 @@ import nsa_torch
 from bench.doc_tables import ROOT
 from kernels_pallas.mosaic import capability
 from kernels_pallas.triton.descriptions import Heads
-from nsa_core.steps import triton_index
 from nsa_jax import context
 from nsa_jax.jax_ops import compiled_for
-from nsa_torch import NSAConfig, dispatch, fa2, heads
+from nsa_torch import NSAConfig, dispatch, heads
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.plain import MESSAGE
 from tests import pretend, refusals
@@ -104,7 +103,7 @@ def stand_in(monkeypatch, request):
 
     if request.node.get_closest_marker("gpu"):
         return
-    monkeypatch.setattr(fa2, "varlen", varlen)
+    pretend.machine(monkeypatch, fa2_kernel=varlen)
     for step, entries in dispatch.REGISTRY.table.items():
         monkeypatch.setitem(dispatch.REGISTRY.table, step, tuple(map(runs_here, entries)))
 
@@ -747,7 +746,7 @@ def on_triton(name):
 @pytest.mark.parametrize("name", MAPPED)
 def test_kernels_on_lists_are_mapped(name, monkeypatch):
     """For a GPU that need not be there: as many launches as for one."""
-    monkeypatch.setattr(triton_index, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
+    set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
     pretend.machine(monkeypatch, jax_capability=(9, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, given = on_triton(name)

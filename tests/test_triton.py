@@ -9,7 +9,6 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-import nsa_interop.launch
 import numpy as np
 import pytest
 import torch
@@ -23,9 +22,10 @@ from nsa_jax import dispatch as jax_dispatch
 from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.jax_ops import JaxOps, compiled_for
-from nsa_torch import Branches, NSAConfig, dispatch, torch_ops
+from nsa_torch import Branches, NSAConfig, dispatch
 from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.paths import named, negated, same, steps_of_jax, steps_of_torch
 from tests.problems import PAPER, SMALL
@@ -149,8 +149,7 @@ def test_tensors_with_the_negative_bit(name, monkeypatch):
     """Kernels read memory, which is the negative of such a tensor."""
     if INTERPRETED:
         # It reads in place what a GPU would.
-        for module in (nsa_interop.launch, torch_ops):
-            monkeypatch.setattr(module, "ALIGNMENT", 16)
+        set_limits(monkeypatch, alignment=16)
         pretend.machine(monkeypatch, append_why_not=None, indexer_why_not=None)
     clean, marked = WITH_THE_BIT[name](same), WITH_THE_BIT[name](negated)
     for got, want in zip(marked, clean, strict=True):
@@ -221,7 +220,7 @@ def pose(device=L4, framework="torch", **changes):
 @pytest.fixture
 def installed(monkeypatch):
     """Everything is installed."""
-    monkeypatch.setattr(capability, "_missing", lambda framework: None)
+    pretend.machine(monkeypatch, triton_missing=None)
 
 
 @EVERYWHERE
@@ -325,8 +324,8 @@ def sizes(*batch):
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     """The kernels of all steps, compiled into what JAX would run on a GPU."""
-    for name in ("choose", "scores_tiling"):  # what compiles fast
-        monkeypatch.setattr(tilings, name, lambda *given: tilings.Tiling(16, 16, 1, 1))
+    fast = tilings.Tiling(16, 16, 1, 1)  # to compile
+    set_limits(monkeypatch, triton_tiles=lambda *given: fast)
     gradients = jax.jit(jax.vmap(gradient(attend)))
     with compiled_for((8, 0)):
         lowered = gradients.trace(*sizes(2, 1, 64)).lower(lowering_platforms=("cuda",))

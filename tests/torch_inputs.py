@@ -7,6 +7,7 @@ import torch
 
 import nsa_torch.mosaic
 from nsa_torch import fa2
+from tests import pretend
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
 from tests.problems import FEW
@@ -16,7 +17,7 @@ from tests.problems import FEW
 def on_the_cpu(monkeypatch):
     """Several chunks in every call, the stand-in for FA-2, and one thread."""
     set_limits(monkeypatch, torch_chunk_bytes=50_000)
-    monkeypatch.setattr(fa2, "varlen", fa2_on_a_cpu.varlen)
+    pretend.machine(monkeypatch, fa2_kernel=fa2_on_a_cpu.varlen)
     threads = torch.get_num_threads()
     # Threads that wait for each other take longer than these small sums.
     torch.set_num_threads(1)
