@@ -114,6 +114,7 @@ class Queue:
         """Load the strip of `turn`, if it exists.
 
         Args:
+          turn: Index of the strip in the queue.
           chosen: Whether the selected blocks are known.
           meets: Whether the warp may still have to wait for the cluster.
         """

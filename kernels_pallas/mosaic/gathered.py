@@ -152,8 +152,10 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     """Build a kernel that computes partials.
 
     Args:
+      kernel: The description of the kernel.
       rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
         keys. A second one is multiplied with the values.
+      out_width: Number of columns of the result.
       work: `work(refs, rows)` starts the other loads of a step and returns a function. The
         arguments of this function are the products `[64, block]` of the step. The result,
         float32 `[64, out_width]`, is scattered to `refs.partials`.

@@ -150,10 +150,11 @@ def over_blocks(
 
 
 class Ring(NamedTuple):
-    """A ring buffer of blocks with `rows` rows and `width` columns.
+    """A ring buffer of blocks.
 
     Attributes:
       buffers: The `Buffers` object that allocates and multiplies the blocks.
+      rows, width: Numbers of rows and of columns of a block.
       by_column: Whether blocks are transposed: a row is a column of values, and a column is a
         pair of keys.
     """

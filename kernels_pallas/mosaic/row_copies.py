@@ -30,6 +30,8 @@ class RowCopies(NamedTuple):
     """Copies between operands of 64 rows, which are the heads of `64 // group` tokens, and arrays.
 
     Attributes:
+      buffers: The `Buffers` of the operands.
+      group: Number of heads per token.
       divisor: An entry of the list is `token * divisor` plus a smaller number than `divisor`.
     """
 
@@ -43,6 +45,7 @@ class RowCopies(NamedTuple):
 
         Args:
           entries: The list, int32.
+          first, end: Index of the first entry of the step, and end of the entries.
           place: b, kv_head and T.
           pairs: Pairs of an array `[B, T, H, width]` and the operand `(ref, copy)` that
             receives its rows.
@@ -88,6 +91,7 @@ class RowCopies(NamedTuple):
         """Copy rows of an operand to an array, for each entry from `first` to `end - 1`.
 
         Args:
+          entries, first, end: As in `load`.
           place: The batch row b, the number of entries per row of the array, and the number to
             subtract from an entry.
           target: Array `[B, count, group, width]`.

@@ -108,6 +108,8 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     visible keys of a tile need a mask.
 
     Args:
+      spec: The sizes of the problem.
+      step, carry, k: As above.
       steps: Steps of the whole tile.
       base: First block of the first step.
       key_begin, key_end: The begin of the keys to which the tile's last row attends, and the

@@ -86,8 +86,10 @@ def tile_is_gathered(block_counts, tile, index, gather_limit: int):
     decide, since an output must not depend on later tokens.
 
     Args:
+      block_counts: int32 `[lists, 6]`, the array of all tiles.
       tile: Index of the tile along the tokens.
       index: Index of its list in `block_counts` (`specs.selected.BlockCounts`).
+      gather_limit: A positive number of blocks.
     """
     before = list_counts(block_counts, jnp.where(tile > 0, index - 1, index)).blocks
     return (tile > 0) & (before > gather_limit)

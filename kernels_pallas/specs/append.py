@@ -24,8 +24,10 @@ class Append(TokenWords, Spec):
       B: Number of rows.
       pages: Number of pages in the pool.
       table_pages: Number of columns of the page table.
+      Hkv, D, Dv: Key/value heads, and the widths of keys and of values, in elements.
       compress_block, stride: `l` and `d` of the windows, in tokens.
       block: Tokens per page.
+      dtype: One of `DTYPES`.
       ragged: Whether rows have different numbers of new tokens.
       separate: Whether each branch has its own keys and values.
       means: Whether compressed tokens are means, which this kernel computes.

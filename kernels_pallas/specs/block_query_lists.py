@@ -35,6 +35,8 @@ class BlockQueryLists(Spec):
     """The static sizes of a problem.
 
     Attributes:
+      B, T, S, Hkv: Batch rows, tokens, keys or slots per row, and key/value heads.
+      n: Number of selected blocks per token.
       block: Number of keys per selection block.
       tokens: Number of adjacent tokens per query tile, which the reader of the lists copies
         together. An entry is a query tile and a block that some of its tokens selected. The

@@ -85,9 +85,19 @@ class Decode(Spec):
     them, `B` by its grid.
 
     Attributes:
+      B: Number of rows.
       q_len: Number of query tokens per row, which are the newest tokens of the row.
+      H, Hkv, D, Dv: Query heads, key/value heads, and the widths of keys and of values.
+      compress_block, stride: `l` and `d` of the compressed windows, in tokens.
+      block: Number of tokens per selection block and page.
+      n: Number of selected blocks per query token, forced ones included.
+      num_initial, num_local: Numbers of forced blocks at the begin of the row, and up to the
+        block of the query token.
+      window: Number of keys of the sliding branch. 0 means none.
       pages: Pages of the pool.
       table_pages: Columns of the page table.
+      dtype: Dtype of the query, the output and pages that are not in fp8.
+      scale: Factor of the logits.
       gate_dtype: float32 or a 16-bit dtype.
       variant: The resources of the compiled kernel.
       append: Whether the step writes its new tokens to their pages.

@@ -56,6 +56,7 @@ class Dkv(AttentionSizes):
     Attributes:
       work_items: Number of work items in the table, some of which may be empty.
       interval_partials: Maximum number of partials of intervals.
+      gated: Whether row statistics include a gate, whose sign is the last bit of shift.
       list_entries: Number of entries of the query lists, for the selected branch. 0 means
         intervals.
       block: Number of keys per selection block, if list entries have token bits. These state

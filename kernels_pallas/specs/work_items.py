@@ -273,7 +273,10 @@ class WorkItems:
     token is not known.
 
     Attributes:
+      lists: The query lists.
+      segment: Number of query tiles per segment, with `halving` the least number.
       longest: Maximum number of entries of a work item.
+      halving: Whether the tokens are halved. This is so in `dkv`, but not in `gathered`.
       first_query: Key index of the first query, if the lists are indexed by slots of packed
         rows (`nsa_core.varlen`). `first_key` then has the keys of the slots. None means that
         the lists are indexed by keys.

@@ -88,7 +88,8 @@ def append(
       compressed: keys and values `[P, PAGE / COMPRESS_STRIDE, ..]`.
       scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
       recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.
-      WRITES, KEEPS: Whether pages are written, and ring buffers.
+      N, B, M, P, R: Numbers of new tokens, rows, columns of the page table, pages, ring buffers.
+      WRITES, KEEPS: Whether pages are written, and whether ring buffers are.
     """
     program = tl.program_id(0)
     token = (program // c.HEADS).to(tl.int64)

@@ -71,8 +71,9 @@ def best_blocks(
       key: Compressed keys `[B, count, HEADS, WIDTH]`. A sequence begins at a multiple of RATIO.
       lse: float32 `[B, T, H]`, natural, of the compressed branch.
       first, last: int32 `[B, T]`, the interval of compressed keys to which each query attends.
-      position: int32 `[B, T]`; negative positions are padding. base: int32 `[B, T]`: the block of
-        `key` at which a token's sequence begins.
+      position: int32 `[B, T]`; negative positions are padding.
+      base: int32 `[B, T]`: the block of `key` at which a token's sequence begins.
+      scale: Scale of the logits, times log2(e).
       out: int32 `[B, T, HEADS, N]`.
     """
     tiles = tl.cdiv(T, c.TOKENS)

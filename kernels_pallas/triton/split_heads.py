@@ -137,6 +137,8 @@ def split_heads(
       given, partials: If `NORMS` and `BACK`, the projection that was split, and gradients of the
         norms' weights `[tiles of tokens, heads of query and keys, WIDTH]`.
       cos, sin: float32 `[count, WIDTH / 2]`.
+      count: Number of tokens.
+      eps: Number that is added to mean(x^2), read if `NORMS`.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
     # Number of pairs of a branch and a key/value head.

@@ -133,6 +133,8 @@ def sequences(
 
     Args:
       cu_seqlens: `[given]`.
+      sections: `[programs - 1, INTS]`, the sections of the other programs.
+      out, T, offset, half, gap, S, count, pitch, f: As in `tables`.
     """
     i = tl.arange(0, c.ROOM)
     inside = i < count
@@ -188,6 +190,7 @@ def tables(
     Args:
       sections: `[MOST, INTS]`.
       out: The output of `sequences`, followed by the output of this launch.
+      T, S: Numbers of queries and of keys per row.
       offset, half, gap: Query t has the key index `t + offset`, and `t + offset + gap` from
         query `half` on.
       count, pitch: The number of sequences, and the stride between rows of the output of

@@ -120,6 +120,9 @@ def choose(
     Args:
       kernel: forward, dq or dkv.
       rows, keys: Upper bounds, powers of two.
+      D, Dv: Widths of keys and of values.
+      itemsize: Bytes of an element.
+      capability: Compute capability of the GPU.
     """
     most_rows, most_keys = rows, keys
     if itemsize == 4:
