@@ -355,7 +355,7 @@ def test_launches_that_come_again_are_a_graph(saved):
             for _ in range(2 * sequence.GRAPH_AFTER):
                 assert len(launched(5, 1 << 20)[0]) == 2
             assert not both.graphs
-        assert len(told) == 3 and "cannot capture copy, copy" in told[0].getMessage()
+        assert len(told) == 3 and "cannot build a CUDA graph of copy, copy" in told[0].getMessage()
         recorder.recorder_fail(b"", 0)
 
         # Addresses that come four times and never again: few graphs.

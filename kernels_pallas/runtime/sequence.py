@@ -89,7 +89,7 @@ class LaunchSequence:
             try:
                 graph = _Graph(self, addresses)
             except RuntimeError as error:  # launches without a graph still work
-                LOG.warning("cannot capture %s in a CUDA graph: %s", self.name, error)
+                LOG.warning("cannot build a CUDA graph of %s: %s", self.name, error)
                 self._off = True
                 return
             if len(self.graphs) >= GRAPHS:

@@ -48,8 +48,8 @@ class Variant:
     capacity: int
 
 
-# The compiled variants. For each capacity, the first ones have the lowest latency, and the
-# later ones run more clusters at once.
+# The compiled variants. For each capacity, the first ones have the lowest latency. The later ones
+# run more clusters at once, or need less shared memory.
 VARIANTS = (
     Variant(8, 4, 2, 128),
     Variant(4, 4, 4, 128),

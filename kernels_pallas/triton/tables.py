@@ -133,7 +133,7 @@ def sequences(
 
     Args:
       cu_seqlens: `[given]`.
-      sections: `[programs - 1, INTS]`, the sections of the other programs.
+      sections: `[.., INTS]`, one row for each of the other programs.
       out, T, offset, half, gap, S, count, pitch, f: As in `tables`.
     """
     i = tl.arange(0, c.ROOM)
