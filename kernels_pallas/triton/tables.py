@@ -27,7 +27,8 @@ ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
 
 class Capacity(NamedTuple):
     """The compiled constants of `sequences` and `tables`. WIDTH and STRIDE are those of
-    compressed tokens.
+    compressed tokens, WINDOW is that of the sliding branch, and the number of slots of a sequence
+    is a multiple of UNIT.
     """
 
     WIDTH: int
