@@ -150,7 +150,7 @@ class Queue:
         self._first_turns(left_out, True, done)
 
     def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
-        """Load the `wanted` strips among the `stages` turns after turn `done`."""
+        """Load the `wanted` strips among the `stages` turns from turn `done` on."""
         m = self.m
 
         def turn(i):

@@ -107,7 +107,7 @@ class StoredDs(NamedTuple):
             rows = HEADS * self._halves
             for row in range(0, ROWS, rows):
                 place, part = places[row // self.group_rows], warp.word(row // rows)
-                # By 8 of rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
+                # The matrices of 8 x 8, by rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
                 of_half = [pairs[i : i + 2] for i in range(row // 4, (row + rows) // 4, 2)]
                 ordered = [x for pair in zip(*of_half, strict=True) for x in pair]
                 address = self._address(ds, place, part, warp.warp())
@@ -202,7 +202,7 @@ class StoredDs(NamedTuple):
                     part = warp.warp() * len(slots) + half
                     address = self._address(ds, place, part, warp.word(keys))
                     found.append(warp.fetch_several(address, 2 * self._halves, slot >= 0))
-                # By 8 of rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
+                # The matrices of 8 x 8, by rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
                 pairs += [pair for both in zip(*found, strict=True) for pair in both]
             dtype = ir.MemRefType(ds.type).element_type
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)

@@ -243,7 +243,8 @@ def digits(
         selected score.
       now_known: int32 `[tokens * LISTS, 2]`: these higher bits, and the number of blocks with these
         bits that are selected.
-      before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger.
+      before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger. The
+        first launch does not write it.
     """
     places = lengths, rows, positions, queries, most
     item, part, _, order = _part(scores, blocks, places, c)

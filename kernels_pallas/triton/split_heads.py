@@ -76,10 +76,12 @@ def _normed(x, norm, eps, WIDTH):
 @triton.jit
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
     """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of
-    `heads`. It is normalised by `norm`, and with `TURN` it is rotated if `turning`.
+    `heads`. With `NORMS` and `TURN` it is normalised by `norm`, and with `TURN` it is rotated if
+    `turning`.
 
-    The backward pass includes a share of the gradient of the mean, if a mean of `GROUP` heads
-    was computed.
+    The backward pass computes the gradient of the head in the projection from the gradient of
+    these rows. It includes a share of the gradient of the mean, if a mean of `GROUP` heads was
+    computed.
     """
     projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))
