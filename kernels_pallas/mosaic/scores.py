@@ -15,9 +15,10 @@ then reads only keys from shared memory, which is half the traffic of two shared
 heads each warp has one token, and with fewer heads 2 to 8 tokens. The sum over heads is an exchange
 between lanes, once per step. The warpgroups share the ring buffer of keys and refill it in turn.
 
-Four warpgroups run on an SM, at 128 registers per thread, so that some multiply while another
-computes probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2
-TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM, 2.4 ms; query once 1.1 GB = 0.33 ms.
+Four warpgroups run on an SM, at 128 registers per thread, or three if they would spill registers.
+Some multiply while another computes probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4
+D=128 T=65536 on an H100: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM, 2.4 ms;
+query once 1.1 GB = 0.33 ms.
 
 More heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2). The sum over
 the heads of a group runs along a row of registers. During a product, the probabilities of the
