@@ -1,5 +1,5 @@
-"""Commands that measure the library, one per question. All use the same problems, timers,
-parity rule and records.
+"""Commands that measure the library. Each command answers one question. They share problems,
+timers, the parity rule and the format of records (`bench.harness`, `bench.judge`).
 """
 
 import os

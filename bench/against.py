@@ -4,12 +4,12 @@
     python -m bench.against --checkout ../before
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
-The two checkouts run in separate processes on one machine. All processes compile in parallel.
-Consecutive calls are then timed in turn (before, after, after, before, ...), with one process
-on the GPU at a time. A row is slower if the median of its ratios exceeds 1 + `--margin`. The
-exit status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
-round differently, pass `--allow_other_bits`. The kernels are those of `mosaic`, so that a
-Hopper GPU is needed.
+The two checkouts run in separate processes on one machine. As many processes as fit into
+`--memory_gib` compile in parallel. Consecutive calls are then timed in turn (before, after, after,
+before, ...), with one process on the GPU at a time. A row is one problem in one pass. It is slower
+if the median of its ratios exceeds 1 + `--margin`. The exit status is 1 if a row is slower or not
+bit-equal, or if a process failed. For a change that may round differently, pass
+`--allow_other_bits`. All rows run on `mosaic`, so that a Hopper GPU is needed.
 """
 
 import contextlib
@@ -80,7 +80,12 @@ class Child:
         )
 
     def answer(self, asked: str = "") -> Values:
-        """Return the next line of the process. The first line comes after compiling."""
+        """Write `asked` to the process, and return its next line, which is JSON. The first line
+        comes after compiling.
+
+        Raises:
+          ChildProcessError: The process ended.
+        """
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(asked)
         self.process.stdin.flush()
@@ -114,7 +119,7 @@ def measured(
                 print(error, flush=True)
         for problem, pair, (bits, other_bits) in ready:
             times = []
-            for i in range(FLAGS.rounds):  # the first one alternates too
+            for i in range(FLAGS.rounds):  # the checkout that is timed first alternates
                 order = 1 if i % 2 == 0 else -1
                 times.append([child.answer("time\n") for child in pair[::order]][::order])
             for mode in bits:

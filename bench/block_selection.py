@@ -3,36 +3,52 @@
     python -m bench.block_selection                              # MiniMax-M3's sizes, 8k and 32k
     python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
 
-One layer, without its projections and its indexer. Every query gets its own block and others of
-those that it may see. They are random, or (`--overlap 0.95`) those of the query before it, each of
-which is replaced with the remaining probability. A row of JSON each in `--out`:
+Measures one layer, without its projections and, except in mode `indexer`, without its indexer.
+Every query attends to its own block and to others that it may see. By default the others are
+random. With `--overlap 0.95` each block of the previous query is selected again with probability
+0.95. `--out` gets one line of JSON per length, mode and implementation.
 
-  nsa_torch     `block_attention` in its own layout, `index_blocks`, `indexer_kl`
-  nsa_blocks    the same in transformers' layout: what `attn_implementation="nsa_blocks"` runs
-  sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
-                makes of the blocks at every layer; the time includes making the mask
-  flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
-                each pair; the time excludes making the mask
-  vllm          vLLM's Triton kernel for this model, forward only; the time excludes making pages
-  flash_msa     flash-msa's kernels, which choose the blocks themselves, from an indexer's queries
-                and key. The time includes this choice. Their results are not compared
-  ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
-                `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
-                indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the
-                indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients. Mode
-                `decode`: one token per row, its blocks and its attention, from pages as large as a
-                block, in one CUDA graph; `plain`: without kernels. Modes `qsa` and `qsa_decode`:
-                lists and attention of QSA's layer, regardless of the other sizes; `sdpa` is dense
-                attention there, without lists
-  peak_gib      peak allocation, arguments included
-  extra_gib     peak allocation of a call, its results included
-  errors        distance from an oracle, over the size of its results, of the last `--checked`
-                queries and all keys. The oracle is `eager` in float32, or `sdpa` in float64 for
-                inputs in float32; of the loss, of decoding and of QSA, the plain implementation in
-                that precision. Ours is `wrong` by the rule of `bench/judge/parity.py`, compared
-                with `sdpa` or `plain` in the precision of the inputs. `lists` is a share: of an
-                indexer, of lists that are not those of float32 scores, 2 % at most; of decoding and
-                of QSA, of blocks that the plain implementation does not list, two roundings at most
+Implementations:
+
+  nsa_torch     `block_attention`, `index_blocks` and `indexer_kl` in their own layout
+  nsa_blocks    the same in transformers' layout, as `attn_implementation="nsa_blocks"` runs them
+  sdpa, eager   transformers' functions of these names, with a mask `[B, H, S, S]` that the model
+                builds from the blocks in every layer; the time includes building the mask
+  flex          torch's FlexAttention, on the union of the blocks of 128 queries and a mask for
+                each pair of query and key; the time excludes building the mask
+  vllm          vLLM's Triton kernel for this model, forward only; the time excludes filling pages
+  flash_msa     flash-msa's kernels, which select the blocks themselves from an indexer's queries
+                and key; the time includes the selection, and the results are not compared
+  plain         our functions without kernels
+
+Modes:
+
+  forward       attention
+  fwdbwd        attention, and the gradients of query, key and value
+  indexer       the selection of blocks from 256 columns of a hidden state: by the model's indexer
+                (`eager`), and by `index_blocks` in it (`nsa_blocks`). `nsa_torch` begins with the
+                queries and keys of the indexer
+  loss          `indexer_kl` and its gradients
+  decode        one token per row: the selection and attention, from pages of one block, in one
+                CUDA graph
+  qsa           selection and attention of QSA's layer, whose sizes replace those of the flags.
+                `sdpa` is dense attention without blocks
+  qsa_decode    a decode step of QSA's layer
+
+Fields of a line:
+
+  ms            median; p20_ms and p80_ms are the 20th and 80th percentile
+  peak_gib      peak allocation, including the arguments
+  extra_gib     peak allocation of one call, including its results
+  errors        root mean square of the difference from an oracle, divided by that of the oracle,
+                for the last `--checked` queries and all keys. The oracle of attention is `eager` in
+                float32, or `sdpa` in float64 if the inputs are float32. The other modes use `plain`
+                in that precision
+  errors.lists  in mode `indexer` the share of queries whose blocks are not those of float32 scores,
+                at most 2 %. In modes `decode`, `qsa` and `qsa_decode` the share of blocks that
+                `plain` does not select, at most two roundings
+  status        `wrong` if our results break the rule of `bench/judge/parity.py`, whose baseline is
+                `sdpa` or `plain` in the precision of the inputs
 
 Needs the extra `hf`.
 """
@@ -90,7 +106,7 @@ def device() -> str:
 
 
 def drawn(seed: int = 0) -> Callable[..., Tensor]:
-    """Draw tensors of a shape, one after the other."""
+    """Return a function that draws a normal tensor of a shape, another one at each call."""
     draw = torch.Generator(device()).manual_seed(seed)
     about = {"generator": draw, "device": device(), "dtype": getattr(torch, FLAGS.dtype)}
     return lambda *shape: torch.randn(*shape, **about)
@@ -125,7 +141,7 @@ def random_blocks(
     count = -(-length // block)
     blocks = torch.arange(count, device=device)
     rows = []
-    for own in range(count):  # queries of one block may see as many
+    for own in range(count):  # all queries of a block see the same blocks
         tokens = min(block, length - own * block)
         shape = batch, kv_heads, tokens, count
         weight = torch.rand(shape, generator=draw, device=device)
@@ -149,7 +165,8 @@ def similar_blocks(
     redrawn = torch.rand(shape, generator=draw, device=device) >= overlap
     last = torch.where(redrawn, token, 0).cummax(dim=2).values
     place = torch.rand(shape, generator=draw, device=device).gather(2, last)
-    part = torch.arange(chosen - 1, device=device)  # of the blocks before: most differ
+    # One block from each of `chosen - 1` equal parts of the earlier blocks, so that few coincide.
+    part = torch.arange(chosen - 1, device=device)
     found = ((part + place) / (chosen - 1) * (last // block)).long()
     own = (token // block).expand(batch, kv_heads, length, 1)
     found = found.masked_fill(found >= own, -1).sort(dim=-1).values
@@ -158,11 +175,14 @@ def similar_blocks(
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> Any:
-    """Return a function of query, key and value that computes the output `[B, Sq, H, Dv]`.
+    """Return a function of query, key and value that computes the output `[B, Sq, H, Dv]`. Only
+    the returned function is timed.
 
     Args:
-      query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
-        the last tokens. Work on them in this function is not timed.
+      name: The implementation.
+      query: `[B, H, Sq, D]`, the last tokens.
+      key: `[B, Hkv, Sk, D]`.
+      value: `[B, Hkv, Sk, Dv]`.
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -183,7 +203,7 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
     if name == "flash_msa":
         index = [torch.randn_like(key), torch.randn_like(key[:, :1])]
         return lambda q, k, v: block_peers.on_flash_msa(q, k, v, index, FLAGS.n_sel)
-    # What attention functions read of a layer of MiniMax-M3, its indexer's mask included.
+    # A layer of MiniMax-M3 with only the attributes that the attention functions read.
     indexer: Any = model.MiniMaxM3VLIndexer.__new__(model.MiniMaxM3VLIndexer)
     torch.nn.Module.__init__(indexer)
     indexer.block_size, indexer.topk_blocks = FLAGS.block, FLAGS.n_sel
@@ -211,12 +231,12 @@ class Mode:
     """The measurements for one length. The other sizes come from flags.
 
     Attributes:
-      names: Names of the implementations. The parity rule compares errors with those of
-        `beside`.
+      names: Names of the implementations.
+      beside: Name of the baseline of the parity rule.
       results: Names of the results of `checked`.
-      elsewhere: Names of implementations that select or read other blocks.
-      lists_apart: the share of our lists, or of their blocks, that may be unexpected; None
-        without lists.
+      elsewhere: Names of implementations that select or read other blocks, and are not compared.
+      lists_apart: The share of our lists, or of their blocks, that may differ from the expected
+        ones. None if the mode has no lists.
     """
 
     names: tuple[str, ...] = "nsa_torch", "plain"
@@ -225,7 +245,7 @@ class Mode:
     lists_apart: float | None = None
 
     def call(self, name: str) -> Call:
-        """The call that is timed."""
+        """Return the call that is timed."""
         raise NotImplementedError
 
     def checked(self, name: str, to: To = same) -> list[Tensor]:
@@ -504,7 +524,7 @@ class Qsa(Listed):
         widths = (QSA_HEADS, QSA_WIDTH), (QSA_KV_HEADS, QSA_WIDTH), (QSA_KV_HEADS, QSA_WIDTH)
         self.attention = [make(batch, length, *width) for width in widths]
         index_query = make(batch, length, QSA_INDEX_HEADS, QSA_INDEX_WIDTH)
-        if FLAGS.overlap:  # neighbours have one query for about as many tokens
+        if FLAGS.overlap:  # about 1 / (1 - overlap) adjacent tokens share an index query
             equal = max(round(1 / (1 - FLAGS.overlap)), 1) if FLAGS.overlap < 1 else length
             index_query = index_query[:, torch.arange(length) // equal * equal]
         self.indexer = index_query, make(batch, length // QSA_BLOCK, QSA_INDEX_WIDTH)

@@ -3,14 +3,14 @@
     python -m bench.call_kernels
     python -m bench.call_kernels --only 64k --only 8k --out variants.jsonl
 
-The steps of `nsa_torch.attention` with gradients run as in a first call, each kernel between two
-CUDA events, while the GPU is kept busy until the host has queued all of them. Times are medians
-over `--rounds` in milliseconds. L2 contains the data of the previous kernel. A column is a
-branch in one pass. `rest` has all other kernels, such as merges and lists, and `whole` is the
-call, including the operators of torch between kernels. A Hopper GPU is needed. The shapes are
-those of `bench.against`.
+The steps of `nsa_torch.attention` with gradients run one by one, as in a first call, and each
+kernel runs between two CUDA events. The GPU is kept busy until the host has queued all kernels.
+Times are medians over `--rounds` in milliseconds. The caches are not flushed, so that L2 contains
+data of the previous kernel. A column is a branch in one pass. Column `rest` has all other kernels,
+such as merges and lists. Column `whole` is the call, including torch's operators between kernels.
+A Hopper GPU is needed. The shapes are those of `bench.against` that run in eager torch.
 
-Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
+The lines of `--out` have the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
 
 import collections
@@ -56,12 +56,13 @@ COLUMNS = (
     *("dkv: compressed", "dkv: selected", "dkv: sliding"),
     *(REST, WHOLE),
 )
-BUSY_CYCLES = 40_000_000  # 20 ms: longer than the host takes to queue a call
+BUSY_CYCLES = 40_000_000  # 20 ms, which is longer than the host needs to queue a call
 
 
 def column(kernel: Kernel) -> str:
-    """Return the column of the table for a kernel. The keys of an interval kernel are all tokens or
-    the compressed ones.
+    """Return the column of the table for a kernel. The keys of an interval kernel are gathered
+    blocks (selected), two sets (compressed and sliding), fewer than the queries (compressed), or
+    all tokens (sliding).
     """
     spec: Any = kernel.spec
     name = OF_BRANCH.get(kernel.name, REST)
@@ -117,7 +118,7 @@ def prepared(problem: Problem):
 def measure(problem: Problem) -> None:
     """Print and record milliseconds by column."""
     call, found = prepared(problem), []
-    for _ in range(1 + FLAGS.rounds):  # the first is not timed
+    for _ in range(1 + FLAGS.rounds):  # the first does not count
         ops = Timed()
         torch.cuda._sleep(BUSY_CYCLES)
         with plans.unplanned(ops), ops.timed(WHOLE):

@@ -6,12 +6,12 @@
     python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
-With several lengths, each has its own process. All compile and are compared with the oracle in
-parallel, then they are timed one after the other. The last example is how the report's first
-chart is measured (docs/benchmarks.md).
+With several lengths, each has its own process. All processes compile and compare with the oracle
+in parallel. They are then timed one after the other. The last example measures the first chart of
+the report (docs/benchmarks.md).
 
 Parity is checked first, and a wrong path is not timed. If a path that is named on the command
-line cannot run, the exit status shows that it was not measured.
+line cannot run, the exit status is 3 (not measured).
 """
 
 import dataclasses
@@ -193,7 +193,7 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     if FLAGS.turn:
         rows = list(rows)
         turns.wait()
-        how["warmup"] = 1  # parity was that already
+        how["warmup"] = 1  # the check of parity was a warm-up
     for mode, runner, job, row in rows:
         about = command.about(runner, settings, inputs) | {"branch": job.branch, "mode": mode}
         about |= {"implementation": job.label, "refused": job.refused}
@@ -225,8 +225,9 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
-    """Return the rows that determine the exit status: all rows that were named, or else the
-    best row of each branch. Next to other branches, dense attention is only a baseline.
+    """Return the rows that determine the exit status: all rows that were named, and of the other
+    rows of a branch the first that is ok, or the first. Next to other branches, dense attention is
+    only a baseline.
     """
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:

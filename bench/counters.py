@@ -3,17 +3,19 @@ Compute.
 
     python -m bench.counters --only "24k" --out counters.jsonl
 
-`ncu` (CUDA's profiler, which needs the driver's permission to read the counters) runs each launch
-several times, with empty caches and without fixed clocks. Its times are longer than those of
-`bench.call_kernels`, which has the same rows and columns. All launches of a kernel are one
-line, with the sum of their times, and means of the other values weighted by time.
+`ncu` is CUDA's profiler. It needs the driver's permission to read the counters. It runs each
+launch several times, with empty caches and without fixed clocks, so that its times are longer than
+those of `bench.call_kernels`, which has the same problems and columns. If a kernel has several
+launches in one column, they are one line, with the sum of their times and the means of the other
+values weighted by time.
 
     tensor pipe   share of cycles in which it is busy
     L2            throughput as a share of its peak, share of hits, and HBM throughput
     warps         the two main reasons to wait, in warps per issued instruction; the share of
                   used issue slots
 
-Lines of `--out` are those of `bench/records/<device>/kernel_log/counters.jsonl`. Hopper.
+The lines of `--out` have the format of `bench/records/<device>/kernel_log/counters.jsonl`. A Hopper
+GPU is needed.
 """
 
 import csv
@@ -52,7 +54,7 @@ NCU = (
     ),
     *("--clock-control=none", "--profile-from-start=off"),
 )
-OURS = "_mosaic_gpu_kernel"  # ends the name of a kernel's function
+OURS = "_mosaic_gpu_kernel"  # the end of the name of each Mosaic kernel's function
 TIME, TENSOR, L2, HITS, HBM, ISSUED = (
     "gpu__time_duration.sum",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
@@ -93,13 +95,19 @@ def watched(problem: Problem) -> None:
 
 
 def lines(problem: str, printed: str, written: str, commit: str | None) -> Iterator[Record]:
-    """Return the lines for `--out`, from the output of `watched` and the CSV output of ncu.
+    """Yield the records for `--out`, from the output of `watched` and the CSV output of ncu.
+
+    Args:
+      problem: The name of the problem.
+      printed: The output of `watched`.
+      written: The log of ncu.
+      commit: The commit that was measured.
 
     Raises:
       ValueError: ncu reported other launches than those that ran.
     """
     launched = [line.split("\t") for line in printed.splitlines() if "\t" in line]
-    # Without ncu's own words, and the line of units.
+    # Skip the messages of ncu, and the line of units.
     table = (line for line in written.splitlines() if line.startswith('"'))
     found = [*csv.DictReader(table)][1:]
     ran = [f"{name}{OURS}" for name, _ in launched]
@@ -135,10 +143,12 @@ def number(row: Mapping[str, str], metric: str) -> float:
 
 
 def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
-    """Return a record per kernel. Raises:
-    ChildProcessError: ncu failed. The message has its output.
+    """Yield a record per kernel and column.
+
+    Raises:
+      ChildProcessError: ncu failed. The message has its output.
     """
-    # In this process, since building kernels replaces ncu's driver.
+    # Kernels are built here, since a build would replace ncu's driver in the observed process.
     call_kernels.prepared(problem)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"

@@ -1,5 +1,4 @@
-"""Measures one or a few new tokens per sequence with the cache, for the whole step and for each
-branch.
+"""Measures a decode step: attention of one or a few new tokens per sequence to a filled cache.
 
     python -m bench.decode
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
@@ -7,27 +6,35 @@ branch.
     python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
-On a GPU each of several lengths has its own process. All compile and are compared with the
-oracle in parallel, then they are timed one after the other.
+On a GPU each of several lengths has its own process. All processes compile and compare with the
+oracle in parallel. They are then timed one after the other.
 
-`S` counts the tokens in the cache with the new ones, which are `--q_len` (more than one: guesses
-that are verified). `ms_total` is `cached_attention`: it appends the tokens and attends;
-`ms_paged` is the same on a paged cache with pages in random order (`append`, `paged_attention`).
-With `--cache_dtype=fp8` that cache is in fp8, and is judged by its own rounded tokens. The branches
-run separately on the same cache: `ms_cmp` is compressed attention, `ms_sel` the scores, the
-selection and the attention to it (`ms_scores` without the attention), `ms_win` the sliding window.
-Each is launched with its own checks and its own wait, one after the other. They need not add up to
-the whole, and if another process uses the machine a part's median can exceed the whole's. Such a
-time has a `*` and is listed in the column `above_whole`. A part that is longer by more than noise
-is refused. The table also has dense attention to all of the cache. In torch on CUDA a CUDA graph
-replays the step if it can be captured (`graph`). There `ms_host` and `ms_paged_host` are the host
-times of consecutive eager steps, without the graph.
+`S` is the number of tokens in the cache, including the `--q_len` new ones. More than one new token
+means draft tokens that are verified. Columns:
 
-Reads are key rows, raw or compressed, that the last query reads of one key/value head:
-  reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
-                         log-sum-exp of a branch is the logarithm of the keys it took in;
-                         mean over sequences and key/value heads, the three branches added
-  reads_expected_decode  the formula `(S - l)/d + 1 + n*l' + w`, a short cache included
+  ms_total      `cached_attention`, which appends the tokens and attends
+  ms_paged      the same on a paged cache with pages in random order (`append`,
+                `paged_attention`). With `--cache_dtype=fp8` this cache is in fp8. Its reference
+                then reads the rounded tokens
+  ms_cmp        only compressed attention, on the contiguous cache
+  ms_sel        only the scores, the selection and the attention to it; `ms_scores` is without
+                the attention
+  ms_win        only the sliding window
+  ms_dense_*    dense attention to the whole cache
+  graph         whether a CUDA graph replayed the step (torch on CUDA, if it can be captured)
+  ms_host       host time of consecutive eager steps without the graph; `ms_paged_host` likewise
+  above_whole   branches whose time exceeds `ms_total`; the printed line marks them with `*`
+
+The branches are launched and timed separately, so that their times need not add up to the whole. If
+another process uses the machine, the median of a branch can exceed that of the whole. If it does so
+by more than noise, the row of the whole is an error.
+
+Reads are the keys, raw or compressed, that the last query reads for one key/value head:
+
+  reads_actual_decode    counted, as the sum over the three branches and the mean over sequences
+                         and key/value heads. With a query of zeros every logit is 0, so that the
+                         log-sum-exp of a branch is the logarithm of the number of its keys
+  reads_expected_decode  the formula `(S - l)/d + 1 + n*l' + w`, with the limits of a short cache
   reads_actual, reads_expected  the same, summed over sequences and key/value heads
 """
 
@@ -95,7 +102,7 @@ FLAGS = command.flag_values(
         "Internal: wait for a line on standard input before timing (used by --side_by_side).",
     ),
 )
-# By how much a part's 20th percentile may be over the whole's 80th.
+# Largest allowed ratio of the 20th percentile of a branch to the 80th of the whole.
 NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
@@ -113,8 +120,9 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 
 def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:
-    """Compile every step of one cache length and compare it with the oracle. Returns a function
-    that times the steps, with arguments of `timing`, and returns the values of the table's row.
+    """Compile every step of one cache length and compare it with the oracle. Return a function
+    that times the steps and returns the values of the table's row. Its arguments are those of
+    `timing`.
     """
     config = config_of(FLAGS)
     settings = command.settings(
@@ -192,14 +200,14 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge(branch, branch, refused, branch_step, branch)
     if FLAGS.paged != "none":
         judge("paged", "all", refused, paged_step)
-    # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
+    # torch's flash kernel for CPUs computes exponentials with 20 bits, which is wrong in float32.
     on_cpu = (runner.framework, gpu) == ("torch", False)
     for name in ("math",) if on_cpu else runner.dense_names:
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:
-        """Time every step. The branches are timed first, since the whole cannot be faster than
-        a branch.
+        """Time every step. The branches are timed before the whole, since `doubt` compares the
+        whole with them.
         """
         common, done = command.about(runner, settings, inputs), dict[str, Record]()
         for key, (branch, each) in waiting.items():
@@ -241,8 +249,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
 
 def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
-    """Reject the times if a part takes longer than the whole by more than noise. With few
-    samples nothing is rejected.
+    """Return fields that make the row of the whole an error, if a branch is slower than the whole
+    by more than `NOISE`. Return no fields otherwise, or if there are few samples.
     """
     longer = [
         f"{branch} {part.time_ms:.4g} ms"
@@ -258,13 +266,13 @@ def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
 
 
 def above_whole(times: Mapping[str, float | None]) -> list[str]:
-    """Return the columns of parts whose time is above that of the whole."""
+    """Return the columns of the branches whose time exceeds that of the whole."""
     whole = times["ms_total"]
     return [name for name, ms in times.items() if ms and whole and ms > whole]
 
 
 def starred(times: Mapping[str, float | None]) -> dict[str, str]:
-    """Return the times of the parts as text. A star marks times above that of the whole."""
+    """Return the times of the branches as text. A star marks times above that of the whole."""
     found, above = {}, above_whole(times)
     for part in PARTS.values():
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""
@@ -313,7 +321,8 @@ def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
     """Start a process per length, and return the exit status. The processes compile in parallel
     and are timed in turn.
 
-    The table and the records have all lengths; the files of each are in the folder of its name.
+    The table and the records have all lengths. The other files of a length are in a folder with
+    the length as its name.
     """
     lost, table = False, f"{results.bench}.csv"
     given = lengths, results.path, FLAGS.framework, "--csv="

@@ -8,29 +8,31 @@ A document names a table between two comments, and this command fills it:
     <!-- table: attention mode=forward -->
     <!-- end table -->
 
-Tables that show fields of lines are described in `bench/tables.yaml`. Their options are `device`,
-`commit` (how it begins) and those of their description, each a value or several with commas
-between. These are functions:
+Most tables show fields of recorded lines, as `bench/tables.yaml` describes. Their options are
+`device`, `commit` (its first digits) and the options of their description. The value of an option
+is one value, or several values separated by commas. The other tables are functions:
 
-| table | what it shows | options |
+| table | content | options |
 |---|---|---|
 | `summary` | times of NSA and of dense attention in a few rows | `device` |
 | `first_call` | the costs of a first call (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part`, `steps` |
 | `experiment` | the results of an experiment of `bench.lm.experiments` | `name`, `runs`, `seeds` |
+| `solved` | the share of records that trained models solve | `setting`, `runs` |
 | `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
-| `parity` | how right each path is, from all records of `bench.compare` | |
+| `parity` | the worst error of each path, from all records of `bench.compare` | |
 | `crossovers` | the answers of the first chart of `bench.report` | |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
-It writes two pictures too: `docs/crossover.svg`, the first chart of `bench.report`, and
-`docs/distance.svg`, the gain from a passage by its distance.
+The command also writes two pictures. `docs/crossover.svg` is the first chart of `bench.report`.
+`docs/distance.svg` shows the gain from an earlier passage by its distance.
 
-A cell shows the newest record of its shape, or the status of a failed one, and nothing if it was
-refused. The column `commit` lists the commits of all figures that a row compares.
-Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
+A cell shows the newest record of its shape, the status of a failed one, or `-` if there is none or
+if the path was refused. The column `commit` lists the commits of all figures in a row.
+The exit status is 0. Without `--write` it is 1 if a table or picture differs. It is 2 if a marker
+is invalid.
 """
 
 import dataclasses
@@ -67,7 +69,7 @@ MARKER = re.compile(
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records only show correctness
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
-USUAL = "cudnn", "flash"  # dense kernels that are everywhere
+USUAL = "cudnn", "flash"  # dense kernels that every torch on CUDA has
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -82,8 +84,9 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
 
 
 def _derived(x: Line) -> Line:
-    """Return the kernel of a line; for attention its sizes as text, whether the other sizes are the
-    paper's, and the order of its row: the most heads first, then the longest.
+    """Return fields that follow from those of a line: `kernel`, and for attention its sizes as
+    text, whether the config is the paper's in bfloat16 (`papers`), and the position of its row
+    (`place`: the most query columns first, then the longest).
     """
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
@@ -110,13 +113,15 @@ def _derived(x: Line) -> Line:
 
 
 def newest(lines: Iterable[Line], **wanted: Any) -> Line | None:
-    """Return the newest line with these fields."""
+    """Return the newest line whose fields have these values, or None."""
     found = [x for x in lines if all(x.get(name) == y for name, y in wanted.items())]
     return max(reversed(found), key=lambda x: x["time"], default=None)
 
 
 def whole(file: str, device: str) -> list[Line]:
-    """Return the lines of whole and of dense attention in torch."""
+    """Return the lines of whole attention (on `mosaic`) and of dense attention in torch, with the
+    paper's config.
+    """
     ours = (None, "mosaic")
     return [
         x
@@ -175,7 +180,13 @@ def _packed_summary() -> list[str]:
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
-    """Return the lines of a table of `KINDS`; `commit` is the beginning of their commit.
+    """Return the lines of a table of `KINDS`.
+
+    Args:
+      name: The table.
+      device: Folder of the records. Defaults to that of the table's description, or `DEVICE`.
+      commit: The first digits of the commits, separated by commas. Defaults to any commit.
+      options: The other options of a marker.
 
     Raises:
       ValueError: The table has no such option, or no line has a value that an option lists.
@@ -293,7 +304,9 @@ def crossovers() -> str:
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
-    """Return a row per run on several devices, compared with the same run on one."""
+    """Return a row per run of parallel training. Runs on several devices are compared with the
+    same run on one device.
+    """
     runs = []
     for path in sorted((DEVICE.parent / device / "train").glob("*.jsonl")):
         lines = train_log.read(path)
@@ -383,7 +396,9 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
 
 
 def solved(setting: str, runs: str) -> str:
-    """Return the share of records that each run solves, by distance, with `hit` and `chance`."""
+    """Return the share of records that each run solves, by distance. A second row has `hit` and
+    `chance` (`bench.lm.tasks`), if the model has a selection.
+    """
     rows, distances = [], list(map(str, DISTANCES[:-1]))
     for run in runs.split(","):
         for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl")):

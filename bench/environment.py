@@ -1,11 +1,11 @@
 """Lists installed packages and the device, and checks that packages are compatible.
 
     python -m bench.environment                 # print it
-    python -m bench.environment --out env.json  # and keep it
+    python -m bench.environment --out env.json  # and store it
 
 Two packages are compatible if the metadata of one allows the installed version of the other.
 torch specifies its triton, and JAX specifies jaxlib and its CUDA plugin. On a GPU one process
-moves an array in both frameworks, which shows that their CUDA runtimes load together. The exit
+computes in both frameworks, which shows that their CUDA runtimes load together. The exit
 status is 1 if a pair is incompatible.
 """
 
@@ -27,13 +27,13 @@ from .harness import cli, records
 from .reports import render
 
 SCHEMA = 1
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
+# Not in flags.FLAGS until this is the main program, since other commands use the same names.
 FLAGS = cli.define(
     out=(str, "New file to which the same is written as JSON."),
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-# Who states the version of whom, and in which of its extras.
+# A package, the package whose version it specifies, and the extra in which it does so.
 PAIRS = (
     ("torch", "triton", ""),
     ("jax", "jaxlib", ""),
@@ -64,7 +64,7 @@ assert z.tolist() == (2 * x).cpu().tolist(), "an array of torch reads otherwise 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two packages that must be compatible. The status `unchecked` has a reason too."""
+    """Two packages that must be compatible. Every status has a reason."""
 
     first: str
     second: str

@@ -5,13 +5,18 @@
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
     python -m bench.fa2 --sliding_kernel=fa2 --log=timing
 
-`masked` is one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
-made before the time measurement. `fa2` is FlashAttention-2 on the same arrays, by one of two
-calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`. `sdpa` is the
-portable path of the library, which runs if FA-2 is not faster. Thresholds compare these two.
-All three are measured at every length. `--kernels` must be `auto` or `fa2`, and thresholds
-(`--fa2_min_len_win`) exclude no row. All are compared with the reference before they are timed.
-Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
+Each row has three implementations, which are compared with the reference before they are timed:
+
+    masked   one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
+             built before the time measurement
+    fa2      FlashAttention-2, by one of two calls (`--path`): `varlen`, which the library uses
+             (`auto`), or `dense`
+    sdpa     the portable path of the library, which runs if FA-2 is not faster
+
+The automatic choice compares `fa2` with `sdpa`; the file of a device also has the lengths from
+which `fa2` is faster than `masked`. All three are measured at every length: `--kernels` must be
+`auto` or `fa2`, and thresholds (`--fa2_min_len_win`) exclude no row. Without CUDA FA-2 is not
+measured. The command then reports this and ends with status 3.
 """
 
 import sys
@@ -57,7 +62,7 @@ def masked(branch: str, config: NSAConfig):
             made.append(_mask(branch, query, key, config))
         seen, empty = made[0]
         group = query.shape[1] // key.shape[1]
-        if group > 1:  # the masked kernels know no groups
+        if group > 1:  # SDPA's kernels with a mask do not support groups
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return {"out": out.masked_fill(empty[:, None], 0).transpose(1, 2)}
@@ -66,20 +71,23 @@ def masked(branch: str, config: NSAConfig):
 
 
 def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Return the mask of visible keys `[T, S]`, and which queries have no keys, `[T]`."""
+    """Return the mask of visible keys `[T, S]`, and whether a query has no keys, `[T]`. The mask
+    of a query without keys is True everywhere.
+    """
     row = torch.arange(query.shape[2], device=query.device)[:, None]
     column = torch.arange(key.shape[2], device=query.device)
     if branch == "sliding":
         seen = (column <= row) & (column > row - config.window)
     else:
         seen = column * config.compress_stride + config.compress_block - 1 <= row
-    # SDPA may give NaN to a row without keys: it sees all, and is then set to 0.
+    # SDPA may return NaN for a row without keys. Such a row attends to all keys; its output is
+    # then set to 0.
     empty = ~seen.any(dim=-1)
     return seen | empty[:, None], empty
 
 
 def _arrays(given: Values) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, keys and values of either branch."""
+    """Return query, keys and values of either branch."""
     prefix = "compressed_" if "compressed_key" in given else ""
     return given["query"], given[f"{prefix}key"], given[f"{prefix}value"]
 
@@ -115,7 +123,7 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
 
 def _dense(query, key, value, window: int = -1):
     """Run causal FA-2 `[B, T, H, D]`, T = S, on the query's own key and the last `window` keys
-    before it.
+    before it. -1 means all keys before it.
     """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]

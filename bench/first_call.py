@@ -4,14 +4,15 @@ length.
     python -m bench.first_call
     python -m bench.first_call --H 32 --Hkv 8 --lengths 50
 
-The folder of kernels is empty at the start. Each stage is a process, and a line of JSON in
-`--out`. The kernels are those of `mosaic`, so that a Hopper GPU is needed.
+The folder of kernels is empty at the start. Each stage is a separate process and writes one line of
+JSON to `--out`. The kernels are those of `mosaic`, so that a Hopper GPU is needed.
 
     cold        builds all kernels of the layer
-    warm        torch finds them on disk, and calls forward and backward for the first time
-    lengths     torch calls new lengths four times each, in random order
-    jax         both in JAX, which traces and compiles the operations around the kernels
-    jax_again   the same program in another process, with JAX's persistent compilation cache
+    warm        the first forward and backward pass in torch, with kernels from disk
+    lengths     torch, with four calls of each new length; the longest is first, the others random
+    jax         the first call and calls of new lengths in JAX, which also traces and compiles the
+                operations around the kernels
+    jax_again   the same in another process, with JAX's persistent compilation cache
 """
 
 import json
@@ -29,7 +30,7 @@ from . import run
 from .harness import cli, exit_status, process
 from .harness.timed_problem import Problem, jax_calls, torch_calls
 
-JAX_LENGTHS = 5  # never seen
+JAX_LENGTHS = 5  # new lengths of a stage in JAX
 FLAGS = cli.define(
     H=(64, "Query heads."),
     Hkv=(4, "Key/value heads."),
@@ -76,7 +77,8 @@ def warm() -> dict:
 
 def new_lengths() -> dict:
     """Measure calls with new lengths. The longest length comes first, so that torch's allocator
-    need not grow. `three_more_ms` includes work that the first call postpones to the second.
+    need not grow later. `more_ms` compares the first call with the second. `three_more_ms`
+    compares the first three calls with the fourth, since the first call postpones some work.
     """
     draw = random.Random(FLAGS.seed)
     lengths = [FLAGS.longest, *(draw.randint(65, FLAGS.longest) for _ in range(FLAGS.lengths))]

@@ -1,17 +1,18 @@
-"""Runs every test that needs a GPU, and reports the age of the last such run.
+"""Runs every test that needs one GPU (or two), and reports the age of the last such run.
 
     python -m bench.gpu_tests --save_records
     python -m bench.gpu_tests --part 1/2
     python -m bench.gpu_tests --gpus 2
     python -m bench.gpu_tests --age
 
-Tests run in one process per core. Each process has its own cores, and loads machine code that
-another one has built. `--gpus 2` runs only the tests that need two GPUs. A skipped test counts
-as in `bench.suite`.
+Tests run in one process per core, as far as GPU memory allows. Each process has its own cores, and
+loads machine code that another process has built. `--gpus 2` runs only the tests that need two
+GPUs, in one process. A skipped test counts as in `bench.suite`.
 
 `--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit,
 outcomes, seconds, versions. Commit it with the change. `--age` runs no test. It prints a
-warning if kernels or the host side have changed since the newest such line.
+warning if not all tests on one GPU were recorded since the last change of the kernels or the host
+side, or if one of them failed.
 """
 
 import datetime
@@ -28,7 +29,11 @@ from .harness import cli, command, exit_status, records
 FLAGS = cli.define(
     gpus=("1", "Number of GPUs that the tests need.", ("1", "2")),
     part=(str, "Part of the tests as K/N, the Kth of N parts."),
-    processes=(int, "Number of parallel processes; default: one per core."),
+    processes=(
+        int,
+        "Number of parallel processes; default: one per core, and at most one per 5 GiB of GPU "
+        "memory.",
+    ),
     out=(str, "New folder for the results; default: bench/results/<time>."),
     save_records=(False, "Keep the record."),
     age=(False, "Only report the age of the newest record."),
@@ -37,7 +42,7 @@ FLAGS = cli.define(
 NAME = "gpu_tests.jsonl"
 KEPT = Path("kernel_log") / NAME  # in the folder of a device
 DATE = "%Y-%m-%d %H:%M"
-# What such a run is about: kernels and the host side.
+# Folders with the code that the tests run: kernels and the host side.
 FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")
 # GPU memory of one process: the contexts of both frameworks and the reserves of their allocators.
 PROCESS_BYTES = 5 << 30

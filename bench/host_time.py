@@ -5,29 +5,33 @@
     python -m bench.host_time --implementation triton
     python -m bench.host_time --launch --out variants.jsonl
 
-`nsa_torch.attention` is called on the same tensors again and again, on `mosaic` (a Hopper GPU is
-needed) or on `triton`, whose launches never become graphs of ours. Times vary between machines
-and minutes. Both forms are therefore timed alternately, each in its own process:
+`nsa_torch.attention` is called repeatedly on the same tensors. It runs on `mosaic`, which needs a
+Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Host times vary
+between machines and from minute to minute. Both forms are therefore timed alternately, each in its
+own process:
 
-    graphs   repeated launches are one CUDA graph (`kernels_pallas.runtime.sequence`)
+    graphs   the library combines repeated launches into one CUDA graph
+             (`kernels_pallas.runtime.sequence`)
     each     every launch is separate
 
-Each shape and pass has these times in ms, with 20th and 80th percentile, as medians of the rounds:
+Each shape and pass has these times per call in ms, with 20th and 80th percentile, as medians of the
+rounds:
 
-    host     until a call returns, if the GPU was idle
+    host     until the call returns, if the GPU was idle
     done     until the GPU is done too
-    row of a call among consecutive calls
-    replay   of the same call as a CUDA graph of torch, in a row of replays
+    row      in a series of consecutive calls
+    replay   in a series of replays, with the call captured in one CUDA graph of torch
 
-and the number of our own graphs that a call launches (`graphs_a_call`).
+`graphs_a_call` is the number of the library's own graphs that a call launches.
 
-`--launch` measures one launch instead of calls, in us, in torch in both forms and in a compiled
-program of JAX. A small kernel runs 8 or 72 times in a row, each on the output of the last.
-A launch is the difference of the two rows divided by 64, without the constant part of a call.
-Its lines belong to `bench/records/<device>/kernel_log/variants.jsonl`.
+`--launch` measures one launch in us instead of calls: in torch in both forms, and in a compiled
+program of JAX. A small kernel runs 8 or 72 times in a series, each time on the output of the
+previous launch. The time of a launch is the difference of the two series divided by 64, which
+excludes the constant part of a call. The lines have the format of
+`bench/records/<device>/kernel_log/variants.jsonl`.
 
-The output also has this host's times for a million additions in Python and for `add_` of torch on
-eight numbers.
+Without `--launch` the output also has the times of this host for a million additions in Python and
+for torch's `add_` on eight numbers.
 """
 
 import contextlib
@@ -53,20 +57,20 @@ from .harness.timed_problem import Problem, named, torch_calls
 
 FORMS = ("graphs", "each")
 FLAGS = cli.define(
-    calls=(200, "Timed a form and round."),
-    rounds=(2, "Processes a form."),
+    calls=(200, "Number of timed calls per form and round."),
+    rounds=(2, "Number of processes per form."),
     implementation=("mosaic", "Kernels.", ("mosaic", "triton")),
     launch=(False, "One launch, of torch and of JAX."),
     form=(str, "Only this one, in this process.", FORMS),
 )
 cli.define_lines(FLAGS)
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}
-BEFORE = 40  # calls before the first that is timed: graphs are made in these
-ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # of the kernel, and launches of it in a row
+BEFORE = 40  # untimed calls first, in which the library builds its graphs
+ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # sizes of the kernel, and launches in a series
 
 
 def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
-    """Mean number of graphs that a call launches."""
+    """Return the mean number of the library's graphs that a call launches."""
     from kernels_pallas.runtime.sequence import _Graph
 
     launches, start = [], _Graph.launch
@@ -111,7 +115,7 @@ def probes() -> dict[str, float]:
 
 
 def one_form(name: str) -> Iterator[Values]:
-    """A row per shape and pass."""
+    """Yield a row per shape and pass of one form."""
     host, calls, fifth = probes(), FLAGS.calls, max(FLAGS.calls // 5, 1)
     for shape, sizes in named("host").items():
         problem = Problem(name=shape, implementation=FLAGS.implementation, **sizes)
@@ -136,7 +140,7 @@ def one_form(name: str) -> Iterator[Values]:
 
 
 def merged(rounds: Sequence[Sequence[Values]]) -> Iterator[Values]:
-    """The rows of several rounds of a form as one, their numbers as medians."""
+    """Merge the rows of several rounds of a form. Numbers become medians."""
     for same in zip(*rounds, strict=True):
         median = lambda name, same=same: statistics.median(row[name] for row in same)
         yield {k: x if isinstance(x, str) else median(k) for k, x in same[0].items()}
@@ -155,7 +159,7 @@ def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
 
 
 def of_torch(count: int) -> Callable[[], Any]:
-    """Consecutive launches as plans make them (`nsa_torch.plans`)."""
+    """Return a function that makes `count` launches from a plan (`nsa_torch.plans`)."""
     from nsa_torch.plans import Planned
 
     gate, x = torch.ones(1, ROWS, 1), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
@@ -165,7 +169,7 @@ def of_torch(count: int) -> Callable[[], Any]:
 
 
 def of_jax(count: int) -> Callable[[], Any]:
-    """Consecutive launches as custom calls of a compiled program."""
+    """Return a function that makes `count` launches as custom calls of a compiled program."""
     import jax
     import jax.numpy as jnp
 

@@ -3,9 +3,9 @@
     python -m bench.indices --kernels mosaic
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
-Every query position and key/value head is compared. A row that differs is explained when what
-it gives up is below what float32 resolves of these scores
-(`bench/judge/selection_shortfall.py`). The first rows that are not explained are printed.
+A row is one query position and one key/value head. All rows are compared. A row that differs counts
+as explained if the scores that it loses are below the resolution of float32
+(`bench/judge/selection_shortfall.py`). The first rows without such an explanation are printed.
 """
 
 import dataclasses
@@ -38,11 +38,12 @@ FLAGS = cli.define(
 
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
-    """Return the implementation that each framework selects with: scores go with `selected`.
+    """Return the implementation of the scores in each framework that has it. The flags name it for
+    `selected`, which includes the scores.
 
     Raises:
-      ValueError: no framework has an implementation of the name.
-      NotImplementedError: one that was named refuses, and `--on_unsupported` is error.
+      ValueError: No framework has an implementation with this name.
+      NotImplementedError: The named implementation refuses, and `--on_unsupported` is `error`.
     """
     name, on_unsupported = kernel_flags.named().selected, kernel_flags.on_unsupported()
     known = {runner.framework: runner.registry.names("scores") for runner in runners}
@@ -54,7 +55,9 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
 
 
 def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
-    """Return the fields of the record with the `Comparison`, and a function that times the step."""
+    """Return the fields of the record, with a `Comparison` as `comparison`, and a function that
+    times the step.
+    """
     arguments = runner.load(inputs.arguments("scores"))
     select = functools.partial(forward, runner.api, "scores", config, implementation)
     step = runner.prepare(select, arguments)

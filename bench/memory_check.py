@@ -10,10 +10,10 @@
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
 `bench.harness.checked_layer` has the layers, and the kernels that each layer must run. Each
-layer first runs without a tool, which builds its kernels. It then runs under every tool.
+layer first runs without a tool, which builds its kernels. It then runs under every tool. Up to
 `--at_once` processes run at the same time. The caching allocator of torch is disabled, since
-`memcheck` cannot detect addresses past the end of a tensor within its large blocks. Each tool
-must first find a planted fault; otherwise no layer runs under this tool.
+`memcheck` cannot detect addresses past the end of a tensor within the large blocks of this
+allocator. Each tool must first find a planted fault; otherwise no layer runs under this tool.
 
 A row is `ok`, `wrong` (the tool found an error, the results of a layer have other bits, or a
 required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl;
@@ -47,8 +47,8 @@ FLAGS = cli.define(
 
 SANITIZER = "compute-sanitizer"
 CHILD = "bench.harness.checked_layer"
-ALONE = "alone"  # in place of a tool
-ALL_KERNELS = checked_layer.symbol("")  # what the symbols of all Mosaic kernels contain
+ALONE = "alone"  # the name in a row for a run without a tool
+ALL_KERNELS = checked_layer.symbol("")  # a part of the symbols of all Mosaic kernels
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
 # Several processes share the GPU. torch's caching allocator is off.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -62,7 +62,7 @@ def watched(tool: str, layer: str, folder: Path) -> Values:
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
     kernels = (FLAGS.kernels or None) if tool == "racecheck" else None
-    if tool == "racecheck":  # which takes long
+    if tool == "racecheck":  # slow, so that it checks only Mosaic kernels
         sanitizer += ["--kernel-regex", f"kns={kernels or ALL_KERNELS}"]
     name = FLAGS.kernels or "planted"
     words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]

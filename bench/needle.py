@@ -3,13 +3,17 @@
     python -m bench.needle
     python -m bench.needle --S=65536 --pos=1234 --framework=jax
 
-The key at `pos` points in the direction of the query of the last token; all other keys are
-noise. The report shows the results of the kernels, not a map of the scores: whether the block
-of `pos` is among the indices for the last query of each key/value head, the weight that
-selected attention gave to the needle (the output where all values are 0 but the needle's), the
-cosine of the whole output and the planted value (`cos`), the mean error against the float64
-reference on the last row (`mae`), and the time of the whole attention over all `S` tokens. A
-needle that is not attended to is a wrong result.
+The key at `pos` points in the direction of the query of the last token; all other keys are noise.
+The values of the table are results of the kernels for the last query, not a map of scores:
+
+  selected   whether each key/value head selects the block of `pos`
+  weight     the smallest weight, over the heads, that selected attention gives to the needle. It is
+             the output if all values are 0 except the needle's, which are 1
+  cos        cosine of the whole output and the value at `pos`, mean over the heads
+  mae        mean absolute error against the float64 reference
+  time_ms    time of the whole attention over all `S` tokens
+
+A needle whose block is not selected, or whose weight is at most 0.5, is a wrong result.
 """
 
 import dataclasses
@@ -42,11 +46,12 @@ LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
 
 
 def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
-    """Return the inputs with the needle at `position`, and a last query that looks for it.
+    """Return the inputs with the needle at `position`, a last query that looks for it, and gates
+    of 1.
 
-    The query has the length `sqrt(D)`, like noise, so that logits of noise have the variance 1.
-    The needle has the length `2 l`, since its compressed token contains an `l`-th of it and
-    must stand out.
+    The query has the norm `sqrt(D)`, like noise, so that logits of noise have the variance 1.
+    The needle has the norm `2 l`. A compressed token contains only an `l`-th of it, which must
+    still differ clearly from noise.
     """
     width, dtype = inputs.query.shape[-1], inputs.query.dtype
     look = jax.random.normal(jax.random.key(position), (width,), jnp.float32)
@@ -58,7 +63,7 @@ def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
 
 
 def forced(block: int, length: int, config) -> bool:
-    """Whether the last of `length` tokens reads the block regardless of the scores."""
+    """Return whether the last of `length` tokens reads the block regardless of the scores."""
     return not config.num_initial <= block < config.num_blocks(length) - config.num_local
 
 

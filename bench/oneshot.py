@@ -6,9 +6,9 @@
     python -m bench.oneshot --quick            # smaller sizes
 
 Each step is a process with its own timeout and log. The results are in a new folder
-`artifacts/<commit>`, `summary.json` among them. A step that fails, runs out of time or cannot
-start within the budget makes the exit status 1; later steps still run. SIGINT and SIGTERM end
-the current step; the status in the summary is then `interrupted`.
+`artifacts/<commit>`, including `summary.json`. The exit status is 1 if a requested step fails, runs
+out of time or cannot start. Later steps still run. SIGINT and SIGTERM end the current step; the
+status in the summary is then `interrupted`.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def template_of(step: Step, hopper: bool) -> str:
 
 
 class Run:
-    """Runs the steps of one run in order and writes its summary."""
+    """The steps of one run, which `run` executes in order, and the summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
         """`about` has further fields of the summary. Its field `hopper` determines the

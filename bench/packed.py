@@ -11,9 +11,9 @@ Forms of a call, forward and with gradients:
     cu_seqlens  one row, with only the boundaries
 
 `ms` is measured with CUDA events after an L2 flush. `host` is the time until the call returns,
-with an idle GPU. `metadata` and `its host` are the additional times of a call with new
-metadata. A packed form is wrong if its output or a gradient differs by more than 1 % (root mean
-square) from that of separate documents. Needs a GPU.
+with an idle GPU. `metadata` and `its host` are the additional times, on the GPU and on the host, of
+a `varlen` call that builds its metadata. A form is wrong if its output or a gradient differs by
+more than 1 % (root mean square) from that of separate calls for each document. Needs a GPU.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ cli.define_lines(FLAGS)
 
 FORMS = "rows", "varlen", "cu_seqlens"
 MODES = "forward", "fwdbwd"
-FARTHEST = 0.01  # of the documents one by one, relative, root mean square
+FARTHEST = 0.01  # relative root mean square of the difference from one call per document
 CONFIG = NSAConfig()
 
 
@@ -72,7 +72,7 @@ def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
 
 
 def measure(name: str) -> Iterator[Values]:
-    """Return the rows of a shape."""
+    """Yield the rows of a shape."""
     sizes = dict(SHAPES[name])
     lengths, total = sizes.pop("documents"), sizes["T"]
     ends, seconds = [0, *itertools.accumulate(lengths)], FLAGS.row_seconds
@@ -106,7 +106,7 @@ def measure(name: str) -> Iterator[Values]:
             continue
         took = timing.time_cuda_events(lambda _, once=once: once(), seconds=seconds)
         row["host_ms"] = statistics.median(timing.in_a_row(once))
-        if form == "varlen":  # more, where the metadata is new
+        if form == "varlen":  # the additional times of new metadata
             renewed = lambda mode=mode: call(mode, tensors, varlen=metadata())
             more = timing.time_cuda_events(lambda _, new=renewed: new(), seconds=seconds)
             row["metadata_ms"] = more.time_ms - took.time_ms

@@ -45,7 +45,7 @@ def scaling(now: Record, before: Record | None) -> Values:
 
 
 def job(runner, settings) -> Job:
-    """Return the whole attention by the flags' implementations, or by the first that can."""
+    """Return whole attention on the implementations of the flags, or on the automatic choice."""
     named, on_unsupported = kernel_flags.named(), kernel_flags.on_unsupported()
     found = jobs(runner, asked(settings, runner), named, on_unsupported, ["all"], chosen=True)
     (what,) = found

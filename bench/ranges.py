@@ -1,12 +1,11 @@
-"""Compares two ways to express a selection as half-open ranges of keys, with a loop over its
-rows and with an array program.
+"""Compares two programs that convert a selection to half-open ranges of keys.
 
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096
 
-v1 iterates over the blocks of one row after the other on the host;
-v2 is `nsa_jax.ranges.to_ranges`, one compiled program. Both must give the same ranges before
-either is timed. The last line is the adaptive rule: the smallest length from which v2 was
+v1 is a loop on the host over the blocks of one row after the other. v2 is
+`nsa_jax.ranges.to_ranges`, one compiled array program. Both must return the same ranges before
+they are timed. The last printed line is the adaptive rule: the smallest length from which v2 was
 faster at every measured length, or never.
 """
 
@@ -34,8 +33,8 @@ FLAGS = command.flag_values(
 
 
 def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np.ndarray:
-    """Return the ranges of a selection `[B, T, Hkv, n]`, row by row: adjacent blocks are merged,
-    the last range ends with the query, slots left over are `(0, 0)`.
+    """Return the ranges of a selection `[B, T, Hkv, n]`, int32 `[B, T, Hkv, n, 2]`, row by row.
+    Adjacent blocks are merged, no range goes beyond the query, and empty slots are `(0, 0)`.
     """
     found, size = np.zeros((*block_indices.shape, 2), np.int32), config.select_block
     for at in np.ndindex(block_indices.shape[:3]):

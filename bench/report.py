@@ -2,10 +2,10 @@
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
-Writes `report.html` (one self-contained file; its first chart shows from which length NSA is
-faster, see `reports.crossover`), `report.md` (environment, parity, speed-ups by length,
-thresholds) and the plots as PNG. Failed rows are included with their reason and without a
-speed-up. Files of `bench.train` become tables of runs.
+Writes `report.html` (one self-contained file), `report.md` (environment, parity, speed-ups by
+length, thresholds) and the plots as PNG. The first chart of the page shows from which length NSA is
+faster (`reports.crossover`). Failed rows are included with their reason and without a speed-up.
+Files of `bench.train` become tables of runs.
 """
 
 import json
@@ -26,10 +26,10 @@ from .reports.sources import Report, read
 
 FLAGS = cli.define(
     flags.FlagValues(),
-    out=(str, "Folder for the report, which must not exist."),
-    title=(str, "Of the report."),
+    out=(str, "Folder for the report, which must have no report.md and no report.html."),
+    title=(str, "Title of the report; default: the devices of the records."),
 )
-# The rows of speed-ups: a branch, the kernel, and its baseline.
+# The sections of speed-ups by title: a branch, a kernel (None means all kernels), the baseline.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
     "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
     "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),
@@ -38,7 +38,7 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 
 
 def markdown(report: Report) -> str:
-    """Return `report.md`: environment, parity, speed-ups by length, thresholds, rows."""
+    """Return `report.md`: environment, parity, speed-ups by length, thresholds, failed rows."""
     answers = crossover.panels(report.records, report.training_lines)
     devices = []
     for device in dict.fromkeys(record.device for record in report.records):
@@ -93,8 +93,9 @@ def _parity(some: Sequence[Record]) -> str:
 def _by_length(
     some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
 ) -> list[Values]:
-    """Return rows with their speed-up, that over the portable path, and the length: `S`, or `L`,
-    which counts selected keys, if these vary.
+    """Return the rows of a branch with their speed-up, the speed-up over the portable path if the
+    baseline is `masked`, and their length. The length is `S` in tokens, or for `bench.selection`
+    `L` in selected keys.
     """
     found = []
     gains = (render.speed_ups(some, name) for name in (over, "portable"))

@@ -1,7 +1,7 @@
 """Prints the choice of every step for each preset and framework, as `explain` reports it.
 
 python -m bench.routing              # print it
-python -m bench.routing --out DIR    # and keep it, in routing.json
+python -m bench.routing --out DIR    # and store it in DIR/routing.json
 """
 
 import json
@@ -18,7 +18,7 @@ from .harness.jobs import label
 from .harness.runners import RUNNERS, asked
 
 SCHEMA = 1
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
+# Not in flags.FLAGS until this is the main program, since other commands use the same names.
 FLAGS = cli.define(
     out=(str, "Folder for routing.json, which must not exist there."),
 )
@@ -32,7 +32,7 @@ def presets() -> list[str]:
 
 
 def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Return the `Choices` of each preset and framework, and their entries in `routing.json`."""
+    """Yield the `Choices` of each preset and framework, and their entries in `routing.json`."""
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:

@@ -1,7 +1,5 @@
-"""Prints and records the results of the commands of the matrix (problem x path x pass x timer).
-
-A command names its problems, its paths, its timer and its line (`lines.yaml`). Each row
-becomes a printed line and a record here.
+"""Prints and records the rows that commands measure. `lines.yaml` has the form of a printed line
+for each command.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,9 +27,13 @@ def rows(
     process may be ended from outside. Return the statuses.
 
     Args:
-      show: values of the printed line in addition to the row's own.
-      kept: The file in the device's folder to which `--save_records` appends too.
-      out: Defaults to `--out`.
+      bench: Name of the command.
+      own: Flags of the command.
+      made: The rows, as fields of records.
+      show: Returns values of the printed line in addition to the row's own.
+      kept: The file in the device's folder to which `--save_records` appends too. Defaults to
+        none.
+      out: The file to which records are appended. Defaults to `--out`.
     """
     statuses = []
     for row in made:
@@ -57,8 +59,12 @@ def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> No
 
 
 def chosen(own: Any, problems: Iterable[Problem], unit: str = "") -> Iterator[Problem]:
-    """Return the `problems` that `--only` names, on a GPU. The device is printed first if the
-    lines of the command are times in `unit`.
+    """Yield the `problems` that `--only` names. The device is printed first if the lines of the
+    command are times in `unit`.
+
+    Raises:
+      NotImplementedError: There is no GPU.
+      ValueError: `--only` names no problem.
     """
     import torch
 

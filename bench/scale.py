@@ -1,4 +1,4 @@
-"""Measures one sequence over several GPUs of a host, with time, transport, memory and a prediction.
+"""Measures attention to one sequence that is divided among several GPUs of a host.
 
     python -m bench.scale --devices 1,2 --lengths 32768,131072
     python -m bench.scale --devices 2 --framework jax --mode forward
@@ -7,23 +7,25 @@
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
 Each number of devices is a separate run: in torch one process per GPU (`torchrun`, NCCL; `gloo`
-without a GPU), in JAX one process. Each problem of each run is a row of JSON in `--out`:
+without a GPU), in JAX one process. Each problem of each run is a line of JSON in `--out`:
 
-  ms            of the slowest device; all begin together: median, p20, p80
-  efficiency    ms on one device / (devices * ms), of the same length
-  tokens_s_device  tokens per second and device, to compare with `--weak`, which gives each device
-                as many tokens; the work of a token still grows with the length
-  compute_ms    the same call where what others would send is the device's own: all its work, and
-                no transport (torch)
-  exposed_ms    ms - compute_ms: transport that nothing hides
-  transport_ms  what a call moves of keys and values, and nothing computed (torch)
-  imbalance     compute_ms of the slowest device over the mean
-  moved_mib     that a device receives, counted (`harness/scale_model.py`)
-  memory_mib    the peak memory of a device
-  errors        up to `--checked` tokens: distance from a float32 oracle, and that of one device;
-                more than twice that is `wrong`. `--check rows` (torch): of 16 tokens of a sequence
-                of any length, and of every gradient where the others' outputs have none; more
-                than one rounding of the dtype is `wrong`
+  ms            time of the slowest device, if all begin together: median, with p20_ms and p80_ms
+  efficiency    ms on one device / (devices * ms), for the same problem
+  tokens_s_device  tokens per second and device. With `--weak` every device has the same number of
+                tokens, so that this rate can be compared between numbers of devices. The work per
+                token still grows with the length
+  compute_ms    time of the same call without transport: each device uses copies of its own keys
+                and values instead of those of other devices (torch)
+  exposed_ms    ms - compute_ms, the transport that no computation hides
+  transport_ms  time of only the transport of a call (torch)
+  imbalance     compute_ms of the slowest device divided by the mean over the devices
+  moved_mib     data that a device receives, by the formula of `harness/scale_model.py`
+  memory_mib    peak memory of a device
+  errors        root mean square of the difference from a float32 oracle, divided by that of the
+                oracle, for each result. By default sequences of up to `--checked` tokens are
+                judged. More than twice the error of one device (`errors_of_one`) plus 4 roundings
+                is `wrong`. `--check rows` (torch) judges 16 tokens of a sequence of any length, and
+                the gradients that follow from them. More than one rounding is then `wrong`
 
 If one device cannot hold the problem, its row reports this, and the other rows have no
 efficiency. `--predict` computes the time of more devices from rows; this is not a measurement.
@@ -75,7 +77,7 @@ FLAGS = cli.define(
         "Number of tokens of each document of a packed row (torch); none: one sequence.",
     ),
     weak=(False, "Take --lengths as tokens per device instead of as the total."),
-    samples=(10, "Of a row."),
+    samples=(10, "Samples of a row."),
     checked=(32768, "Length of the longest sequence that is judged.", None),
     recompute=(False, "Recompute the branches in the backward pass (torch)."),
     check=(
@@ -91,7 +93,7 @@ FLAGS = cli.define(
         "Bandwidth to predict for, in GB/s, if the links differ from the measured ones.",
         None,
     ),
-    worker=(False, "What a run is given."),
+    worker=(False, "Internal: this is a process of a run."),
 )
 cli.define_lines(FLAGS)
 
@@ -100,8 +102,9 @@ def problems(size: int) -> list[Problem]:
     """Return the problems for a number of devices.
 
     Raises:
-      ValueError: A length cannot be divided among devices in whole chunks, or the documents do not
-        add up to it.
+      ValueError: A length cannot be divided among devices in whole chunks, the documents do not
+        add up to it, or `--heads` is not a multiple of `--kv_heads`.
+      NotImplementedError: A flag is not supported in JAX.
     """
     if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(
@@ -153,7 +156,9 @@ def measured(size: int) -> tuple[list[Values], str]:
 
 
 def derived(row: Values, done: Sequence[Values]) -> Values:
-    """Return a measured row with values derived from it and from the rows of `done`."""
+    """Add values to a measured row that follow from it and from the rows of `done`, and return
+    it.
+    """
     if row["status"] not in ("ok", "wrong"):
         return row
     size, ms = row["devices"], row["ms"]
@@ -195,7 +200,7 @@ def work(size: int) -> None:
                 found = {"status": "unsupported", "reason": reason}
             if launchers.is_first():
                 row = json.dumps(problem.about | {"devices": size} | found)
-                # Other ranks write to the same log, perhaps no whole lines.
+                # Other ranks write to the same log, possibly without a final line break.
                 print(f"\n{row}\n", end="", flush=True)
 
 

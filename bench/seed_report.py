@@ -3,9 +3,9 @@ each test.
 
     python -m bench.seed_report artifacts/<commit>
 
-Writes `seed_report.md` there: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches, files. Its
-form is that of other reports (docs/seed.md). A test that was not run or could not be measured
-here is NOT RUN, never PASS.
+Writes `seed_report.md` to this folder: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches,
+files. The report has the form of two templates of the seed system (docs/seed.md). A test that was
+not run or could not be measured here is NOT RUN, never PASS.
 """
 
 import json
@@ -24,7 +24,8 @@ from .tuners import threshold_evidence
 
 NAME = "seed_report.md"
 MARGIN = 1.2
-# The tests of the template: the step that runs them, and the rows that they are.
+# The tests of the template: the step that runs each, and which of its records belong to the test.
+# None means that only the status of the step counts.
 TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
     "Triton FWD parity": ("triton", lambda r: r.implementation == "triton"),
     "Triton BWD parity": (
@@ -91,7 +92,9 @@ def fa2_lengths(rows: Sequence[Record], branch: str) -> list[tuple[int, list]]:
 
 
 def thresholds(folder: Path, device: str) -> Values:
-    """Return the evidence of each threshold from the records of this run, None without any."""
+    """Return the evidence of each threshold from the records of this run, or None for a threshold
+    without records.
+    """
     found = threshold_evidence.Evidence()
     if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
         found.add(threshold_evidence.read_records(folder), device)
@@ -108,7 +111,7 @@ def last_lines(folder: Path, step: str) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Return both templates with their values.
+    """Return the report, which is both templates with their values.
 
     Raises:
       FileNotFoundError: The folder has no results of a run.

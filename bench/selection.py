@@ -7,18 +7,23 @@ portable one.
     python -m bench.selection --preset=s2
     python -m bench.selection --preset=s2 --N=1024 --H=8 --D=128 --Dv=128 --streams=1
 
-`N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
-of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` is the
-time of the library's selected attention on the implementation in column `kernel`, and `ref_ms`
-that of the portable path. `speedup` is their ratio if `kernel` is a kernel. `mae` is the mean
-error relative to the float64 reference. Implementations of `--beside` have their own columns.
-With `--streams k` each time is that of k concurrent calls on k CUDA streams. All are checked
-before they are timed. With `--processes p`, p processes prepare the rows concurrently, and a
-kernel that crashes or hangs costs only its own row.
+Each of `N` queries of a sequence selects `L` keys, which are `L / l_sel` blocks before all queries.
+The blocks form runs of adjacent blocks at random positions (`--dist`): few means 1 run, mixed 4,
+many 8. Columns:
 
-`--preset` names a matrix in `configs/selection/`, or a path; a flag that is given replaces its
-list. `s2` is a matrix of sizes for Triton, packed SDPA and FA-2;
-its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
+  tri_ms    time of the library's selected attention on the implementation in column `kernel`
+  ref_ms    time of the reference implementation, by default the portable path
+  speedup   ref_ms / tri_ms, if `kernel` is not a portable path
+  mae       mean absolute error against the float64 reference
+
+Implementations of `--beside` have their own columns. With `--streams k` each time is that of k
+concurrent calls on k CUDA streams. All implementations are checked before they are timed. With
+`--processes p`, p processes prepare the rows in parallel, and a kernel that crashes or hangs costs
+only its own row.
+
+`--preset` names a matrix in `configs/selection/`, or a path. A flag that is given replaces the list
+of the matrix. The preset `s2` compares Triton, packed SDPA and FA-2 at many sizes. With `--preset`
+the rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv` (several runs).
 """
 
 import dataclasses
@@ -52,7 +57,7 @@ FLAGS = command.flag_values(
     N=(int, "Number of queries; default: 256, or 64 without a GPU."),
     L_list=(list, "Numbers of selected keys per query; default: 64,128,256,512."),
     dist=(tuple(SPANS), "Distribution of the selected blocks (repeatable).", SPANS),
-    streams=(1, "Calls at once."),
+    streams=(1, "Number of concurrent calls."),
     decode=(0, "1: each sequence has one query.", (0, 1)),
     batch=(1, "Sequences."),
     ref=(str, "The reference implementation; default: sdpa in torch, xla in JAX."),
@@ -130,7 +135,7 @@ def selected(size: int, count: int) -> NSAConfig:
 
 
 class Selection(parts.Problem):
-    """A row of the matrix: what `names` has, for each number of streams."""
+    """A row of the matrix: the implementations `names`, for each number of streams."""
 
     bench = "selection"
 
@@ -183,7 +188,7 @@ class Selection(parts.Problem):
             yield job
 
     def function(self, name: str, kv_len: int) -> Callable[..., Values]:
-        """Return the function without the checks of the public function."""
+        """Return the implementation `name` without the checks of the public function."""
         where: Values = {"config": self.settings.nsa, "kv_len": kv_len}
         if self.runner.framework == "torch":
             where |= {"with_lse": False}  # as in the whole attention
@@ -209,8 +214,8 @@ class Selection(parts.Problem):
 
 
 def at_once(torch, function, count: int):
-    """Run `function` on `count` CUDA streams. They wait for the current stream, which then
-    waits for them.
+    """Return a function that runs `function` on `count` CUDA streams. They wait for the current
+    stream, which then waits for them.
     """
     streams = [torch.cuda.Stream() for _ in range(count)]
 
@@ -247,7 +252,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, rows)
-    # A row without a problem is none that could be measured.
+    # A row whose problem does not exist does not count as not measured.
     no_problem = {row.refusal for row in rows if row.refusal}
     results = command.Results("selection", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
@@ -256,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
             for i, record in enumerate(several):
                 results.keep([record], beside=i > 0 or record.reason in no_problem)
             results.row(**values(*several))
-    if FLAGS.preset is not None:  # a file each kind
+    if FLAGS.preset is not None:  # one file per kind
         for kind in ("dense", "varlen"):
             some = [each for each in results.rows if each["mode"] == kind]
             command.write_csv(results.folder / f"sel_{kind}.csv", results.columns, some)

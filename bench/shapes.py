@@ -1,15 +1,14 @@
-"""Measures whole attention of every shape of the targets, with parity, times and memory, at one
-commit.
+"""Measures whole attention for every shape that has a target: parity, times and memory.
 
     python -m bench.shapes
     python -m bench.shapes --only 64k --only 8k --input random
     python -m bench.shapes --only 64k --input alike
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
-Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch.
-All shapes of one input precede those of the next input, so that the oracles are already
-compiled for the latter. `--at_once` of them compile and are judged in parallel. Each is then
-timed with exclusive use of the GPU. Parity looks at `--most_rows` queries of each sequence. The
+Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch. The
+order is input by input, so that the second input of a shape finds the compiled oracles of the
+first. Up to `--at_once` of these processes compile and check parity in parallel. Each is then timed
+with exclusive use of the GPU. Parity is checked for `--most_rows` queries of each sequence. The
 targets and their measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl; `--save_records` appends them to
@@ -41,19 +40,19 @@ FLAGS = cli.define(
     save_records=(False, "Keep the records."),
 )
 
-# JAX only makes inputs and oracles here, and its programs run once per input. The next input of a
-# shape uses the programs of the one before.
+# JAX only computes inputs and oracles here, and runs each program once per input, so that tuning
+# does not pay. The next input of a shape finds the compiled programs in the cache.
 ENVIRONMENT = turns.ALONE | {
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
 
 
-# Names are those of files too.
+# By name. The names are also names of files.
 SHAPES: Mapping[str, Problem] = {
     p.name.replace("/", " and "): p
     for p in run.EAGER
-    if not p.alike  # --input decides how alike neighbours are
+    if not p.alike  # `--input` determines the similarity of adjacent queries
 }
 
 
@@ -65,7 +64,7 @@ def settings(p: Problem) -> dict[str, dict[str, int]]:
 
 def words_of(name: str, source: str, folder: Path) -> list[str]:
     """Return the arguments of a `bench.compare` that writes into a folder named after its row.
-    `folder` has the file of its settings.
+    Its settings are written to a file in `folder`.
     """
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings(SHAPES[name])))

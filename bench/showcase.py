@@ -4,12 +4,17 @@ mode.
     python -m bench.showcase                                 # on a GPU: S 512, 1024, 2048
     python -m bench.showcase --modes none --config tiny --lengths 64 --set runtime.kernels=sdpa
 
-Each row is a process, `python -m bench.train --throughput` with `configs/train/runbook_s<S>.yaml`
-and one mode of `--ranges`: `none` reads the selected keys by blocks, v1 by ranges made on the
-host, v2 by ranges made on the device, `adaptive` by v1 for short rows and v2 for long ones.
+Each row is a process of `python -m bench.train --throughput` with
+`configs/train/runbook_s<S>.yaml` and one mode of `--ranges`:
+
+    none       the kernel reads the selected keys by blocks
+    v1         by ranges of keys that the host computes
+    v2         by ranges of keys that the device computes
+    adaptive   v1 for short rows, and v2 for long ones
+
 The folder of the results has the report (`showcase.md`), the lines (`showcase.jsonl`), and for
-each row the process's log `run_s<S>_<mode>.log` and the samples of nvidia-smi,
-`gpu_s<S>_<mode>.csv`. A row that could not be measured has the reason.
+each row the log of the process, `run_s<S>_<mode>.log`, and the samples of nvidia-smi,
+`gpu_s<S>_<mode>.csv`. A row that could not be measured states the reason.
 """
 
 import contextlib
@@ -29,7 +34,7 @@ from .reports import render
 
 FLAGS = cli.define(
     lengths=(["512", "1024", "2048"], "Numbers of tokens of a row."),
-    modes=(list(variants.RANGES), "Of bench.train --ranges."),
+    modes=(list(variants.RANGES), "Values of --ranges of bench.train."),
     config=(str, "--config of bench.train; default: runbook_s<length>."),
     set=((), "--set of bench.train (repeatable)."),
     row_seconds=(10.0, "Seconds spent on timing a row."),
@@ -115,8 +120,8 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """Return a context in which nvidia-smi, if it is installed, writes a line per second to
-    `path` about the first visible GPU.
+    """Return a context in which nvidia-smi, if it is installed, appends one line per second about
+    the first visible GPU to `path`.
     """
     if shutil.which("nvidia-smi") is None:
         yield path
@@ -135,8 +140,9 @@ def watched(path: Path) -> Iterator[Path]:
 
 
 def used(path: Path, seconds: float) -> float | None:
-    """Return the mean utilization of the GPU over the last `seconds` before the last two
-    samples, when the process of a row is timed. None if no samples exist.
+    """Return the mean utilization of the GPU in percent, or None if there are no samples. It is
+    the mean of the last `seconds` samples before the last two, which is when the process of a row
+    is timed.
     """
     if not path.exists():
         return None
@@ -150,9 +156,10 @@ def used(path: Path, seconds: float) -> float | None:
 
 
 def fa2(speed: log.Speed) -> str:
-    """Return the branches that ran on FA-2: "yes" for all three, "no", or their names.
+    """Return the branches that ran on FA-2: "yes" for all three, "no" for none, or their names.
 
-    A label names one kernel for all steps, or one for each; a named kernel never falls back.
+    The label of a line names one kernel for all steps, or one for each step. It names the kernels
+    that ran.
     """
     kernels = speed.implementation.partition(" ")[0].split("/")
     steps = ("compressed", "scores", "selected", "sliding")

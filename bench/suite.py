@@ -3,8 +3,8 @@
     python -m bench.suite --out DIR -- -m gpu -n 8 tests/test_launch.py
 
 Arguments after `--` are passed to pytest. DIR gets `junit.xml` and the counts, `tests.json`.
-The exit status is 1 when a test fails, none passes, or one is skipped for a reason that is not
-in `configs/oneshot/skips.yaml`.
+The exit status is 1 if a test fails, if none passes, if one is skipped for a reason that is not
+in `configs/oneshot/skips.yaml`, or if pytest ends with another error.
 """
 
 import collections

@@ -1,12 +1,11 @@
-"""Prints a table of a CSV file of `bench.decode` with the share of each branch in a step and
-the reads.
+"""Prints a table from a CSV file of `bench.decode`: the share of each branch in the time of a step,
+and the reads.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
-The shares are fractions of `ms_total`. They need not add up to 100 %, since each branch was timed
-separately, and one above 100 % has a `*`.
-A row that was not measured is shown with its status. For a damaged file, the error message
-names the line and the column.
+The shares are percentages of `ms_total`. They need not add up to 100 %, since each branch was timed
+separately. A share above 100 % has a `*`. A row that was not measured is shown with its status. For
+a damaged file, the error message names the line and the column.
 """
 
 from collections.abc import Sequence

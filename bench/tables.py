@@ -1,8 +1,9 @@
-"""Makes cells, lines and CSV columns from templates of `tables.yaml` (documents) and
-`lines.yaml`.
+"""Formats measurements with templates: cells of tables (`tables.yaml`), and printed lines and CSV
+columns of commands (`lines.yaml`).
 
-A template is one of Python's `format`. A format specification may also be a name of `FORMATS`, and
-one in the style of C with the text of a missing value: `{ms:%.3f ms or n/a}`.
+A template has the syntax of Python's `str.format`. In addition, a format specification may be a
+name of `FORMATS`. It may also be a C format, then `or` and the text for a missing value, such as
+`{ms:%.3f ms or n/a}`.
 """
 
 import collections
@@ -71,7 +72,9 @@ TEMPLATE = _Template()
 
 
 def cell(template: str, line: Line) -> str:
-    """Return the template's text. Instead of a time, a line that failed gives its status."""
+    """Return the text of a template. If the template shows a time and the line failed, it is the
+    status instead. It is `-` if the path was refused or if a field has no value.
+    """
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]
     try:
@@ -89,7 +92,9 @@ def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
 
 
 def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cells of a CSV row of `bench.<name>`. A path that does not exist gives None."""
+    """Return the cells of a CSV row of `bench.<name>` by column. A cell whose path does not exist
+    is None.
+    """
 
     def value(path: str) -> Any:
         try:
@@ -101,6 +106,6 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, values: Mapping[str, Any]) -> str:
-    """Return a printed line of `bench.<name>`. A missing value is None."""
+    """Return a printed line of `bench.<name>`. A name without a value counts as None."""
     known = collections.defaultdict(lambda: None, values)
     return TEMPLATE.vformat(LINES[name]["line"], (), known).rstrip()

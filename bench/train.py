@@ -1,7 +1,7 @@
 """Trains a language model on NSA and on dense attention, in JAX and in torch.
 
-    python -m bench.train                                   # tiny, all four runs, this machine
-    python -m bench.train --config 125m --set train.lr=3e-4 # of configs/train/, or a path
+    python -m bench.train                                   # a tiny model, all four runs
+    python -m bench.train --config 125m --set train.lr=3e-4 # a file of configs/train/, or a path
     python -m bench.train --dataset 'texts/*.jsonl' --tokenizer tokenizer.json
     python -m bench.train --dataset HuggingFaceFW/fineweb-edu:sample-10BT
     python -m bench.train --model 125m --steps 300          # 124 million weights, on a GPU
@@ -10,10 +10,13 @@
     python -m bench.train --resume --out bench/results/...  # continue after Ctrl-C
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
-All runs start from the same weights and see the same batches. The exit status is 1 if JAX and
-torch do not agree or NSA ends worse than dense, 4 if a loss or gradient is not finite, 69 if
-another process of the run ended, and 76 if no step ended for `--hang_s`. It is 75 if SIGTERM or
-Ctrl-C stopped the runs, which are saved and continue with `--resume`.
+By default there are four runs: NSA and dense attention, each in JAX and in torch. All runs see the
+same batches. Weights with the same name start with the same values.
+
+The exit status is 1 if JAX and torch do not agree or if NSA ends worse than dense attention, 4 if a
+loss or gradient is not finite, 69 if another process of the run ended, and 76 if no step ended for
+`--hang_s`. It is 75 if SIGTERM or Ctrl-C stopped the runs. Their state is then saved, and
+`--resume` continues them.
 """
 
 import dataclasses
@@ -182,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
                 status = throughput(folder, settings)
             else:
                 status = runs(folder, settings, ranks)
-    except LostError as error:  # who is gone cannot be taken leave of
+    except LostError as error:  # `close` would wait for the lost process
         print(f"error: {error}", file=sys.stderr)
         return LOST
     ranks.close()
@@ -190,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _frameworks() -> tuple[str, ...]:
-    # torch first: it gives memory back to the device, JAX keeps what it once had.
+    # torch is first, since it returns memory to the device, and JAX does not.
     return ("torch", "jax") if FLAGS.framework == "both" else (FLAGS.framework,)
 
 
@@ -217,7 +220,9 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
 
 
 def _named(name: str, model: spec.ModelSpec) -> str:
-    """Return the name with its gates, if they are not the default of records."""
+    """Return the name of a model, with its gates unless they are sigmoids, which records without
+    such a name have.
+    """
     gate = model.layer.gate
     return name if model.attention == "dense" or gate == "sigmoid" else f"{name}-{gate}-gates"
 
@@ -237,7 +242,9 @@ def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
 
 
 def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Batches:
-    """Return the batches of the dataset that the flags name; notes on a stream are in `folder`."""
+    """Return the batches of the dataset that the flags name. The positions in a stream are noted in
+    `folder`.
+    """
     given = settings.data
     return data.load(
         FLAGS.dataset,
@@ -257,7 +264,7 @@ def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Ba
 
 
 def _are_packed(batches: Batches) -> bool:
-    """Whether rows have documents with boundaries."""
+    """Return whether rows have documents with boundaries."""
     return batches.train(0, slice(0, 1)).segment_ids is not None
 
 
@@ -358,7 +365,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
             packed = _are_packed(batches)
             for task in _tasks(settings, batch=batch, seq_len=length):
                 task = settings.fitted(task, batches.vocabulary)
-                if packed:  # which records without a word are not
+                if packed:  # records without this suffix are not packed
                     task = dataclasses.replace(task, name=f"{task.name}-documents")
                 every = FLAGS.dense == "all" and task.model.attention == "dense"
                 some = []
@@ -372,7 +379,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
                     some.append(found["status"])
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
-                # One of all backends is enough if none is broken.
+                # With all backends, one measured backend is enough if none is broken.
                 enough = every and "ok" in some and "error" not in some
                 statuses += ["ok"] if enough else some
     _finish(folder, [])

@@ -6,17 +6,17 @@
     python -m bench.tune_thresholds --dense bench/records/nvidia-h100-80gb-hbm3/compare.jsonl
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
-A threshold is a recorded length. In all rows of this length or longer, the kernel is faster by at
-least the margin. The smallest such length is written, or `never` if there is none. FA-2 is compared
-with one SDPA under the whole mask, and with the portable path. The kernels of the selection are
-compared with the portable path. A kernel that failed at a length does not win at this length.
-Without measured rows no threshold is set. Of a folder its files `fa2.jsonl` and `selection.jsonl`
-are read, at any depth.
+A threshold is the smallest recorded length from which the kernel is faster by at least the margin
+in all rows, or `never` if there is none. FA-2 is compared with one SDPA with the whole mask, and
+also with the portable path (`over_portable_path`). The kernels of the selection are compared with
+the portable path. A kernel that failed at a length does not win at this length. A threshold without
+measured rows is not set. In a folder, the files `fa2.jsonl` and `selection.jsonl` at any depth are
+read.
 
-In the device's file only sections with changed values are written again. Comments above them
-and all other text are unchanged. A `provisional` rule of its policy loses the steps for which
-its kernel was measured and is faster from some length on. `--check` tests whether the automatic
-choice switches at the lengths of the file (`tuners/threshold_check.py`).
+In the file of the device, only sections with changed values are written again. Comments above them
+and all other text are unchanged. A step is removed from a `provisional` rule of the policy if the
+kernel of the rule was measured for this step and is faster from some length on. `--check` tests
+whether the automatic choice switches at the lengths of the file (`tuners/threshold_check.py`).
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
-    """Return the worst pair of the shortest length at which the kernel is faster, and that of
-    the length that ends the search.
+    """Return the worst pair at the longest length below the threshold `found`, and the worst pair
+    at the threshold. Either is missing if there is no such length.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
@@ -94,7 +94,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
 
     Raises:
       ValueError: A requested threshold has no measured rows, no threshold has any if none is
-        requested, or the rows are of several devices.
+        requested, or the rows come from several devices.
     """
     if not wanted:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
@@ -189,7 +189,7 @@ def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], lis
             asked = rule.get("provisional") and not rule["allowed"] and step in steps
             if not asked or about["kernel"] != rule["kernel"]:
                 continue
-            # What choice keeps to: `policy.Device.limit`.
+            # The length that the automatic choice uses (`policy.Device.limit`).
             value = about.get("over_portable_path", about["value"])
             pays = value != policy.NEVER
             said = f"lifted, it pays from {value} on" if pays else f"stays, {name} is never"
@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(found.left_out()), file=sys.stderr)
         raise
     (device,) = found.devices
-    # Every row that was used, the threshold that they give, and the rows left out.
+    # Prints the thresholds with the rows that were used, and the rows that were not.
     told = render.filled("thresholds.txt.jinja", found=found, **tuned)
     print(f"device: {device}\n{told}", end="")
     return _write(folder, device, tuned)
@@ -284,7 +284,7 @@ def _write(folder: Path, device: str, tuned: Values) -> int:
         print(f"\n{path}: not written (--dry_run)")
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # the whole file or nothing of it
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # renamed once it is complete
     try:
         scratch.write_text(text)
         os.replace(scratch, path)

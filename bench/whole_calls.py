@@ -1,21 +1,21 @@
-"""Times whole calls: consecutive, after a rest of the GPU, and as a CUDA graph.
+"""Times whole calls: in a series, after a rest of the GPU, and as a CUDA graph.
 
     python -m bench.whole_calls
     python -m bench.whole_calls --only 64k --out variants.jsonl
 
-`bench.shapes` times single calls with flushed caches, one after the other. A GPU at its power
-limit is faster after a rest, and calls in a row hide the host. Times are in milliseconds, as
-medians of `--rounds`. The shapes are those of `bench.against`, forward and with gradients, on
-`mosaic`:
+`bench.shapes` times single calls with flushed caches. This command measures two other conditions,
+since a GPU at its power limit is faster after a rest, and since consecutive calls hide the host
+time. Times per call are in milliseconds, as medians of `--rounds`. The shapes are those of
+`bench.against`, forward and with gradients, on `mosaic`:
 
-    <shape>                          of calls in a row, nothing flushed
-    <shape>, after 50 ms of rest     of a single call, caches flushed
+    <shape>                          a series of calls, without a flush of caches
+    <shape>, after 50 ms of rest     a single call with flushed caches (only in eager torch)
 
-A shape in a CUDA graph is replayed in a row; one of JAX runs compiled. The results of the
-replay must have the bits of the calls, otherwise the exit status is 1. `bench.shapes` checks
-that the results are right. Hopper.
+A shape with a CUDA graph is a series of replays. A shape of JAX runs compiled. The results of a
+replay must be bit-equal to those of the call; otherwise the exit status is 1. `bench.shapes` checks
+that the results are right. A Hopper GPU is needed.
 
-Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
+The lines of `--out` have the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
 
 import statistics
@@ -36,8 +36,7 @@ REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
 def measure(problem: Problem) -> str:
-    """Print and record the times. Returns the reason why a replay is wrong, or an
-    empty string."""
+    """Print and record the times. Return the reason why a replay is wrong, or an empty string."""
     of: Any = torch_calls if problem.framework == "torch" else jax_calls
     calls, sync = of(problem)
     replays = dict(calls)  # graphs read the tensors of `calls`
