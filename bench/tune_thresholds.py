@@ -141,7 +141,9 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
 
 
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """Return the threshold relative to the portable path, from the second column."""
+    """Return the threshold relative to the portable path, if it is a second baseline of all
+    pairs.
+    """
     if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}
     return {

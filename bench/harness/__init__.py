@@ -1,16 +1,20 @@
-"""Code that all commands share: flags, inputs, processes, timing, records.
+"""Code that several commands share: flags, inputs, processes, timing, records.
 
-| module | what it is |
+| module | content |
 |---|---|
-| `cli`, `command` | how a command starts and ends; flags, output folder, exit status |
-| `seed_env`, `seed_names` | names that other programs know (docs/seed.md) and their meanings here |
-| `problems`, `text` | settings from `configs/`, and the arrays that they come to |
-| `runners`, `jobs` | how each framework runs a step; which rows a comparison has |
-| `peers`, `peer_nsa_triton` | rows of other people's kernels |
+| `cli`, `command`, `exit_status` | start and end of a command: flags, output folder, exit status |
+| `launchers`, `heartbeat` | detection of several processes; a sign of life on stderr |
+| `seed_env`, `seed_names` | names of the seed system (docs/seed.md) and their meanings here |
+| `problems`, `text` | settings from `configs/`, and the input arrays for them |
+| `runners`, `jobs` | a step in each framework; the rows of a comparison |
+| `peers`, `peer_nsa_triton`, `block_peers`, `flex_blocks` | rows of other libraries' kernels |
 | `measure`, `timing`, `cost` | one row: parity, then time, FLOPs and bytes |
-| `decode_steps` | the steps of decoding one token on a filled cache |
-| `parts`, `turns` | rows by several processes, ready together and timed in turn |
+| `timed_problem` | whole calls on the library of a checkout, for commands without an oracle |
+| `decode_steps` | the steps of `bench.decode` on a filled cache |
+| `checked_layer` | the layers of `bench.memory_check` |
+| `parts`, `turns` | rows in several processes, which prepare in parallel and are timed in turn |
+| `scale_problem`, `scale_ranks`, `scale_devices`, `scale_rows`, `scale_model` | `bench.scale` |
 | `selection_rows` | the problems of `bench.selection` |
-| `records` | one JSON line a measurement |
-| `process` | a command as a step of `bench.oneshot` |
+| `records`, `markdown` | measurements as lines of JSON; tables |
+| `process` | a command as a process with a timeout and a log |
 """

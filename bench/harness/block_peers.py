@@ -1,6 +1,5 @@
-"""Kernels of other libraries for attention to selected blocks of 128 keys, for
-`bench.block_selection`. Both run if they can be imported; their Triton and CuTe kernels need a
-GPU.
+"""Kernels of vLLM and flash-msa for attention to selected blocks of 128 keys, for
+`bench.block_selection`. A library is measured if it can be imported. Its kernels need a GPU.
 """
 
 import importlib
@@ -34,7 +33,12 @@ def why_not(name: str, device: str) -> str | None:
 
 
 def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
-    """Return the arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
+    """Return the arguments of vLLM's kernel, with one page per block.
+
+    Args:
+      key: `[B, Hkv, S, D]`.
+      value: `[B, Hkv, S, D]`.
+      indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
 
     Raises:
       ValueError: The kernel does not support these sizes or lists.
@@ -64,7 +68,9 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
 
 
 def on_vllm(query: Tensor, read: Values) -> Tensor:
-    """Run vLLM's kernel on a query `[B, H, Sq, D]`. The result is `[B, Sq, H, Dv]`."""
+    """Run vLLM's kernel on a query `[B, H, Sq, D]` and the result of `pages_of`. Return
+    `[B, Sq, H, Dv]`.
+    """
     batch, _, queries, _ = query.shape
     rows = query.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty_like(rows)
@@ -75,9 +81,15 @@ def on_vllm(query: Tensor, read: Values) -> Tensor:
 def on_flash_msa(
     query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
 ) -> Tensor:
-    """Run flash-msa, with arguments and result as in `on_vllm`. It selects blocks itself from
-    the index queries and the index key in `index`. The selection is part of the time, and its
-    result cannot be compared with that of other lists.
+    """Run flash-msa and return `[B, Sq, H, Dv]`. It selects blocks itself, so that the selection is
+    part of the time and the result cannot be compared with that of other blocks.
+
+    Args:
+      query: `[B, H, Sq, D]`.
+      key: `[B, Hkv, S, D]`.
+      value: `[B, Hkv, S, D]`.
+      index: The index queries `[B, Hkv, S, D]` and the index key `[B, 1, S, D]`.
+      chosen: Number of blocks per query.
     """
     scale = query.shape[-1] ** -0.5
     out, _ = module_of("flash_msa").flash_msa_func(

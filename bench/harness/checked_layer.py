@@ -3,10 +3,10 @@
     python -m bench.harness.checked_layer "gathered, G=4"
     python -m bench.harness.checked_layer --planted=memcheck
 
-The layer is called three times without gradients and three times with them; the results of each
-three must be bitwise equal. The first time its steps run one by one; the others run from a plan
+The layer is called three times without gradients and three times with gradients. The three results
+of each kind must be bit-equal. The first call runs step by step. The other calls run from a plan
 (`nsa_core.plan`), and their temporary tensors share one allocation. One JSON line lists the
-kernels that ran in the first call of either kind.
+kernels that ran in the first call of each kind.
 """
 
 import collections
@@ -90,7 +90,7 @@ class Watch(TorchOps):
 
     Attributes:
       launches: number of launches by kernel name.
-      gathered_tiles: tiles whose far blocks were gathered forward, of all calls.
+      gathered_tiles: number of tiles whose far blocks were gathered in forward passes.
     """
 
     def __init__(self):
@@ -128,7 +128,9 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> Values:
-    """Return the kernels that ran, and the first fault or None as `fault`."""
+    """Return the fields of the JSON line: `kernels` and their launches, `gathered_tiles`, the
+    `digest` of the results, and the first `fault` or None.
+    """
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]
     watch = Watch()

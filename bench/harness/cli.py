@@ -1,11 +1,12 @@
 """Starts every command: reads flags and the variables `NSA_*` (`seed_env`), opens the debug
 log, and calls `main`.
 
-    cli.run(main)                # a command whose flags are the program's
-    cli.run(main, FLAGS)         # its own until it is the main program: others have such names
+    cli.run(main)                # a command without flags of its own, or with global flags
+    cli.run(main, FLAGS)         # a command with flags of its own
 
-Bad input is one line; `--verbosity=1` shows its position. `exit_status` defines how commands
-end. A silent command reports on stderr that it is still running (`heartbeat`).
+`FLAGS` are the command's own until it is the main program, since other commands use the same names.
+Invalid input is reported in one line; `--verbosity=1` adds the traceback. `exit_status` defines how
+commands end. A silent command reports on stderr that it is still running (`heartbeat`).
 """
 
 import dataclasses
@@ -45,14 +46,17 @@ flags.disclaim_key_flags()  # flags defined below belong to the command that def
 
 
 def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagValues:
-    """Defines flags by name in `own`, by default in new values that also have `--commit`.
+    """Define flags and return their values.
 
     Args:
-      known: default, help, and optionally a bound or the allowed values; or the name of the
-        flag of which this is an alias. The flag has the type of its default. A list is
-        separated by commas, and each value of a tuple is a separate flag. A type instead of a
-        default means that the default is None. A bound is the minimum, or both ends. It
-        defaults to 1 for integers and to 0 for other numbers.
+      own: The values to which the flags are added. Defaults to new values, which also have
+        `--commit`.
+      known: For each flag the default, the help, and optionally a bound or the allowed values; or
+        the name of another flag of which it is an alias. The flag has the type of its default.
+        The values of a list are separated by commas. A tuple means that the flag may be repeated,
+        with one value each. A type instead of a default means that the default is None, or empty
+        for a tuple. A bound is the minimum, or a pair of both ends. It defaults to the minimum 1
+        for integers and 0 for other numbers. None means no bound.
     """
     if own is None:
         own = flags.FlagValues()
@@ -89,7 +93,7 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
-    """Defines `--out`, a file that lines are appended to. An unusable file is refused before
+    """Define `--out`, the file to which lines are appended. An unusable file is refused before
     anything is measured."""
     what = "JSON Lines file to which the lines are appended."
     holder = flags.DEFINE_string("out", None, what, flag_values=own)
@@ -110,8 +114,10 @@ ONLY = (), "Rows with names that begin so (repeatable)."  # a flag, as `define` 
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that begin with one of `only`, or all names if it is empty. Raises:
-    ValueError: There is no such name.
+    """Return the names that begin with one of `only`, or all names if it is empty.
+
+    Raises:
+      ValueError: There is no such name.
     """
     names = list(names)
     if found := [name for name in names if name.startswith(tuple(only) or "")]:
@@ -122,8 +128,10 @@ def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
 def refuse_beside(
     mode: flags.Flag | flags.FlagHolder, others: Iterable[flags.Flag | flags.FlagHolder]
 ) -> None:
-    """Refuse flags that have no effect with a flag that changes the command. Raises:
-    ValueError: One of `others`, which then have no effect, differs from its default.
+    """Refuse flags that have no effect together with `mode`.
+
+    Raises:
+      ValueError: One of `others`, which have no effect, differs from its default.
     """
     if given := [other.name for other in others if other.value != other.default]:
         raise ValueError(f"--{given[0]} has no effect with --{mode.name}")
@@ -139,8 +147,9 @@ def run(
     """Parse the command line and exit with the result of `main`.
 
     Args:
+      main: Receives the arguments and returns the exit status.
       own: The flags of the command, which are not in `flags.FLAGS` while the module is only
-        imported.
+        imported. Defaults to the flags that the main module defines in `flags.FLAGS`.
       arguments: Whether the command accepts arguments that are not flags.
       several: Whether the command itself supports several processes of a launcher.
     """
@@ -149,7 +158,7 @@ def run(
         main_flags = [own[name] for name in own]
         for name in own:
             flags.FLAGS[name] = own[name]
-        own.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
+        own.mark_as_parsed()  # flags.FLAGS, which has the same flags, parses them
     program = sys.modules["__main__"]
     sys.argv[0] = _typed(program.__spec__)
     for flag in main_flags:
@@ -227,8 +236,11 @@ def _thresholds() -> policy.Thresholds:
 
 
 def _log_events() -> None:
-    """Print lines of the log without the prefix of absl, and only for the frameworks of the
+    """Print the events of `--log` without the prefix of absl, and only for the frameworks of the
     flags.
+
+    Raises:
+      ValueError: `--log` has events that change times, and `--save_records` is given.
     """
     perturbing = ",".join(sorted({"timing", "compare"} & set(LOG.value)))
     if perturbing:

@@ -1,7 +1,8 @@
-"""Code that commands share: flags, the output folder, the exit status.
+"""Common parts of the commands that measure attention: flags, output folder, table, exit status.
 
-A command's flags are its own until it is the main program, since others have the same names:
-`FLAGS = command.flag_values()` at its head, `cli.run(main, FLAGS)` at its end.
+A module of such a command begins with `FLAGS = command.flag_values()` and ends with
+`cli.run(main, FLAGS)`. The flags are the command's own until it is the main program, since other
+commands use the same names.
 """
 
 import csv
@@ -36,7 +37,7 @@ SEED_FLAGS = {
     "n_sel": "Number of selected blocks per query.",
     "w": "Number of keys in the sliding window.",
 }
-# What most commands begin with.
+# Default sizes of most commands.
 SIZES: Values = {"heads": 8, "groups": 2, "dk": 64, "dv": 64}
 SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 
@@ -44,8 +45,13 @@ SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 def flag_values(
     *, frameworks: bool = False, text: bool = False, **known: Any
 ) -> flags.FlagValues:
-    """Return the flags that every command has, those of `SEED_FLAGS` with these defaults, and
-    others as for `cli.define`. `text` states whether the inputs may be text.
+    """Define the flags of a command and return their values.
+
+    Args:
+      frameworks: Whether the command has `--framework`.
+      text: Whether the inputs may be text, which adds `--input` and `--dim`.
+      known: Defaults of the flags of `SEED_FLAGS` that the command has, and other flags in the form
+        of `cli.define`.
     """
     common: Values = {
         "out": (str, "New folder for the results; default: bench/results/<time>."),
@@ -89,8 +95,10 @@ def define_names(
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
-    """Return the numbers of a list flag, or `default` if it is not given. Raises: ValueError: A
-    value is not a positive integer.
+    """Return the numbers of a list flag, or `default` if it is not given.
+
+    Raises:
+      ValueError: A value is not a positive integer, or there is none.
     """
     given = list(map(str, default)) if values is None else [x.strip() for x in values]
     if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
@@ -131,6 +139,9 @@ def settings(
 ) -> problems.Settings:
     """Return a problem with the sizes of the flags. `model` overrides sizes by name, and
     `dtype` replaces a missing `--dtype`.
+
+    Raises:
+      ValueError: `heads` is not a multiple of `groups`.
     """
     given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
     if given["heads"] % given["groups"]:
@@ -180,7 +191,9 @@ def new_file(out: str | None, name: str) -> Path:
 
 
 def least(wins: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the smallest length from which on every row wins, or None."""
+    """Return the smallest length from which on every row wins, or None. `wins` has the length of
+    each row, and whether it wins.
+    """
     lost = max((length for length, won in wins if not won), default=0)
     return min((length for length, _ in wins if length > lost), default=None)
 
@@ -193,7 +206,7 @@ def speed_up(slow: Record, fast: Record) -> float | None:
 
 
 class Results:
-    """The records and the table of one run, written and printed one by one."""
+    """The records and the table of one run, which are written and printed row by row."""
 
     def __init__(self, bench: str, own: flags.FlagValues):
         self.bench, self.save = bench, own.save_records
@@ -209,9 +222,7 @@ class Results:
         self.rows: list[Values] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Write records. `beside` marks baselines, which the command does not measure for
-        themselves.
-        """
+        """Write records. `beside` means that they are only baselines of other rows."""
         records.append(self.path, made)
         self.done += made
         if beside:
@@ -281,7 +292,7 @@ def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[st
     """Return the rows of a CSV file that has these columns, each with its location `<path>:<line>`.
 
     Raises:
-      ValueError: A column is missing, a row is incomplete, or there is no row.
+      ValueError: The file is not CSV, a column is missing, a row is incomplete, or there is no row.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

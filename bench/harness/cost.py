@@ -1,13 +1,13 @@
-"""Computes the useful work and the compulsory traffic of a branch, and the rates of a device
-that no measurement can exceed.
+"""Computes the useful FLOPs and the compulsory memory traffic of a branch. Knows the peak rates of
+devices, so that impossible times are detected.
 
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the
     softmax, the gates, the compression and the top-n are not counted.
   - The selected branch reads `min(n, existing blocks)` blocks, including the query's own
     (`num_local >= 1`), of which only the keys up to the query count.
-  - Backward is five products, `3 * 2 D + 2 * 2 Dv` a pair: the logits once more, dV, dP, dQ
-    and dK. The selection has no gradient.
+  - Backward consists of five products with `3 * 2 D + 2 * 2 Dv` FLOPs per pair: the logits once
+    more, dV, dP, dQ and dK. The selection has no gradient.
   - `all` is the sum of the branches; the scores use the logits of the compressed branch.
   - Traffic: every input is read once and every output written once, float32 lse and int32
     indices included. Repeated reads are not useful traffic.
@@ -42,8 +42,8 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The rates of dense tensor-core products and the memory bandwidth of a device, from the
-    data sheet of the vendor.
+    """The rates of dense tensor-core products in FLOP/s and the memory bandwidth in bytes/s of a
+    device, from the data sheet of the vendor.
     """
 
     flops_16bit: float

@@ -1,8 +1,8 @@
 """Runs the decode steps for the last tokens on a filled cache. `bench.decode` times the steps
 and counts their reads.
 
-A step does not change the length of the cache, so that all calls are equal. torch writes the
-tokens to the same slots, and JAX restores the length of the returned cache.
+A step does not change the length of the cache, so that all calls do the same work. In torch every
+call writes the tokens to the same slots. In JAX the step resets the length of the returned cache.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ class Cached:
         last = self.query, *self.last, self.gates
         if not self.torch:
             return donated(self.runner, step, self.cache, last)
-        # The object is new, so that its length is; the buffers are the same.
+        # Each call has a new object, whose length it changes. The buffers are shared.
         fresh = functools.partial(dataclasses.replace, self.cache)
         return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
 
@@ -102,8 +102,8 @@ class Cached:
         query, cache = given["query"], given["cache"]
 
         def how(step):
-            # The buffers end with the last token, so the length is a number. With lengths on the
-            # device these functions would zero copies of all values, unlike the whole step.
+            # `kv_len` is a number, since the buffers end with the last token. With lengths on the
+            # device these functions would copy and zero all values, unlike the whole step.
             name = getattr(self.choices, step).implementation
             return {"config": self.config, "kv_len": self.tokens, "implementation": name}
 
@@ -152,7 +152,7 @@ class Paged:
         self.cache = self._append(self.cache, *cached.all_tokens)
 
     def _append(self, cache, key, value):
-        # In torch the same cache, which is written to.
+        # torch writes to the same cache and returns None.
         return self.api.append(cache, flat(key), flat(value), *self.at) or cache
 
     def stored(self) -> Values:
@@ -231,7 +231,7 @@ class Paged:
 
         if not self.cached.torch:
             return donated(self.runner, step, self.cache, self.cached.last)
-        # As projections give them: a step would copy slices of the whole rows.
+        # Contiguous like the results of projections. Each step would copy slices of whole rows.
         pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
         new = dict(zip(("key", "value"), pairs, strict=True))
         return Step(self.runner, lambda _: attend(self.cache, **new))
@@ -288,7 +288,7 @@ def stepped(runner, function: Callable, arguments: Values) -> Step:
 
 
 def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:
-    """Return a step of JAX that donates its cache and gets it back."""
+    """Return a step of JAX that donates its cache and receives it back for the next call."""
     step, held = jax.jit(function, donate_argnums=0), rotated(jax.tree.map(jnp.copy, cache))
 
     def run(index):

@@ -21,7 +21,7 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
 
     Args:
       asked_for: The rows that the command measures.
-      beside: The baselines of these rows.
+      beside: Baselines of these rows. They count only if they are wrong or an error.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))
 
@@ -35,8 +35,8 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """Return the status of a command that ran several commands. Any other status means that one of
-    them failed.
+    """Return the status of a command that ran several commands, from their statuses `ends`. A
+    status outside 0 to 3 counts as 1.
     """
     found = {end if end in range(4) else WRONG for end in ends}
     return next((end for end in (WRONG, USAGE, NOT_MEASURED, OK) if end in found), NOT_MEASURED)

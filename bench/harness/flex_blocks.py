@@ -1,5 +1,5 @@
-"""Makes block lists for torch's FlexAttention: unions for tiles of queries, and a mask of each
-pair.
+"""Runs torch's FlexAttention on lists of selected blocks. Its block mask has the union of the
+blocks of each tile of queries, and a function masks the single pairs of query and key.
 """
 
 import functools
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE = 128  # queries and keys that FlexAttention skips or takes together
+TILE = 128  # side of the tiles of queries and keys that FlexAttention computes or skips
 
 
 def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
-    """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, -1 in empty slots; the queries are the
-    last.
+    """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, which have -1 in empty slots. The
+    queries are the last `Sq` of the `keys` tokens, and a block has `block` tokens.
 
-    It allocates one bool per query and block, and no array of queries times keys.
+    This allocates one bool per key/value head, query and block, and no array of queries times keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

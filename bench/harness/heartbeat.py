@@ -35,8 +35,8 @@ class _Watched:
 
 @contextlib.contextmanager
 def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """Return a context that writes a line to stderr whenever stdout and stderr have been silent
-    for `silence_s`.
+    """Return a context that prints a line to stderr whenever stdout and stderr have been silent
+    for `silence_s` seconds.
     """
     start, before = time.monotonic(), (sys.stdout, sys.stderr)
     out, err = map(_Watched, before)
@@ -58,8 +58,8 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
 def on_silence(
     last: Callable[[], float], seconds: float, call: Callable[[], None]
 ) -> Iterator[None]:
-    """Return a context that calls `call` in a thread whenever the time `last()` was `seconds`
-    ago.
+    """Return a context that calls `call` in a thread when the time `last()`, by
+    `time.monotonic`, was at least `seconds` ago. The call repeats until `last()` advances.
     """
     ended = threading.Event()
 

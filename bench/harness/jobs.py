@@ -22,21 +22,21 @@ class Job:
 
     branch: str
     label: str  # the implementation and its form
-    implementation: Any = None  # as the public functions take it
+    implementation: Any = None  # the argument of the public functions
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
     # Whether it must be measured, since it was named. None if the name is another framework's.
     # Otherwise one row of the branch is enough.
     asked: bool | None = False
-    function: Callable[[Values], Values] | None = None  # runs instead
-    timed: Callable[[Values], Values] | None = None  # if other than judged
-    work: Cost | None = None  # of a call that is timed, if other than the branch's
-    # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
+    function: Callable[[Values], Values] | None = None  # runs instead of the public function
+    timed: Callable[[Values], Values] | None = None  # is timed instead of the judged function
+    work: Cost | None = None  # of the timed call, if it differs from that of the branch
+    # For whole attention of another library: computes its compressed `key` and its `blocks`.
     own: Callable[[Values], Values] | None = None
     judged: bool = True  # False if it computes another function than the oracle, see `note`
     library: bool = False  # others' code, which may refuse in its own ways
-    note: str = ""  # of a row that counts
-    form: str = ""  # of the whole: "recompute", "packed", or plain
+    note: str = ""  # the note of a row that is ok
+    form: str = ""  # form of whole attention: "recompute", "packed", or "" for a plain call
 
     def named(self, branch: str) -> Any:
         """Return the implementation of one branch."""
@@ -47,8 +47,16 @@ class Job:
 def jobs(
     runner, question, wanted: Branches, on_unsupported: str, branches, *, chosen: bool = False
 ) -> Iterator[Job]:
-    """Return the rows of one framework, branch by branch. `question` is the `Problem` to solve.
-    `chosen` means that only the automatic choice is measured if no name is given.
+    """Yield the rows of one framework, branch by branch.
+
+    Args:
+      runner: The runner of the framework.
+      question: The `Problem` to solve.
+      wanted: The named implementation of each branch, or None.
+      on_unsupported: See `Registry.choose`.
+      branches: The branches.
+      chosen: Whether only the automatic choice is measured for a branch without a name. By default
+        all implementations are.
     """
     for branch in branches:
         if branch == "dense":
@@ -78,8 +86,9 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    """Return one row for each choice: all steps on one implementation, and the automatic
-    choice.
+    """Yield the rows of whole attention: one row for each implementation, on which all steps run,
+    and one for the automatic choice. If implementations are named or `chosen` is given, there is
+    only one row.
     """
     if any(wanted) or chosen:
         try:

@@ -4,8 +4,8 @@ variables.
 
 import os
 
-# Of each launcher: how many processes there are, and which this is. A batch script of SLURM has
-# SLURM_NTASKS too, and is one process.
+# The variables of each launcher for the number of processes and the index of this process. A batch
+# script of SLURM also has SLURM_NTASKS, but is one process.
 LAUNCHERS = {
     "torchrun": ("WORLD_SIZE", "RANK"),
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),

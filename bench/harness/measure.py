@@ -21,8 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
-    """Return the fields from `take`, or status and reason of its exception. `library` names
-    measured code of others, which may raise other exceptions.
+    """Return the fields from `take`, or a status and the reason if it raises an exception.
+
+    `library` means that the code of another library is measured. Any exception then counts as
+    `unsupported`, otherwise only `NotImplementedError`. Lack of memory is `oom`, everything else
+    `error`.
     """
     heartbeat.say(name)
     try:
@@ -61,8 +64,8 @@ def judged_row(
     library: bool = False,
     refused: str = "",
 ) -> Judged:
-    """Return a row from `take`, which returns the fields of parity and a function that times it,
-    unless there is a reason against it.
+    """Return a row from `take`, which returns the fields of parity and a function that times the
+    row. If there is a reason `refused`, `take` is not called and the row is `unsupported`.
     """
     if refused:
         return Judged(name, library, {"status": "unsupported", "reason": refused})
@@ -143,7 +146,7 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
     timing, shape = step.time(**how), shape_of(settings, inputs)
     work = job.work or cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
     found = timed(timing, work, runner.device, shape.itemsize)
-    if "jax" not in job.label.split("/"):  # else JAX allocates what torch does not see
+    if "jax" not in job.label.split("/"):  # torch does not count the memory of JAX
         found["extra_peak_bytes"] = step.extra_peak_bytes
     if "reason" not in found:
         asked = problem(settings, "", "")

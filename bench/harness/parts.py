@@ -1,11 +1,10 @@
 """Measures the rows of a table in several processes, which prepare in parallel and are timed
-one at a time.
+one at a time. Compilation thereby uses all cores of the machine.
 
-Each process has some of the rows. If a process ends, or needs more than `ROW_S` for a row, this
-row is lost, and a new process gets its other rows. A kernel that crashes or hangs is therefore
-only one failed row, and compilation uses all cores of the machine. A process times its rows
-twice and uses the shorter time of each call, so that a short disturbance of the host has no
-effect.
+Each process has some of the rows. If a process crashes during a row, or needs more than `ROW_S`
+seconds for it, the row is an error, and a new process gets the remaining rows. A kernel that
+crashes or hangs is therefore only one failed row. A process times its rows twice and uses the
+shorter time of each call, so that a short disturbance of the host has no effect.
 """
 
 import dataclasses
@@ -27,12 +26,12 @@ from .records import Record, Values
 
 ROW_S = 120
 STDERR = 2  # the file descriptor, even if Python has replaced sys.stderr
-ROUNDS = 4  # of processes for the rows that are left
+ROUNDS = 4  # how often processes are started for the rows that are left
 FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.MULTILINE)
 
 
 class Problem:
-    """A row of a command's table, whose records come from jobs on one problem.
+    """A row of a command's table. Its records come from several jobs on one problem.
 
     Attributes:
       calls: fields of each record.
@@ -59,8 +58,8 @@ class Problem:
         raise NotImplementedError
 
     def judge(self) -> Callable[[], list[Record]]:
-        """Do all work before timing. Returns the function that times and returns the
-        records.
+        """Do all work that precedes timing. Return a function that times the jobs and returns
+        their records.
         """
         judged: list[Judged] = []
 
@@ -104,8 +103,9 @@ FLAGS = {
 
 
 def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
-    """If `--turn` is given, measure rows for another process. Each row is written to
-    `<number>.jsonl` in that folder, and `<number>.begun` exists during the measurement.
+    """Measure rows for the process that started this one with `--turn`, and return the exit status.
+    In the folder of `--turn`, `<number>.jsonl` gets the records of a row. `<number>.begun` exists
+    while this process works on the row.
     """
     faulthandler.enable(STDERR)
     folder, numbered = Path(own.turn), _asked(own, rows)
@@ -123,10 +123,10 @@ def measure(
     own: flags.FlagValues, name: str, rows: Sequence[Any], folder: Path
 ) -> Iterator[list[Record]]:
     """Yield the records of each row of the command `bench.<name>` when they are complete.
-    Output of processes goes to `folder`.
+    Logs of processes are in `parts` in `folder`.
 
     Raises:
-      ValueError: `--rows` has an index of no row.
+      ValueError: `--rows` has an index without a row.
     """
     wanted = _asked(own, rows)
     if own.processes > 1:
@@ -154,7 +154,7 @@ def by_processes(
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
         parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
-        parts = dict(reversed(parts.items()))  # the last that begins is timed first
+        parts = dict(reversed(parts.items()))  # `of_names` times in reverse order
         commands = {
             name: [*words, f"--rows={','.join(map(str, part))}", f"--turn={folder}"]
             for name, part in parts.items()
@@ -190,7 +190,7 @@ def _split(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
 
 
 def _ended(status: int, log: Path) -> str:
-    """Return a line about the end of a process."""
+    """Return a sentence about the end of a process, with the last fault in its log."""
     faults = [found[0] for found in FAULT.finditer(log.read_text(errors="replace"))]
     return ": ".join([f"its process ended with status {status}", *faults[-1:]])
 

@@ -1,23 +1,28 @@
-"""Compares native-sparse-attention-triton, another NSA in Triton, with ours (`peers`).
+"""Runs native-sparse-attention-triton, another NSA in Triton, for `peers`.
 
-The package (github.com/XunhaoLai/native-sparse-attention-triton, module
-`native_sparse_attention`, which is also the name of other packages' modules) has a function
-for each step but the window, on packed rows: batch and tokens are one axis, `cu_seqlens` has
-the starts of sequences.
+The package is github.com/XunhaoLai/native-sparse-attention-triton. Its module
+`native_sparse_attention` has the same name as modules of other packages. It has a function for each
+step except the window. Its arrays are packed rows: batch and tokens are one axis, and `cu_seqlens`
+has the starts of the sequences.
 
-| branch | functions of `native_sparse_attention.ops` | arrays there |
+| branch | functions of `native_sparse_attention.ops` | arrays in the package |
 |---|---|---|
 | compressed | `compressed_attention`, `topk=0` | `[B T, H, D]`, compressed `[B C, Hkv, D]` |
 | scores | `compressed_attention`, which attends too | blocks int32 `[Hkv, B T, n]` |
 | selected | `topk_sparse_attention` | `[B T, .., D]`, blocks |
 | all | `avgpool_compress` and these | |
 
-They compute what this library computes: compressed tokens are means of `l` tokens every `d`,
-seen from their last token on; scores are summed over a group by Eq. 9; the first `init_blocks`
-and, with the query's own as the last, `local_blocks` are forced; blocks ascend, with -1 at the
-end; the scale is `D**-0.5`. Therefore the oracle judges every branch and the whole. The window
-runs on flash_attn with `w` keys (the package's module uses one more), and the gated sum is
-ours. No function returns a log-sum-exp.
+The functions compute the same as this library, so that the oracle judges every branch and the
+whole:
+
+- Compressed tokens are means of `l` tokens every `d` tokens, visible from their last token on.
+- Scores are summed over the heads of a group (Eq. 9).
+- The first `init_blocks` blocks are forced, and so are the last `local_blocks`, which end with the
+  query's own block.
+- Blocks ascend, with -1 at the end. The scale is `D**-0.5`.
+
+The window runs on flash_attn with `w` keys (the package's own layer uses one more), and the gated
+sum is ours. No function returns a log-sum-exp.
 """
 
 import functools
@@ -46,8 +51,8 @@ NOTES = {
 
 
 def package_why_not(package: str, problem: Problem, source: str = "") -> str | None:
-    """Return the reason why a package is not installed or cannot run a problem in 16 bits, or
-    None.
+    """Return the reason why a package for CUDA and 16 bits cannot run the problem, or None.
+    `source` states where the package can be found.
     """
     if records.version(package) is None:
         return f"{package} is not installed{source}"
@@ -111,13 +116,13 @@ def _bounds(x):
 
 
 def _attend_compressed(config: NSAConfig, query, key, value, most: int):
-    """Compute compressed attention `[B, T, H, D]` and `most` blocks `[B, T, Hkv, n]`. Without
-    blocks the second result is None.
+    """Compute compressed attention `[B, T, H, D]`, and select `most` blocks `[B, T, Hkv, n]`. If
+    `most` is 0, the second result is None.
     """
     from native_sparse_attention.ops import compressed_attention
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that 0 blocks are none
+        warnings.simplefilter("ignore")  # the package warns if 0 blocks are requested
         out, chosen = compressed_attention(
             *map(_rows, (query, key, value)),
             config.compress_block,
@@ -138,7 +143,7 @@ def _attend_compressed(config: NSAConfig, query, key, value, most: int):
 
 
 def _blocks(chosen, batch: int, most: int):
-    """Return the blocks `[Hkv, B T, min(n, N)]` as ours, `[B, T, Hkv, n]`."""
+    """Convert the blocks `[Hkv, B T, min(n, N)]` to the form of this library, `[B, T, Hkv, n]`."""
     import torch
 
     chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[-1]), value=-1)
@@ -158,7 +163,7 @@ def _attend_selected(config: NSAConfig, query, key, value, blocks):
 
 
 def _compress(config: NSAConfig, x):
-    """Return the means of windows, `[B, C, Hkv, D]`."""
+    """Return the compressed tokens, which are means, `[B, C, Hkv, D]`."""
     from native_sparse_attention.ops import avgpool_compress
 
     sizes = config.compress_block, config.compress_stride
@@ -167,9 +172,7 @@ def _compress(config: NSAConfig, x):
 
 
 def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of a branch. `own` returns the compressed keys and the blocks that the whole
-    computes.
-    """
+    """Compute a branch. `own` computes the compressed keys and the blocks of the whole."""
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]

@@ -1,20 +1,20 @@
-"""Kernels of other libraries that are compared with ours, if they are installed: `bench.compare
---peers fla`.
+"""Kernels of other libraries, which `bench.compare --peers` compares with ours if they are
+installed.
 
-| name | package on PyPI | what it is | branches |
+| name | package on PyPI | content | branches |
 |---|---|---|---|
 | `fla` | flash-linear-attention | NSA in Triton | selected, sliding, all |
 | `fa4` | flash-attn-4 | FlashAttention in CuTe, for Hopper and Blackwell | dense, sliding |
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
 
-Dense `flash` of torch, which needs none of them, is the copy of FlashAttention-2 in torch.
-`native-sparse-attention-triton`, which is not on PyPI, is `peer_nsa_triton`.
+The dense kernel `flash` of torch needs no package; it is torch's copy of FlashAttention-2.
+`native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
 
-`fla` is flash-linear-attention (`fla.ops.nsa`, PyPI: flash-linear-attention; torch, Triton). It
-computes something else than this library: its compressed tokens are means of whole selection
-blocks, without overlap, so with 64/16 there are four times fewer of them, and one array of keys
-serves all branches. Attention to given blocks and the sliding window are the same function, and
-are judged by the same oracle; the whole is not, and has no speed-up.
+`fla.ops.nsa` computes another function than this library. Its compressed tokens are means of whole
+selection blocks without overlap. With blocks of 64 tokens and a stride of 16 tokens, there are four
+times fewer of them than here. All branches share one array of keys. Attention to given blocks and
+the sliding window are the same functions as here, so that the oracle judges them. The whole is not
+judged, and has no speed-up.
 """
 
 import functools
@@ -29,7 +29,7 @@ from .jobs import Job
 from .records import Values
 
 NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
-# The packages that attend to all keys or a window of them, and the first GPUs that they take.
+# Packages for attention to all keys or to a window, and the lowest compute capability of each.
 FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
 JUDGED = "fla.ops.nsa with the given blocks; the time includes its pooling of keys and values"
@@ -63,9 +63,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
 
 
 def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
-    """Return the rows of the libraries with these names, with the branches that each supports,
-    in order.
-    """
+    """Yield the rows of the libraries with these names, for the branches that each has."""
     for name in names:
         if name == "fla":
             yield from _fla(problem, branches)

@@ -25,10 +25,10 @@ ARGUMENTS = {
     "sliding": ("query", "key", "value"),
     "all": ("query", "key", "value", "gates"),
     "dense": ("query", "key", "value"),
-}  # attributes of `Inputs`, of keys and values those of one branch
+}  # attributes of `Inputs`; `key` and `value` are those of one branch, except for `all`
 BRANCHES = tuple(ARGUMENTS)
 KINDS = ("random", "text", "alike")  # of inputs
-ALIKE = 0.95  # correlation of neighbouring queries of the last kind
+ALIKE = 0.95  # correlation of adjacent queries of the kind `alike`
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 
 
@@ -78,7 +78,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one problem, in its dtype (letters: `nsa_core.types`)."""
+    """The arrays of one problem, in its dtype. `nsa_core.types` defines the letters of shapes."""
 
     query: jax.Array
     key: Branches[jax.Array]
@@ -139,13 +139,19 @@ def make(
     num_queries: int | None = None,
     block_indices: jax.Array | None = None,
 ) -> Inputs:
-    """Return the inputs of a kind in `KINDS`: random normal arrays, text, or random normal
-    arrays in which adjacent queries are similar.
+    """Return the inputs of a problem.
 
     Args:
+      settings: The problem.
+      kind: "random": normal arrays. "text": arrays computed from text. "alike": normal arrays in
+        which adjacent queries are similar.
+      seed: Seed of the random arrays, and of the model that projects the text.
       num_queries: `T`, the number of queries, which are the last of the `S` tokens. Defaults to
         all.
       block_indices: int32 `[B, T, Hkv, n]`. Defaults to the selection of these inputs.
+
+    Raises:
+      ValueError: `kind` or `num_queries` is invalid.
     """
     heartbeat.say("makes the inputs")
     model, run, config = settings.model, settings.runtime, settings.nsa

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 CHECKOUT = Path(__file__).parents[2]
-# Commands run here: where the sources are, or, where the library is installed, where one is.
+# The working directory of commands: the checkout, or for an installed library the current folder.
 ROOT = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
 SHOWN_LINES = 15
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -32,7 +32,7 @@ Status = Literal["ok", "failed", "timeout", "skipped", "interrupted"]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A line of a plan (`configs/oneshot/gpu.yaml` describes the fields)."""
+    """An entry of a plan. `configs/oneshot/gpu.yaml` describes the fields."""
 
     name: str
     command: str
@@ -127,11 +127,14 @@ def run(
     before: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Compiled imports
-    are stored for the next step, even if Python is configured otherwise. This saves 2 s for
-    torch.
+    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores compiled
+    imports for the next step, even if the environment disables this, which saves 2 s for torch.
 
     Args:
+      name: Name of the step.
+      words: Module and arguments.
+      folder: Folder of the log.
+      timeout_s: Seconds after which the process is ended.
       budget: Whether `timeout_s` is the remaining time of the whole run. If so, the reason of a
         timeout states this.
       before: A command that starts this one.
@@ -176,7 +179,7 @@ def answer(
     command: str, *words: str, variables: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
     """Return the exit status of `python -m <command>`, and the JSON of the last line that it
-    prints, if it succeeds. `variables` has the same meaning as in `run`.
+    prints, or None if it fails. `variables` has the same meaning as in `run`.
     """
     called = [sys.executable, "-m", module(command), *words]
     env = environment(variables or {})

@@ -1,9 +1,9 @@
-"""Each measurement is one JSON line. Every table, plot and threshold is derived from these
-lines.
+"""Reads and writes records. Each measurement is one JSON line, and every table, plot and threshold
+is derived from these lines.
 
-`Record` lists the fields: of attention, its problem, times and errors. Other values of a command
-are in `extra`. A line has the fields that differ from the defaults. `read` checks every line, so
-that a damaged file is reported with its name and line instead of becoming a number.
+`Record` lists the fields of a measurement of attention: problem, times, errors, environment. Values
+that only one command has are in `extra`. A line has only the fields that differ from the defaults.
+`read` checks every line, so that a damaged file raises an error instead of yielding wrong numbers.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class Record:
     schema: Literal[2] = 2
     bench: str  # which command measured
     framework: Literal["jax", "torch", ""] = ""
-    # What of attention.
+    # The part of attention that was measured.
     branch: Literal[
         "compressed", "scores", "selected", "sliding", "combine", "all", "dense", ""
     ] = ""
-    implementation: str = ""  # what ran, not what was asked for
+    implementation: str = ""  # the one that ran, which may differ from the requested one
     mode: str = ""  # forward, fwdbwd, backward, decode
     B: int = 0
     T: int = 0
@@ -81,7 +81,7 @@ class Record:
     slope: float | None = None  # <path, oracle> / <oracle, oracle>; None of few elements
     rows_checked: int | None = None  # query positions of each sequence that parity looked at
     rows_differ: int | None = None  # rows whose selection differs from the oracle's own
-    extra: Values = dataclasses.field(default_factory=dict)  # what one bench adds
+    extra: Values = dataclasses.field(default_factory=dict)  # values of one command
     status: Literal["ok", "wrong", "oom", "unsupported", "error", "timeout"] = "ok"
     reason: str = ""
     refused: Values = dataclasses.field(default_factory=dict)
@@ -113,7 +113,7 @@ class Record:
         """The largest of the errors (maximum, mean, rms, slope) divided by its bound, or None
         without a bound.
         """
-        # In 8 bits the limit of the slope follows from the baseline.
+        # In 8 bits the limit of the slope depends on the baseline, which a record does not have.
         judged = "compute_dtype" not in self.config
         slope = abs(self.slope - 1) if judged and self.slope is not None else None
         pairs = (
@@ -169,7 +169,7 @@ def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
     with path.open("a+b", buffering=0) as file:
         end = _check_end(file, path)
         data = text.encode()
-        if file.write(data) < len(data):  # a full disk takes what fits, without an error
+        if file.write(data) < len(data):  # a full disk stores a part, without an error
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
@@ -203,7 +203,9 @@ def _check_end(file: BinaryIO, path: Path) -> int:
 
 
 def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> Record:
-    """Return a line of `<device>/kernel_log/variants.jsonl`: the time of a variant of a kernel."""
+    """Return a line of `<device>/kernel_log/variants.jsonl`: the time in ms of a variant of a
+    kernel that is not in use.
+    """
     what = {"kernel": kernel, "shape": shape, "variant": name, "in_use": False}
     return Record(
         bench="variant", time_ms=round(time, 3), commit=commit and commit[:7], extra=what
@@ -234,7 +236,7 @@ def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
 
 
 def checked[T](kind: type[T], data: Any, where: str) -> T:
-    """Check `data`, a line that was read at `where`, and return it.
+    """Return the `kind` with the fields `data` of a line that was read at `where`.
 
     Raises:
       ValueError: The data is not a valid `kind`.

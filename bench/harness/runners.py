@@ -20,15 +20,17 @@ from . import timing
 from .problems import Settings
 from .records import Values
 
-# JAX has no L2 flush: its inputs rotate through copies of this size in all.
+# JAX has no L2 flush. Its inputs rotate through copies that have this size together.
 ROTATED_BYTES, MAX_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
-# Libraries that take one head width for query, key and value.
+# Note of a row whose library supports only one head width for query, key and value.
 PADDED = "values padded to the width of the keys"
 NOT_DIFFERENTIABLE = ("block_indices",)
 
 
 def forward(api, branch: str, config, implementation, arguments) -> Values:
-    """Return a branch through the public functions of `api`; both frameworks have the same ones."""
+    """Compute a branch with the public functions of `api`, which have the same names in both
+    frameworks.
+    """
     how = {"config": config, "implementation": implementation}
     if branch == "scores":
         return {"indices": api.select_blocks(**arguments, **how)}
@@ -67,7 +69,7 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """Return a copy of `problem` on the device of `runner`, with the policy of that device."""
+    """Return `problem(settings, ..)` for the device of `runner`, whose policy then applies."""
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -151,7 +153,9 @@ class JaxStep:
 
 
 def rotated[T](sources: T) -> list[T]:
-    """Return `sources` and, on a GPU, enough copies that they cannot all stay in the L2 cache."""
+    """Return `sources` and, on a GPU, enough copies that they cannot all stay in the L2 cache, but
+    at most `MAX_COPIES` in total.
+    """
     if jax.default_backend() == "cpu":
         return [sources]
     size = sum(x.nbytes for x in jax.tree.leaves(sources))

@@ -23,7 +23,11 @@ SPEC = P(None, "context")
 
 @contextlib.contextmanager
 def devices(size: int) -> Iterator[Mesh]:
-    """Return the first devices."""
+    """Return a context with the mesh of the first `size` devices.
+
+    Raises:
+      NotImplementedError: There are fewer devices.
+    """
     if len(jax.devices()) < size:
         raise NotImplementedError(f"{size} devices are needed, got {len(jax.devices())}")
     yield Mesh(np.array(jax.devices()[:size]), ("context",))

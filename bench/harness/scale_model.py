@@ -6,13 +6,14 @@ devices.
                 in float32 by a reduce-scatter:
                     forward            (R - 1)/R * S Hkv (D + Dv) * itemsize
                     forward + backward (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)
-    time(R)     = compute(1) / R * balance + exposed(R)
-    link(R)     = moved(R) / bandwidth
+    compute(R)  = compute(1) / R * balance
+    link(R)     = moved(R) / bandwidth, the time of the transport
     exposed(R)  = link(R) / Hkv + max(0, link(R) - compute(R)) * (Hkv - 1) / Hkv
-                nothing overlaps the transport of the first head; that of the others is hidden
-                behind the head before, up to its time
+                Nothing hides the transport of the first head. The transport of each other head
+                overlaps the computation of the head before it.
+    time(R)     = compute(R) + exposed(R)
 
-`bandwidth` and `balance` are fitted to the rows of several devices.
+`bandwidth` and `balance` come from the row with the most devices.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,25 +24,27 @@ FLOAT32 = 4
 
 
 def moved_bytes(row: Values, devices: int, itemsize: int = 2) -> float:
-    """Return the bytes that a device receives in one call of the problem `row` on `devices`."""
+    """Return the bytes that a device receives in one call of the problem `row` on `devices`.
+    `itemsize` is that of keys and values in bytes.
+    """
     columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
     times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
     return (devices - 1) / devices * columns * times
 
 
 def fitted(rows: Sequence[Values]) -> Callable[..., float] | None:
-    """Return the time of a call, `ms(devices, bandwidth)`, from the rows of one problem; None
-    without one device, or without several. `bandwidth`, bytes per second, is that of other links
-    than the measured ones.
+    """Return a function `ms(devices, bandwidth)` that predicts the time of a call, from the rows of
+    one problem. Return None unless there are rows on one and on several devices.
 
-    A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
+    `bandwidth` in bytes per second replaces the measured one. A row on several devices must have
+    `compute_ms`, the time of the slowest device, and `transport_ms`.
     """
     one = alone(rows)
     several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
     if one is None or not several:
         return None
     last = max(several, key=lambda x: x["devices"])
-    # Of the slowest device over the mean one's.
+    # Time of the slowest device divided by an equal share of the time on one device.
     balance = last["compute_ms"] * last["devices"] / one
     measured = moved_bytes(last, last["devices"]) / (last["transport_ms"] / 1e3)
 

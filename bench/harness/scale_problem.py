@@ -15,7 +15,7 @@ PAPER = NSAConfig()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One forward pass, or one forward and backward pass.
+    """One sequence, with a forward pass, or with a forward and a backward pass.
 
     Attributes:
       S: tokens of the whole sequence.
@@ -71,14 +71,15 @@ def judged(
 ) -> Values:
     """Return the fields of a row: whether several devices are as near to the oracle as one.
 
-    The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result; of a
-    few tokens, at most one rounding each.
+    The rule for each result is rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle). If
+    only a few tokens are judged, it is rms(several - oracle) <= max(eps, 1e-5) rms(oracle).
 
     Args:
-      errors, alone: by result, root mean square of the difference from a float32 oracle over
-        that of the oracle: on several devices, and on one. None means that only a few tokens are
-        judged.
-      stray: whether other tokens than these have gradients of their queries or gates.
+      problem: The problem.
+      errors: Errors on several devices by result: root mean square of the difference from a
+        float32 oracle, divided by that of the oracle.
+      alone: The same errors on one device. None means that only a few tokens are judged.
+      stray: Whether queries or gates of tokens that are not judged have a gradient.
     """
     eps = float(ml_dtypes.finfo(problem.dtype).eps)
     found: Values = {"errors": errors}

@@ -21,7 +21,7 @@ from .scale_problem import RESULTS, Problem, judged
 
 @contextlib.contextmanager
 def devices(size: int) -> Iterator[DeviceMesh]:
-    """Return the mesh of all ranks."""
+    """Return a context with the mesh of all `size` ranks."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
@@ -34,7 +34,7 @@ def devices(size: int) -> Iterator[DeviceMesh]:
 
 
 def row(problem: Problem, mesh: DeviceMesh, samples: int) -> Values:
-    """Measure a row. If memory runs out, it does so on every rank."""
+    """Measure a row. All ranks have the same sizes, so that memory runs out on all or none."""
     return Measured(problem, mesh, samples).row()
 
 
@@ -56,7 +56,7 @@ class Measured:
             self.packed["varlen"] = nsa_torch.varlen_metadata(borders, **sizes)
 
     def drawn(self, tokens: int, seed: int, device: str) -> list[torch.Tensor]:
-        """Query, key, value and gates."""
+        """Draw query, key, value and gates for `tokens` tokens."""
         draw = torch.Generator(device).manual_seed(seed)
         how: Values = {"generator": draw, "device": device}
         how["dtype"] = getattr(torch, self.problem.dtype)
@@ -108,7 +108,7 @@ class Measured:
         return found | (self.rows() if self.problem.by_rows else self.parity())
 
     def transport(self, tensors) -> Callable[[], None]:
-        """Transfer the keys and values of a call without computation."""
+        """Return a function that makes all transfers of a call, without its computation."""
         _, key, value, _ = tensors
         ranks = context_ranks.Ranks(self.mesh, key.device)
         payload = torch.cat([key, value], dim=-1).detach()[0].transpose(0, 1).contiguous()
@@ -124,7 +124,7 @@ class Measured:
         return run
 
     def parity(self) -> Values:
-        """Judge the results of all ranks with a given selection, since a different block is not
+        """Judge the results of all ranks. The selection is given, since a different block is not
         an arithmetic error."""
         problem = self.problem
         if self.size == 1 or problem.S > problem.checked:
@@ -144,9 +144,7 @@ class Measured:
         return judged(problem, self.errors(self.call(own, place), expected), alone)
 
     def rows(self) -> Values:
-        """Return a few rows of all ranks, and every gradient that follows from them
-        (`scale_rows`).
-        """
+        """Judge a few rows of all ranks, and the gradients that follow from them (`scale_rows`)."""
         problem, device = self.problem, self.device
         rows = scale_rows.rows_of(problem)
         _, position = scale_rows.places(problem)
@@ -194,7 +192,9 @@ class Measured:
         return judged(problem, self.errors(found, expected), stray=any(self.everyone(stray)))
 
     def errors(self, results, expected) -> dict[str, float]:
-        """Errors relative to the root mean square of the expected values, over all ranks."""
+        """Return the root mean square of the errors divided by that of the expected values, over
+        all ranks.
+        """
         pairs = [
             ((x.float() - y).square().sum().item(), y.square().sum().item())
             for x, y in zip(results, expected, strict=True)
@@ -203,8 +203,8 @@ class Measured:
         return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
 
     def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
-        """Return the time in milliseconds of the slowest rank and of this rank. Ranks start
-        together.
+        """Return the times of all samples in milliseconds, of the slowest rank and of this rank.
+        Ranks start together.
         """
 
         wait = torch.cuda.synchronize if self.cuda else lambda: None
@@ -225,8 +225,8 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """Return a context that replaces the data of other ranks with those of this rank, so that a
-    call does all its work without waiting. Its results are meaningless.
+    """Return a context that replaces the data of other ranks with those of this rank. A call then
+    does all its computation without transport. Its results are meaningless.
     """
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum

@@ -1,8 +1,8 @@
 """Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
 
-The gradient of the output is zero but in the rows that are judged. Each gradient, of all keys and
-values too, then follows only from these rows, and a float32 oracle of one row after the other
-computes it. The selection is given: a block more or less is no error of arithmetic.
+The gradient of the output is zero except in the judged rows. All gradients, including those of all
+keys and values, then follow only from these rows. A float32 oracle computes them row by row. The
+selection is given, since a different block is not an arithmetic error.
 """
 
 import itertools
@@ -35,11 +35,14 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
-    """Return int32 `[T, Hkv, n]`: the own block, and others at equal distances, which differ by
-    head.
+    """Return a selection, int32 `[T, Hkv, n]`: the query's own block, and others at equal
+    distances, which differ between heads. A query with fewer blocks has all of them, and -1 in
+    empty slots.
 
     Args:
-      position: `[T]`, of each query in its document.
+      position: `[T]`, the position of each query in its document.
+      kv_heads: Number of key/value heads.
+      config: Block size and number of selected blocks.
     """
     count = config.num_selected
     own = (position // config.select_block)[:, None, None]
@@ -57,9 +60,10 @@ def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
     It shares no code with the library that it judges.
 
     Args:
-      rows: numbers of tokens.
-      arrays: query `[R, H, D]`, gates `[R, H, 3]` and block indices `[R, Hkv, n]` of the rows, key
-        and value `[S, Hkv, D]`, `[S, Hkv, Dv]` of all tokens.
+      problem: The problem.
+      rows: Indices of the tokens in the sequence.
+      arrays: Query `[R, H, D]`, gates `[R, H, 3]` and block indices `[R, Hkv, n]` of the rows, then
+        key `[S, Hkv, D]` and value `[S, Hkv, Dv]` of all tokens.
     """
     *of_rows, key, value = arrays
     config, found = problem.config, []
@@ -90,7 +94,7 @@ def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, config: NSAConfig) -> Tensor:
-    """Return the means of windows, `[C, Hkv, .]`."""
+    """Return the compressed tokens of `x` `[S, Hkv, .]`, which are means, `[C, Hkv, .]`."""
     if x.shape[0] < config.compress_block:
         return x[:0]
     return x.unfold(0, config.compress_block, config.compress_stride).mean(-1)

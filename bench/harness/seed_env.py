@@ -1,11 +1,12 @@
 """Reads the environment variables of the seed system, whose meanings here are in
 `seed_env.yaml`.
 
-Nothing here is configured by the environment. A variable of the seed system that is still set
-gives one line on stderr, with the flag that replaces it or the reason that there is none. A flag
-with the same meaning is set, unless the command line sets it. Settings that would be lost are
-errors: a name that is not in the table, a value without a counterpart, a kernel that the command
-does not support, `CONFIG` if no file is read. `markdown()` is the table in the documents.
+Commands have flags and no environment variables of their own. For each variable of the seed system
+that is still set, `apply` prints one line on stderr, with the flag that replaces it or the reason
+why there is none. It sets a flag with the same meaning, unless the command line sets this flag.
+Settings that would be lost are errors: a name that is not in the table, a value without a
+counterpart, a kernel that the command does not support, or `CONFIG` if the command reads no file.
+`markdown` returns the table for the documentation.
 """
 
 import dataclasses
@@ -96,17 +97,19 @@ TABLE |= {
 def apply(
     values: flags.FlagValues, command: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Set what the variables say among the parsed flags `values` of `bench.<command>`.
+    """Set the flags that correspond to environment variables.
 
     Args:
+      values: The parsed flags of `bench.<command>`.
+      command: Name of the command.
       environ: The variables. Defaults to those of this process.
 
     Yields:
-      one line a variable.
+      One line per variable.
 
     Raises:
-      ValueError: a variable that would be lost (see above), a switch that is neither true nor
-        false, or a value that a flag cannot have.
+      ValueError: A variable would be lost (see above), a switch is neither true nor false, or a
+        flag cannot have the value.
     """
     environ = os.environ if environ is None else environ
     present = {name for name in values if values[name].present}

@@ -1,7 +1,7 @@
 """Lists the scripts and tests of the seed system, and the commands that replace them here.
 
-They are in `seed_names.yaml`; `seed_env` has its environment variables. `markdown()` is the tables
-that documents show.
+The names are in `seed_names.yaml`. `seed_env` has the environment variables. `markdown` returns the
+tables for the documentation.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ TESTS: dict[str, str] = _FOUND["tests"]
 
 
 def markdown() -> str:
-    """Scripts, test names, commands, and the flags of the training script."""
+    """Return tables of scripts, commands, flags of the training script, and names of tests."""
     commands = [
         x
         for x in COMMANDS

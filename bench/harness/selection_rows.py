@@ -48,21 +48,28 @@ type Sizes = Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Matrix:
-    """The rows of a table: all combinations of its lists, which have the names of columns.
+    """The rows of a table, which are all combinations of its lists. The attributes have the names
+    of columns.
 
     Attributes:
+      N: Queries per sequence.
+      H: Query heads.
+      D: Width of queries and keys.
+      Dv: Width of values.
       L: Selected keys per query, by the layout of their blocks (`SPANS`).
-      l_sel: tokens of a selection block: the first of which `L` holds one for every run.
-      streams: number of concurrent calls.
+      l_sel: Sizes of a selection block in tokens. A row uses the first size that divides `L` and
+        gives at least one block per run, or the smallest size if there is none.
+      streams: Numbers of concurrent calls.
       kernel: The implementation to measure. Defaults to the automatic choice.
       ref: The baseline. Defaults to the portable path.
       beside: Further implementations, with separate columns.
       dtype: A name of `problems.PRECISIONS`. Defaults to the command's.
-      iters, warmup: Samples of a row, and calls before them. Default to the command's.
+      iters: Samples of a row. Defaults to the command's.
+      warmup: Calls before the first sample. Defaults to the command's.
 
     Raises:
-      ValueError: A list is empty or has values other than integers over 0, or `L` is no
-        multiple of the smallest block.
+      ValueError: A list is empty or has values other than positive integers, or a length of `L` is
+        not a multiple of the smallest block.
     """
 
     N: Sizes
@@ -92,7 +99,7 @@ class Matrix:
         return sorted({length for listed in self.L.values() for length in listed})
 
     def rows(self) -> Iterator[Row]:
-        """Return every combination. The layout of blocks changes first, then the length."""
+        """Yield every combination. The layout of blocks is the innermost loop, then the length."""
         for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
             for length in self.lengths:
                 for dist in (name for name, listed in self.L.items() if length in listed):
@@ -104,10 +111,11 @@ class Matrix:
 
 
 def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarray:
-    """Return `[rows, count]` ascending blocks below `blocks`, in `runs` runs that do not touch.
+    """Return random blocks below `blocks`, int32 `[rows, count]`. Each row ascends and consists of
+    `runs` runs that do not touch.
 
     Raises:
-      ValueError: they do not fit.
+      ValueError: The runs do not fit.
     """
     free = blocks - count - (runs - 1)
     if not 1 <= runs <= count or free < 0:

@@ -1,10 +1,10 @@
 """Makes attention inputs from real text: Python source, whose bytes are the tokens of a small
 seeded model.
 
-Random normal queries and keys select random blocks. Here equal contexts attend to each other,
-neighbours want mostly the same blocks, and some heads are sharp and others flat, so scores
-and selections have the structure that kernels meet in use. The weights are drawn from a fixed
-seed, not trained.
+Random normal queries and keys select random blocks. With text, equal contexts attend to each other,
+adjacent queries select mostly the same blocks, and the attention of some heads is sharp and that of
+others flat. Scores and selections thereby have a structure as in real use. The weights are not
+trained, but drawn from a fixed seed.
 """
 
 import functools
@@ -22,10 +22,11 @@ from nsa_core.types import Branches
 
 VOCABULARY = 256
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# A token's context: the last bytes, each weighing 0.85 of the one after it, and the topic.
+# The context of a token is the sum of two parts. The first has the last 16 bytes, with weights that
+# decay by 0.85 per byte. The second is the topic, the sum of the last 128 bytes.
 RECENT_TOKENS, RECENT_DECAY = 16, 0.85
 TOPIC_TOKENS, TOPIC_WEIGHT = 128, 1.5
-# Share of the variance that query heads and branches have in common in their projections.
+# Share of the variance of the query and key projections that is common to heads and branches.
 SHARED = 0.75
 VALUE_SCALE = 0.5
 SIZES = ("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "seed")
@@ -88,9 +89,9 @@ def project(
     num_queries: int | None = None,
     dtype: Any = jnp.float32,
 ) -> TextInputs:
-    """Return the keys and values of `tokens` [B, S], queries and gates of the last `num_queries`,
-    by default all; nothing reads a later token. They are computed in float32, and rounded to
-    `dtype`.
+    """Return the keys and values of `tokens` [B, S], and the queries and gates of the last
+    `num_queries` tokens, by default of all. They depend on no later token. They are computed in
+    float32 and rounded to `dtype`. The sizes are those of `problems.Model`.
     """
     length = tokens.shape[1]
     count = length if num_queries is None else num_queries
@@ -129,7 +130,7 @@ def _norm(x):
 
 
 def _context(embedded):
-    """Return the context of each token: the last bytes in their order, and the mean of many."""
+    """Return the context of each token: its recent bytes in their order, and its topic."""
     length, dim = embedded.shape[1:]
 
     def earlier(x, by):  # x shifted to later tokens, zeros first
@@ -145,8 +146,8 @@ def _context(embedded):
 
 
 def _rotate(x, base, begin=0):
-    """Rotary position embedding of `x` [B, T, heads, D], tokens from `begin` on, the halves of `D`
-    as pairs.
+    """Apply the rotary position embedding to `x` [B, T, heads, D], whose first token has the
+    position `begin`. The two halves of `D` form pairs.
     """
     half = x.shape[-1] // 2
     rate = base ** (-jnp.arange(half, dtype=x.dtype) / half)

@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def torch_inputs(problem: Problem):
-    """Query, key, value, gates and the output's cotangent, random, the same in every process
-    of a GPU."""
+    """Draw query, key, value, gates and the cotangent of the output. They are equal in all
+    processes on a GPU."""
     import torch
 
     random = torch.Generator("cuda").manual_seed(0)
@@ -77,7 +77,7 @@ def torch_inputs(problem: Problem):
 
 
 def correlated(query, rho: float):
-    """q[t] = rho q[t - 1] + sqrt(1 - rho^2) noise[t] along the tokens, by doubling."""
+    """Compute q[t] = rho q[t - 1] + sqrt(1 - rho^2) noise[t] along the tokens in log2(T) steps."""
     import torch
 
     noise = query.float() * (1 - rho**2) ** 0.5
@@ -130,10 +130,11 @@ def jax_calls(problem: Problem):
 
 
 def cuda_graph(call):
-    """Return `call`, captured on torch's current device: the function that replays its kernels, and
-    the results that they write.
+    """Capture `call` in a CUDA graph on torch's current device. Return the function that replays
+    it, and the results, which each replay overwrites.
 
-    Raises the exception of the capture if `call` waits for the device.
+    Raises:
+      RuntimeError: `call` waits for the device.
     """
     import torch
 
@@ -166,7 +167,7 @@ def digest(results) -> str:
 
 
 def milliseconds(call, sync) -> float:
-    """Return the time of one call in a loop over it."""
+    """Return the mean time of a call in milliseconds, in a loop of at least 0.125 s."""
     sync(call())
     calls = 1
     while True:

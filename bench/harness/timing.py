@@ -1,9 +1,10 @@
-"""Measures the milliseconds of one call after a warm-up, without compilation. The device is
-idle before and after.
+"""Measures the time of one call in milliseconds after a warm-up, without compilation. The device is
+idle before and after a sample.
 
-On CUDA torch is timed with CUDA events, the L2 cache overwritten between samples. JAX has no
-events, so its samples are host time around enough calls in a row that a sample lasts 5 ms;
-the caller rotates the inputs where they could stay in the L2 cache. On the CPU: host time.
+In torch on CUDA, samples are measured with CUDA events, and the L2 cache is overwritten before each
+sample. JAX has no events. Its samples are host time around so many consecutive calls that a sample
+lasts 5 ms; the caller rotates the inputs if they could stay in the L2 cache. On the CPU, samples
+are host time too.
 """
 
 import dataclasses
@@ -74,12 +75,15 @@ def time_host(
     iters: int | None = None,
     warmup: int = 1,
 ) -> Timing:
-    """Host clock around `call(i)` for consecutive `i`, then `sync` on the last result.
+    """Time `call(i)` for consecutive `i` with the host clock.
 
     Args:
-      seconds: approximate duration, with at least 5 and at most 50 samples.
-      iters: number of samples, regardless of their duration.
-      warmup: calls before the first sample.
+      call: The call. Its argument counts the calls, so that inputs can rotate.
+      sync: Waits for the device, given the last result of a sample.
+      seconds: Approximate duration, with at least 5 and at most 50 samples. Defaults to no limit,
+        which gives 50 samples.
+      iters: Number of samples, regardless of their duration. Defaults to the rule of `seconds`.
+      warmup: Calls before the first sample, at least one.
     """
 
     def sample(calls: int, first: int) -> float:
@@ -112,10 +116,16 @@ def time_cuda_events(
     timer: str = "cuda_events",
     rest: float = 0,
 ) -> Timing:
-    """Time each `call(i)` with CUDA events on torch's current stream. L2 is flushed before each.
+    """Time each `call(i)` with CUDA events on torch's current stream. The L2 cache is overwritten
+    before each call.
 
-    Args as in `time_host`, and:
-      rest: seconds in which the GPU has nothing to do before each.
+    Args:
+      call: See `time_host`.
+      seconds: See `time_host`.
+      iters: See `time_host`.
+      warmup: See `time_host`.
+      timer: Name of the timer in the result.
+      rest: Seconds in which the GPU is idle before each call.
     """
     import torch
 
@@ -147,9 +157,13 @@ def in_a_row(
     done: bool = False,
     warmup: int = 0,
 ) -> list[float]:
-    """Return the milliseconds per call, for `calls` calls in a row on an idle device.
+    """Return the milliseconds per call of each sample. A sample is `calls` consecutive calls, and
+    the device is idle before it.
 
     Args:
+      call: The call.
+      calls: Calls per sample.
+      samples: Number of samples.
       wait: Waits for the device, given a result. Defaults to torch's device.
       done: Whether the wait counts. If not, the times are those of the host.
       warmup: Samples that are dropped first.

@@ -1,8 +1,8 @@
 """Runs commands that prepare in parallel and are timed one after the other.
 
-A child is a command that prints `ready` when only the timing is left, and times when its
-standard input asks for it. So compilation uses all cores of the machine, and one process at a time
-uses the GPU.
+A child is a process of a command. It prints `ready` when only the timing is left, and waits for a
+line on its standard input before it starts the timing. Compilation thereby uses all cores of the
+machine, and one process at a time uses the GPU.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from . import heartbeat, process, records
 from .records import Record
 
 READY, GO = "ready\n", "go\n"
-# Where JAX only makes inputs and oracles, it gives back what it does not use.
+# If JAX only computes inputs and oracles, it must return unused memory to the device.
 ALONE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
@@ -48,7 +48,9 @@ class Child:
         self.start, self.printed = time.monotonic(), ""
 
     def ready(self) -> str:
-        """Wait until it is ready or has ended; reports which, and after how long."""
+        """Wait until the child is ready or has ended. Return a phrase that states which, and after
+        how many seconds.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line == READY:
@@ -57,7 +59,7 @@ class Child:
         return f"ended after {time.monotonic() - self.start:.0f} s"
 
     def take_turn(self) -> tuple[int, str]:
-        """Give the child its turn. Returns its exit status and its output."""
+        """Give the child its turn. Return its exit status and its output."""
         printed, _ = self.process.communicate(GO)
         return self.process.returncode, self.printed + printed
 
@@ -74,15 +76,19 @@ def measured(
     unit: str = "",
     at_once: int | None = None,
 ) -> Iterator[tuple[str, int, list[Record]]]:
-    """Run commands that write their records to a folder of their name, next to the file `lines`,
-    under the same name as that file.
+    """Run commands, and collect their records in the file `lines`.
 
     Args:
-      at_once: The commands that run together. Defaults to all.
+      commands: The words of each command by name. A command writes its records to a file with the
+        name of `lines`, in a folder with its own name next to `lines`.
+      lines: The file for all records.
+      environment: Additional environment variables.
+      unit: Text that is printed after each name.
+      at_once: Maximum number of commands that run together. Defaults to all.
 
     Yields:
-      The name, the exit status and the records of each. The records are appended to `lines` at
-      once, since a later command may be ended from outside.
+      The name, the exit status and the records of each command. The records are appended to
+      `lines` immediately, since a later command may be ended from outside.
     """
     for wave in itertools.batched(commands.items(), at_once or len(commands)):
         for name, status in of_names(dict(wave), lines.parent, environment, unit):
@@ -99,7 +105,7 @@ def of_lengths(
     The longest starts first, since it has the most to do, and the shortest is timed first.
 
     Yields:
-      As `measured` does.
+      The same as `measured`, with the length as name.
     """
     commands = {}
     for length in sorted(lengths, reverse=True):
@@ -116,12 +122,12 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Run commands: all get ready, begun in their order; then the last is timed first. The
-    standard error of each is `<name>.log` in `folder`.
+    """Run commands. They start in order and prepare in parallel. Then they are timed one after the
+    other, the last one first. The standard error of each is in `<name>.log` in `folder`.
 
     Yields:
-      the name and the exit status, as each ends. Its output is printed, with `unit` behind the
-      name.
+      The name and the exit status of each command when it ends. Its output is printed, with `unit`
+      after the name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ends:

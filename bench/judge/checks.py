@@ -1,4 +1,4 @@
-"""Checks whether a path fulfils the contract, from its results on the checked rows."""
+"""Compares all results of a path with the oracle, on the checked rows."""
 
 import concurrent.futures
 import copy
@@ -15,8 +15,8 @@ from ..harness.problems import Inputs, Settings
 from . import oracle, parity
 from .parity import Parity
 
-THREADS = 4  # each looks at an array; NumPy lets them run side by side
-ROUNDED = "selected", "sliding", "all"  # branches that `compute_dtype` is about
+THREADS = 4  # each judges an array; NumPy releases the interpreter lock
+ROUNDED = "selected", "sliding", "all"  # the branches that `compute_dtype` affects
 
 
 class Checker:
@@ -33,9 +33,15 @@ class Checker:
         most_rows: int | None = None,
         pools: bool = True,
     ):
-        """`most_rows` is the maximum of checked query positions per sequence. `pools` states
-        whether the compressed tokens of the whole are means of its tokens; otherwise the inputs
-        contain them.
+        """
+        Args:
+          settings: The problem.
+          inputs: The arrays of the problem.
+          backward: Whether steps return gradients.
+          most_rows: The maximum number of checked query positions per sequence. Defaults to the
+            rule of `oracle.Slabs.of`.
+          pools: Whether the compressed tokens of whole attention are means of its tokens. If not,
+            they are those of `inputs`.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
@@ -62,10 +68,10 @@ class Checker:
         return other
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
-        """Run `step` of one branch and compare all results. For the whole (`all`) the step has
-        the selection of the inputs.
+        """Run `step` of one branch and compare all its results with the oracle. For whole attention
+        (`all`), the step must use the selection of the inputs.
 
-        `arguments` are those of `step`, in the arrays of the runner's framework.
+        `arguments` are those of `step`, as arrays of the runner's framework.
         """
         heartbeat.say(f"{runner.framework} {branch}: compares with the oracle")
         result = step(*self.sources(runner, arguments))
@@ -82,10 +88,17 @@ class Checker:
         return parity.merge(self._compare(runner, result, exact, low, branch))
 
     def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
-        """Compares the whole attention. With its own selection given (`frozen`) every row must
-        agree; selecting for itself (`step`), every row that has one admissible selection.
+        """Run whole attention and compare its results with the oracle. With the path's own
+        selection as an argument (`frozen`), every row must agree. If the path selects itself
+        (`step`), every row with only one admissible selection must agree. The selection itself is
+        judged too.
 
-        `own` holds the path's compressed keys and block indices.
+        Args:
+          runner: The runner of the framework.
+          step: Whole attention that selects itself.
+          frozen: Whole attention with block indices as an argument.
+          arguments: Those of `step`.
+          own: The path's compressed keys and block indices.
         """
         heartbeat.say(f"{runner.framework} all: compares with the oracle")
         compressed_key, block_indices = own
@@ -161,7 +174,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _named(grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by name: `d query`, `d key.selected`."""
+    """Return the gradients by name, such as `d query` or `d key.selected`."""
     flat = jax.tree_util.tree_flatten_with_path(dict(grads))[0]
     return {
         f"d {jax.tree_util.keystr(path, simple=True, separator='.')}": x for path, x in flat

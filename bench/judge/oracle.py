@@ -1,10 +1,10 @@
-"""Computes the dense reference on slabs of query rows. Results are compared with it.
+"""Computes the dense reference, with which results are compared, on slabs of query rows.
 
-Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
-themselves, with `kv_len` up to `b`, or if T < S to `b + S - T`. Long problems are checked
-on the first rows, the last rows and some between; gradients then belong to a cotangent that is
-zero in all other rows. The oracle computes in float64, the baseline in the path's own dtype,
-both on the same rounded inputs.
+A slab is a run of adjacent query rows. Queries are aligned to the end of the keys, so that rows
+`a .. b` are a problem of their own with the keys up to `b`, or up to `b + S - T` if T < S. Long
+problems are checked on the first rows, the last rows and some rows between. Gradients then belong
+to a cotangent that is zero in all other rows. The oracle computes in float64, and the baseline in
+the dtype of the path. Both have the same rounded inputs.
 """
 
 import dataclasses
@@ -23,16 +23,19 @@ from nsa_jax import reference
 # Arguments with one entry per query; the others have one per key.
 PER_QUERY = ("query", "gates", "block_indices")
 EDGE_ROWS, MIDDLE_ROWS, MIDDLES = 256, 64, 4
-# If the logits have no more elements, every row is checked.
+# If the logits have at most this number of elements, every row is checked.
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 2**27, 2**32
-# Otherwise the most elements of the chosen rows: fewer rows are checked in the longest problems.
+# Otherwise the maximum number of elements in the checked rows, so that fewer rows are checked in
+# the longest problems.
 CHOSEN_ELEMENTS = 2**32
 # Elements of the logits of one slab; gradients keep several such arrays.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
 
 
 class Slabs(NamedTuple):
-    """Runs of `size` query rows, `starts` ascending; an overlap belongs to the earlier run."""
+    """Slabs of `size` query rows, which begin at the ascending `starts`. If two slabs overlap, the
+    common rows belong to the earlier one.
+    """
 
     starts: tuple[int, ...]
     size: int
@@ -52,8 +55,12 @@ class Slabs(NamedTuple):
         """Choose all rows of a small problem, and some rows of a large one.
 
         Args:
-          row_elements: logits of one query position, `B * H * S`.
-          most_rows: maximum number of rows, also for a small problem; at least 12.
+          num_queries: Query positions of each sequence.
+          row_elements: Logits of one query position, `B * H * S`.
+          backward: Whether gradients are computed, which needs smaller slabs.
+          offset: `S - T`.
+          most_rows: Maximum number of rows, also for a small problem, at least 12. Defaults to all
+            rows of a small problem, and to 768 rows or fewer of a large one.
         """
         on_cpu = jax.default_backend() == "cpu"
         limit = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
@@ -100,7 +107,7 @@ class Slabs(NamedTuple):
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
     """Return the reference of a branch: `{"out", "lse"}`, or `{"scores"}`, or for `all` `{"out"}`.
 
-    `arguments` are those of the branch; for `all` the block indices too, frozen.
+    `arguments` are those of the branch, and for `all` also the block indices.
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}
@@ -168,8 +175,8 @@ def gradients(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the `outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
-    Per query for the arguments with one entry per query, stacked; summed over the slabs in
-    float64 for keys and values. Integer arguments have none.
+    Gradients of arguments with one entry per query have the rows of `slabs`. Gradients of keys and
+    values are summed over the slabs in float64. Integer arguments have none.
     """
     with jax.enable_x64(True):
         step, totals = _backward_slab(branch, config, slabs.size, slabs.offset, low), None

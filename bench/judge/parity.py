@@ -1,24 +1,26 @@
 """Applies the tolerance rule, which limits the distance of a path from the oracle. Arrays are
-NumPy arrays from any framework.
+NumPy arrays.
 
-`oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
-reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`
-every bound must hold, and no looser one exists:
+`oracle` is the dense reference in float64 on the already rounded inputs. `yardstick`, the baseline,
+is the same reference in the precision of the path. With `e = path - oracle` and
+`y = yardstick - oracle` all of these bounds must hold:
 
-max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 at most 5e-5
-mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); of the selected branch's output
-        in 16 bits at most 1e-3
+max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 also at most 5e-5
+mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); for the output of the selected
+        branch in 16 bits also at most 1e-3
 rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORACLE`)
 slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
-For products in e4m3 the baseline rounds the same values as the kernels, whose mean errors exceed
-1e-3. Rounded logits flatten the softmax, so the baseline's slope is off 1 too: the path's may
-be off by 2^-7 more. Tensor cores keep 13 bits of a sum in steps of 32 keys, so that each step may
-lose 2^-14 of it; a tile's list of 64 blocks takes 128.
+Each bound detects other errors. The bound of the maximum does not detect small errors in all
+elements: outputs in bfloat16 that are multiplied by 1.02 pass it. The slope detects such a factor,
+since rounding errors have no direction and the slope of many elements is 1. The rms detects errors
+in few elements or without a direction, such as a missing key in the window.
 
-The maximum is blind to small errors everywhere: in bfloat16 outputs times 1.02 pass
-it. Rounding errors have no direction, so that the slope of many elements is 1; a factor moves
-it. The rms sees what is wrong in few elements, or in no direction: a key too few in the window.
+Products in e4m3 differ in three points. The baseline rounds the same values as the kernels. The
+absolute limits 5e-5 and 1e-3 do not apply, since errors exceed them. The slope of the path may
+differ from 1 by 2^-7 more than the slope of the baseline does, which is off too, since rounded
+logits flatten the softmax. The 2^-7 allow for tensor cores, which keep 13 bits of a sum in steps of
+32 keys: each step may lose 2^-14 of the sum, and a tile's list of 64 blocks has 128 steps.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ import numpy as np
 TIMES_YARDSTICK = 2
 ROUNDINGS = 4
 RMS_TIMES_YARDSTICK = 1.5
-# `c` of the rms. In float64 the baseline is the oracle, with 32 roundings, as in float32.
+# `c` of the rms. In float64 the baseline equals the oracle, and 32 roundings are allowed, as in
+# float32.
 RMS_OF_ORACLE = {
     "bfloat16": 2.0**-10,
     "float16": 2.0**-13,
@@ -43,19 +46,19 @@ FLOAT8_SLOPE = 2.0**-7
 # Additional absolute limits.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
-# A chosen block may score this much less than the one it displaced, relatively.
+# Relative amount by which a chosen block may score less than the block that it displaced.
 SCORE_SLACK = 2.0**-10
 NOT_FINITE = {"nan": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
-# So many elements are widened to float64 at once: they stay in a cache.
+# Number of elements that are converted to float64 at once, so that they fit in a CPU cache.
 CHUNK = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """The errors of a path relative to the oracle, and their bounds, by the names that a record
-    has. `reason` is empty if all bounds hold.
+    """The errors of a path against the oracle, and their bounds. The fields have the names of those
+    of a record. `reason` is empty if all bounds hold.
 
-    `error_rms` and its bound are None for indices, `slope` if there are too few elements.
+    `error_rms` and its bound are None for indices. `slope` is None if there are too few elements.
     """
 
     error_max: float
@@ -73,7 +76,7 @@ class Parity:
 
     @property
     def share(self) -> float:
-        """The largest error divided by its bound. Above 1 the bound is broken."""
+        """The largest of the errors divided by their bounds. Above 1 a bound is broken."""
         pairs = [(self.error_max, self.error_bound), (self.error_mean, self.error_mean_bound)]
         if self.error_rms is not None and self.error_rms_bound is not None:
             pairs.append((self.error_rms, self.error_rms_bound))
@@ -122,10 +125,15 @@ def check_parity(
 
     Args:
       name: The name of the array, for the reason.
-      actual: the path's result.
+      actual: The path's result.
+      oracle: The reference in float64, of the same shape.
+      yardstick: The reference in the path's precision, of the same shape.
       dtype: The path's precision, if `actual` was converted. Defaults to that of `actual`.
-      selection: whether the array is the output of the selected branch.
-      in_float8: Whether products are in e4m3, for the baseline too.
+      selection: Whether the array is the output of the selected branch.
+      in_float8: Whether products are in e4m3, also in the baseline.
+
+    Raises:
+      ValueError: The shapes differ.
     """
     dtype = np.dtype(actual.dtype if dtype is None else dtype)
     if not actual.shape == oracle.shape == yardstick.shape:
@@ -207,11 +215,12 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
 
 
 def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the rules of Eq. 11 that do not depend on scores, and the rows that follow them.
+    """Yield each rule of Eq. 11 that does not depend on scores, and which rows obey it, bool `[..]`.
 
     Args:
-      indices: `[.., n]`.
-      own: the block of the query, `[.., 1]`.
+      indices: `[.., n]`, -1 in empty slots.
+      own: The block of the query, `[.., 1]`.
+      config: The config of the selection.
     """
     filled = np.arange(config.num_selected) < np.minimum(config.num_selected, own + 1)
     of_slots = np.where(filled, indices >= 0, indices == -1)
@@ -235,13 +244,20 @@ def check_indices(
 ) -> Parity:
     """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
-    Exactly: `rules`. Every scored block must reach `(1 - 2**-10)` times the score of the last one
-    that the oracle takes; `error_max` and `error_mean` are the relative shortfalls.
-    `rows_differ` counts the rows that differ from the selection of the oracle, which prefers
-    the lower index among equal scores.
+    All `rules` must hold exactly. In addition, the score of every block that is not forced must
+    reach `(1 - 2**-10)` times that of the last block that the oracle selects. `error_max` and
+    `error_mean` are the relative shortfalls. `rows_differ` counts the rows that differ from the
+    selection of the oracle, which prefers the lower index among equal scores.
 
     Args:
+      indices: The selection, -1 in empty slots.
+      scores: The scores of the oracle.
       positions: `[T]`, the position of each query in its sequence.
+      config: The config of the selection.
+      name: Name of the array, for the reason.
+
+    Raises:
+      ValueError: `indices` has another shape.
     """
     if indices.shape != (*scores.shape[:3], config.num_selected):
         expected = (*scores.shape[:3], config.num_selected)
@@ -270,8 +286,8 @@ def check_indices(
 
 
 def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the block of each query, which blocks are forced, and scores by which blocks rank:
-    those forced first, and none that a query may not see.
+    """Return the block of each query, which blocks are forced, and the scores by which blocks rank.
+    Forced blocks rank first with an infinite score. Blocks that a query may not see have -inf.
     """
     own = (np.asarray(positions) // config.select_block)[None, :, None, None]
     block = np.arange(scores.shape[-1])
@@ -281,8 +297,8 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
-    """Return the rows `[B, T, Hkv]` with one admissible selection: the first block left out scores
-    too little to replace the last one taken.
+    """Return which rows have only one admissible selection, bool `[B, T, Hkv]`. In such a row the
+    best block that is not selected scores too little to replace the last selected one.
     """
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]

@@ -1,9 +1,11 @@
-"""Measures in every row how far a selection falls short of the reference's, by float64 scores.
+"""Compares a selection with that of the reference in every row, and measures differences by float64
+scores.
 
-A row is one query position and one key/value head. The reference selects in float32, all
-rows, a slab of queries at a time; rows that differ are scored once more in float64. Such a
-row is explained when it obeys the rules of Eq. 11 and the best block that it left out beats the
-worst that it took in place of it by no more than float32 resolves (`resolution`).
+A row is one query position and one key/value head. The reference selects in float32, for one slab
+of queries after the other. Rows that differ are scored again in float64. The shortfall of such a
+row is the best score of a block that it left out, minus the worst score of a block that it took
+instead. A difference is explained if the row obeys the rules of Eq. 11 and its shortfall is within
+the resolution of float32 (`resolution`).
 """
 
 import dataclasses
@@ -21,14 +23,16 @@ from nsa_jax import reference
 from ..harness import heartbeat
 from . import oracle, parity
 
-ROUNDOFF = 2.0**-24  # of one float32 operation, relative
-SMALLEST = 2.0**-126  # what is smaller may count as zero
-MAX_ROWS = 2**15  # what differs more often is not rounding; the rest stays unexplained
+ROUNDOFF = 2.0**-24  # relative error of one float32 operation
+SMALLEST = 2.0**-126  # smaller values may be flushed to zero
+MAX_ROWS = 2**15  # rounding causes fewer differences; rows beyond these stay unexplained
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that differs; scores are float64, of the blocks that only one side took."""
+    """A row that differs. The scores are float64, and belong to blocks that only one of the two
+    selections has.
+    """
 
     batch: int
     token: int
@@ -39,8 +43,8 @@ class Row:
     expected_scores: dict[int, float]
     shortfall: (
         float | None
-    )  # best score left out less worst score taken; None if rules are broken
-    bound: float  # what float32 resolves
+    )  # best score left out minus worst score taken; None if rules are broken
+    bound: float  # the resolution of float32
     reason: str  # empty if explained
 
     @property
@@ -179,10 +183,17 @@ def compare(
     compressed_key: jax.Array,
     config: NSAConfig,
 ) -> Comparison:
-    """Compares the selection `chosen` with `wanted`, the reference's, `[B, T, Hkv, n]` both.
+    """Compare the selection `chosen` with `wanted`, the reference's.
+
+    Args:
+      chosen: int32 `[B, T, Hkv, n]`, -1 in empty slots.
+      wanted: int32 `[B, T, Hkv, n]`.
+      query: `[B, T, H, D]`.
+      compressed_key: `[B, C, Hkv, D]`.
+      config: The config of the selection.
 
     Raises:
-      ValueError: the selections differ in shape.
+      ValueError: The selections differ in shape.
     """
     heartbeat.say("scores the rows that differ")
     if chosen.shape != wanted.shape:

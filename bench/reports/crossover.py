@@ -1,16 +1,21 @@
-"""Answers from which length NSA is faster than dense attention, in the first chart of the page.
+"""Answers from which length NSA is faster than dense attention, for the first chart of the page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
-A run is one kernel at one length; of several the newest counts. A panel shows the problem that
-was measured at the most lengths: our kernel, and all dense kernels of the same framework, each
-as the time of the fastest dense kernel over its own. NSA is faster from a length on where it is
-at all longer measured ones too. What decides that:
+A run is one kernel at one length; among several, the newest counts. A panel answers one question
+for the problem that was measured at the most lengths. It compares our kernel with all dense kernels
+of the same framework. Its curves show the time of the fastest dense kernel divided by the time of
+each kernel.
 
-    faster      its 80th percentile is below the 20th of the fastest dense kernel
-    not faster  otherwise: a tie, a row that is wrong, a row that failed
-    not known   a dense kernel that is the fastest at another length was not measured at this
-                one, or no dense kernel has a time
+At one length NSA is:
+
+    faster      if its 80th percentile is below the 20th of the fastest dense kernel
+    not known   if it would be faster, but a dense kernel that is the fastest at another length was
+                not measured at this length; or if no dense kernel has a time
+    not faster  otherwise, for example for a tie, or if the row is wrong or failed
+
+NSA is faster from a length on if it is faster at this length and at all longer lengths for which
+the answer is known.
 """
 
 import dataclasses
@@ -49,7 +54,7 @@ class Run:
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
-    """Return the runs of whole attention and of dense attention from records and training logs."""
+    """Yield the runs of whole attention and of dense attention from records and training logs."""
     for r in records:
         compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
@@ -72,8 +77,8 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
 
 
 def _is_plain(implementation: str) -> bool:
-    """Whether a record is from our kernel in its plain form, unlike `mosaic packed` or `mosaic
-    recompute`.
+    """Return whether a record is from our kernel in its plain form, unlike `mosaic packed` or
+    `mosaic recompute`.
     """
     return " " not in implementation and implementation not in PEERS
 
@@ -123,16 +128,16 @@ class Panel:
 
     @property
     def crossover(self) -> int | None:
-        """The length from which NSA is faster at every measured length."""
+        """The length from which NSA is faster at every length for which this is known, or None."""
         known = [point for point in reversed(self.points) if point.faster is not None]
         wins = list(itertools.takewhile(lambda point: point.faster, known))
         return wins[-1].tokens if wins else None
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None, str, bool]]]:
-        """Return the curves by dense kernel, with "" for our kernel. A point has tokens, ratio,
-        status, and whether a fast dense kernel is missing. There is no curve for a single
-        point.
+        """The curves by dense kernel, with "" for our kernel. A point has tokens, ratio, status,
+        and whether a fast dense kernel is missing. A kernel with less than two ratios has no
+        curve.
         """
         found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
         for point in self.points:
@@ -217,9 +222,9 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 
 
 def _points(found: Sequence[Run]) -> tuple[Point, ...]:
-    """Return the lengths that our kernel and a dense kernel have. `found` has the runs of one
-    problem, oldest first. Our kernel is the one with the most lengths; among equals, the
-    fastest at its longest length.
+    """Return the lengths at which our kernel and a dense kernel have runs. `found` has the runs of
+    one problem, oldest first. Among several of our kernels, the one with the most timed lengths
+    counts; among equals, the fastest at its longest length.
     """
     newest = {(run.dense, run.kernel, run.tokens): run for run in found}
     kernels: dict[str, list[Run]] = {}

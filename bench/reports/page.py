@@ -16,10 +16,10 @@ COLUMNS = ("status", "branch", "implementation", "problem", *NUMERIC, "note")
 
 
 def html(report: Report, plots: Sequence[Plot]) -> str:
-    """Return the whole page. It fetches nothing."""
+    """Return the whole page, which loads no other files."""
     found = report.records
     gains = [render.speed_ups(found, over) for over in ("dense", "portable")]
-    number = itertools.count()  # makes the ids of drawings differ
+    number = itertools.count()  # distinguishes the ids of the drawings
     charts = [
         (
             crossover.sentence(device, each),

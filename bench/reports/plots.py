@@ -1,8 +1,8 @@
 """Plots of records against length: milliseconds, speed-up, and the answers of `crossover`.
 
-Every point is a row with status ok. Lines join rows of one implementation whose problems
-differ only in the length. Problems that were measured at one length are in the tables only. A
-figure is saved as PNG on white, and as SVG whose ink is the colour of the text around it.
+A line joins rows of one implementation whose status is ok and whose problems differ only in the
+length. Problems that were measured at only one length are not plotted. A figure of the report is
+saved as PNG on white, and as SVG in the text colour of the page.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ def length(record: Record) -> tuple[int, str]:
 
 
 def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
-    """Return the rows of each line, by length. These rows have a value. A line has at least two
-    lengths.
+    """Return the rows of each line, sorted by length. All rows have a value, and a line has at
+    least two lengths.
     """
     lines: dict[tuple[str, ...], list[Record]] = {}
     for record in rows:
@@ -72,7 +72,7 @@ def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
 def panels(
     records: Sequence[Record], value: Callable
 ) -> Iterator[tuple[str, str, list[list[Record]]]]:
-    """Return branch, axis and lines of each panel, in the order of the branches."""
+    """Yield branch, axis and lines of each panel, in the order of the branches."""
     for branch in BRANCHES:
         some = [r for r in records if r.branch == branch]
         for axis in dict.fromkeys(length(r)[1] for r in some):
@@ -214,7 +214,7 @@ def _by_length(shown, label: str, value: Callable, level: float | None = None):
 
 def _log_log(axes, title: str, x: str, y: str) -> None:
     """Set scales, labels and grid. The vertical axis spans a factor of at least 4, so that
-    noise does not look like a slope."""
+    noise does not look like a slope and the axis has numbers."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
@@ -264,7 +264,7 @@ def _saved(figure, title: str, folder: Path) -> Plot:
 
 
 def _svg(figure, name: str, **how: Any) -> str:
-    """Return the figure as SVG, with equal text for equal values, and close the figure."""
+    """Return the figure as SVG and close it. Equal values give equal text."""
     from matplotlib import pyplot
 
     buffer = io.StringIO()

@@ -1,4 +1,4 @@
-"""Tables and plots, made only from records."""
+"""Makes tables and plots from records, and fills the templates of this folder."""
 
 import csv
 import dataclasses
@@ -89,7 +89,9 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
 
 
 def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list[Record]]:
-    """Return the records with a parity verdict, grouped by the fields that form a path."""
+    """Return the records with a parity verdict, grouped by path: framework, branch, implementation
+    and pass. The fields `names` precede these in the keys.
+    """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in records:
         if r.branch == "dense" or not r.extra.get("judged", True):
@@ -118,7 +120,9 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def note(record: Record) -> str:
-    """Return the note of a row."""
+    """Return the note of a row: its reason, differences of its selection, and the implementations
+    that refused.
+    """
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
         parts.append(f"the selection differs from the oracle in {record.rows_differ} rows")
@@ -134,7 +138,9 @@ def note(record: Record) -> str:
 
 
 def heading(records: Sequence[Record]) -> str:
-    """Return the common properties of all rows: device, problem, versions."""
+    """Return the lines above a table: device, problem and versions of its rows, and explanations of
+    the columns.
+    """
     return filled("heading.txt.jinja", records=records)
 
 

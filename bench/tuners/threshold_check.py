@@ -1,9 +1,9 @@
 """Checks whether the automatic choice switches from the portable path to the kernel at the
-lengths of a file.
+thresholds of a device's file.
 
-For a problem of exactly that length and one of a length less, on a GPU of the file's device,
-the registry chooses between the kernel and the portable path. Both are assumed to support the
-problem.
+For a problem whose length is the threshold, and for one that is shorter by 1, the registry chooses
+between the kernel and the portable path for this device. Both are assumed to support the problem.
+No GPU is needed.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ SIZES = {"dtype": "bfloat16", "B": 1, "H": 4, "Hkv": 1, "D": 64, "Dv": 64, "pack
 
 
 def check(device: Device) -> Iterator[tuple[bool, str]]:
-    """Return a verdict and its sentence for each side of each threshold of `device`.
+    """Yield a verdict and its sentence for each side of each threshold of `device`.
 
     Raises:
       ValueError: The file has no thresholds.
     """
     if not device.runtime.given():
         raise ValueError(f"{device.source} has no thresholds to check")
-    # The thresholds of the file, where it is not the one that choice reads anyway.
+    # Apply the thresholds of the file, unless the automatic choice reads this file anyway.
     limits = {name: device.limit(name) for name in device.runtime.given()}
     given = policy.overridden(policy.Thresholds(**limits), str(device.path))
     with contextlib.nullcontext() if policy.of(device.device) == device else given:
@@ -58,7 +58,8 @@ def _sides(
         at = max(int(value or 0), 1)
         sides = ({at - 1: [portable]} if at > 1 else {}) | {at: able}
     for length, wanted in sides.items() if able else ():
-        # One block holds the query itself, so a selection has one at least.
+        # Blocks of one token, so that `num_selected` is the number of selected keys. One block is
+        # local, since every query selects its own.
         small: dict[str, Any] = {"select_block": 1, "compress_block": 1, "compress_stride": 1}
         small |= {"num_selected": length, "num_initial": 0, "num_local": 1}
         selects = step == "selected"

@@ -1,13 +1,13 @@
 """Pairs of times from records: a kernel and its baseline on one problem.
 
-A pair belongs to one of the thresholds of `nsa_core.policy` and to a length. It comes from rows
-that differ in nothing but the implementation: lines of JSON, or a row of the CSV files of
-`bench.fa2` and `bench.selection`, which is two or three of them.
+A pair belongs to a length and to one of the thresholds of `nsa_core.policy`. It comes from records
+that differ only in the implementation. A row of a CSV file of `bench.fa2` or `bench.selection`
+counts as two or three records.
 
-| kernel | decides: its speed-up over | second column |
+| kernel | baseline of the threshold | second baseline |
 |---|---|---|
-| `fa2`, sliding and compressed | `masked`: one SDPA under the whole mask | the portable path |
-| of the selection | the portable path, `sdpa` or `xla` | |
+| `fa2`, sliding and compressed | `masked`: one SDPA with the whole mask | the portable path |
+| kernels of the selection | the portable path, `sdpa` or `xla` | |
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from ..harness.records import Record, Values
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
 FILES = ("fa2.jsonl", "selection.jsonl")  # of the benches that measure pairs
-# The fields that are equal in both rows of a pair, in addition to those that commands add.
+# The fields that are equal in both rows of a pair. Fields that commands add are equal too, except
+# `kernel` and `path`.
 SAME = (
     "bench framework mode B T S H Hkv D Dv dtype config input input_sha256 commit branch device"
 )
@@ -41,9 +42,9 @@ class Pair:
     threshold: str
     row: Record
     where: str
-    over: str  # the implementation that decides
+    over: str  # the baseline of the threshold
     over_ms: float | None
-    portable_ms: float | None  # the second column
+    portable_ms: float | None  # time of the portable path
 
     @property
     def length(self) -> int:
@@ -72,8 +73,8 @@ class Pair:
 
     @property
     def over_portable(self) -> float | None:
-        """The speed-up of the kernel over the portable path, if the baseline is another path
-        and both have times.
+        """The speed-up of the kernel over the portable path, if the baseline is `masked` and both
+        have times. Otherwise None.
         """
         if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
             return None
@@ -185,7 +186,7 @@ def _other(extra: Values) -> str | None:
 
 
 def read_records(path: str | Path) -> list[Row]:
-    """Return the rows of a file of JSON lines, or of those about thresholds below a folder.
+    """Return the rows of a file of JSON lines, or of the files `FILES` in a folder at any depth.
 
     Raises:
       ValueError: A line is damaged, a file is empty, or the folder has no such file. The
@@ -250,7 +251,7 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
             if status == "ok" or (row[column] and name != kernel):
                 time = command.positive(row[column], f"{where}: {column}")
                 found = dict.fromkeys(("time_ms", "p20_ms", "p80_ms"), time)
-            elif row[column]:  # the kernel has a time, so that the row is about something else
+            elif row[column]:  # the kernel has a time, so that another path of the row failed
                 found |= {"status": "unsupported", "reason": f"{status}: {reason}"}
             made = about | found | {"implementation": name, "extra": extra}
             yield where, records.checked(Record, made, where)
