@@ -232,7 +232,7 @@ class Mode:
 
     Attributes:
       names: Names of the implementations.
-      beside: Name of the baseline of the parity rule.
+      beside: Implementation that is the baseline of the parity rule.
       results: Names of the results of `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
       lists_apart: The share of our lists, or of their blocks, that may differ from the expected

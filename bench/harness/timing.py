@@ -2,8 +2,8 @@
 idle before and after a sample.
 
 In torch on CUDA, samples are measured with CUDA events, and the L2 cache is overwritten before each
-sample. JAX has no events. Its samples are host time around so many consecutive calls that a sample
-lasts 5 ms; the caller rotates the inputs if they could stay in the L2 cache. On the CPU, samples
+sample. JAX has no events. Its samples are host time around several consecutive calls, which last
+5 ms together; the caller rotates the inputs if they could stay in the L2 cache. On the CPU, samples
 are host time too.
 """
 

@@ -127,7 +127,7 @@ def check_parity(
       name: The name of the array, for the reason.
       actual: The path's result.
       oracle: The reference in float64, of the same shape.
-      yardstick: The reference in the path's precision, of the same shape.
+      yardstick: The baseline, which is the reference in the path's precision, of the same shape.
       dtype: The path's precision, if `actual` was converted. Defaults to that of `actual`.
       selection: Whether the array is the output of the selected branch.
       in_float8: Whether products are in e4m3, also in the baseline.
@@ -215,7 +215,8 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
 
 
 def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each rule of Eq. 11 that does not depend on scores, and which rows obey it, bool `[..]`.
+    """Yield each rule of Eq. 11 that does not depend on scores, and which rows obey it, a bool
+    array `[..]`.
 
     Args:
       indices: `[.., n]`, -1 in empty slots.

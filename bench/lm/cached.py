@@ -5,19 +5,21 @@ sampler does.
     python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense
     python -m bench.lm.cached --model=tiny --length=512 --steps=20    # a minute on a CPU
 
-A model learns bytes of the standard library. It then reads held-out text as in training, all tokens
-in one call per layer, and from a cache, to which each token is appended before it is attended to.
-The text and the weights are the same. A row per dtype of the cache and number of tokens per step:
+A model learns bytes of the standard library. It then reads held-out text in two ways with the same
+weights: as in training, with all tokens in one call per layer, and from a cache, to which each
+token is appended before it is attended to. The table has one row per dtype of the cache and number
+of tokens per step. Values are in nats per token, except for `other_blocks`:
 
-| column | meaning, in nats per token |
+| column | meaning |
 |---|---|
 | loss, above | mean of `-log p` of the text's tokens; how much it exceeds that of the first row |
-| copied | how much better a passage is predicted that occurs earlier in the row (`recall.py`) |
+| copied | how much an earlier occurrence of a passage lowers the loss of the passage (`recall`) |
 | gap, gap_p999 | mean and 99.9th percentile of `|log p - log p of training|` |
 | kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
 | other_blocks | share of layers, tokens and key/value heads whose blocks differ from training |
 
-Dense attention trains on FA-2 and reads a cache by torch's SDPA.
+Dense attention trains with the backend `math` of torch's SDPA, and reads a cache with the default
+backend of SDPA.
 """
 
 import dataclasses
@@ -40,13 +42,13 @@ from . import data, recall, spec
 from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
 
-STEP, CHUNK = 8, 512  # tokens at a time: the maximum of the decode kernels, and a chunk
+STEP, CHUNK = 8, 512  # tokens per step: the maximum of the decode kernels, and a longer chunk
 FLAGS = cli.define(
     model=("13m", "Sizes of the model.", list(spec.MODELS)),
     steps=(600, "Steps of its training."),
     batch=(4, "Rows per step.", 2),
     length=(2048, "Tokens of a row.", 256),
-    held_out=(4, "Batches that judge."),
+    held_out=(4, "Batches of held-out text."),
     seed=(0, "Seed of weights and rows.", None),
     attention=("nsa", "Attention of the model.", ["nsa", "dense"]),
     kv=("separate", "Keys of the branches.", ["separate", "shared"]),
@@ -137,9 +139,10 @@ def read(
     blocks `[B, T, Hkv, n]` of each NSA layer.
 
     Args:
-      model: a model whose layers are all NSA or all dense.
-      step: Tokens at a time, from a cache. Defaults to all tokens, without a cache.
-      cache_dtype: the dtype of NSA's cache: that of the model, or `torch.float8_e4m3fn`.
+      model: A model whose layers are all NSA or all dense.
+      tokens: Integers `[B, T]`.
+      step: Tokens per step from a cache. Defaults to all tokens, without a cache.
+      cache_dtype: The dtype of NSA's cache: that of the model, or `torch.float8_e4m3fn`.
     """
     rows, length = tokens.shape
     blocks = [block for block in model.blocks if isinstance(block, Block)]

@@ -1,10 +1,15 @@
-"""Checkpoints: folders `step-<steps done>`, each complete or absent; the last two are stored.
+"""Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`, which is complete or
+absent. The last two checkpoints of a run are stored.
 
-A folder holds `weights`, `mean` and `square` (AdamW's moments) as `nsa_interop.weights` writes
-them, so that a run may continue in the other framework, or the same tensors in shards
-(`torch.distributed.checkpoint`, the folder `shards`), which any number of processes can read
-and `bench.lm.shards` puts together. `progress.json` has the steps done, which are the position
-in the data too, the settings that must not change, and the checksum of every file.
+A folder has the weights and AdamW's moments in one of two forms:
+
+- the files `weights`, `mean` and `square` of `nsa_interop.weights`, with which a run can continue
+  in the other framework
+- the folder `shards` of `torch.distributed.checkpoint`, which any number of processes can read.
+  `bench.lm.shards` converts it to the first form
+
+`progress.json` has the number of steps done, which is also the position in the data, the settings
+that must not change, and the checksum of every file.
 """
 
 import contextlib
@@ -25,7 +30,7 @@ from .learner import Learner
 from .ranks import Ranks
 
 PROGRESS, SHARDS = "progress.json", "shards"
-KEPT = 2  # so that there is one before a damaged one
+KEPT = 2  # the previous one is used if the last one is damaged
 
 
 class DamagedError(ValueError):
@@ -39,7 +44,7 @@ def found(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint with the most steps in `folder`, or None."""
+    """Return the checkpoint with the most steps in `folder`, or None."""
     return next(iter(found(folder)), None)
 
 
@@ -89,7 +94,7 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
     _sync(scratch)
     os.replace(scratch, target)
     _sync(folder)
-    # With those that a process was killed within.
+    # Unfinished folders remain of processes that were killed.
     for path in [*found(folder)[KEPT:], *folder.glob(".step-*")]:
         shutil.rmtree(path)
 
@@ -131,7 +136,7 @@ def check(path: Path, settings: dict[str, Any]) -> None:
       DamagedError: A file is missing, or has changed.
       ValueError: it was written under other settings; the message names the first that differs.
     """
-    # Those written before there were checksums have none.
+    # Old checkpoints have no checksums.
     for name, expected in check_settings(path, settings).get("files", {}).items():
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
@@ -140,7 +145,9 @@ def check(path: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same as `check`, without reading the files of tensors. Returns `progress.json`."""
+    """Check a checkpoint as `check` does, without its files of tensors. Return the contents of
+    `progress.json`.
+    """
     try:
         progress = json.loads((path / PROGRESS).read_text())
         written = progress["settings"]
@@ -155,7 +162,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together(ranks: Ranks) -> Iterator[None]:
-    """A context in which an exception on one rank is raised on all ranks."""
+    """Return a context in which an `OSError` or `ValueError` of one rank is raised on all ranks."""
     error: Exception | None = None
     try:
         yield

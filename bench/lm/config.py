@@ -1,5 +1,5 @@
-"""The keys of a training run's file that have no flag. `config_file` reads them. None means the
-default of the command.
+"""The keys that a file of a training run has in addition to the flags of `bench.train`.
+`config_file` reads them. None means the default of the command.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
 
-A value comes from the first source that has it: the flag of the command line, `--set`, the
-file, the default of the command. Names of docs/seed.md are understood (`SEED_KEYS`); an unknown
-key or a value of another type is an error.
+A value comes from the first of these sources that has it: the flag on the command line, `--set`,
+the file, the default of the command. Keys of the seed system (docs/seed.md) are accepted
+(`SEED_KEYS`). An unknown key or a value of another type is an error.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from .config import TrainConfig
 FOLDER = config_files.FOLDER / "train"
 _KEYS = config_files.load(Path(__file__).with_name("train_keys.yaml"))
 FLAGS, SEED_KEYS, SEED_IGNORED = _KEYS["flags"], _KEYS["seed"], _KEYS["ignored"]
-# Two words for one thing: the one that is given later wins, both at once are an error.
+# Two keys that exclude each other. A later source replaces the key of an earlier one, and both keys
+# in one source are an error.
 EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 
 

@@ -1,21 +1,25 @@
 """Builds a reproducible corpus of tokens from the Python sources of wheels.
 
-    python -m bench.lm.corpus --out corpus                        # some minutes, and pip's network
-    python -m bench.lm.corpus --out corpus --wheels folder        # of wheels that are at hand
+    python -m bench.lm.corpus --out corpus                        # some minutes; pip downloads
+    python -m bench.lm.corpus --out corpus --wheels folder        # from wheels in a folder
     python -m bench.train --dataset corpus ...
 
-A list (`configs/corpus/python.yaml`) names wheels by version and SHA-256; `pip download` brings
-those that are missing in the folder of wheels. The `.py` files of each wheel with sizes within
-`file_bytes` are used in the order of the hash of their names, up to `package_bytes`. Equal
-texts are used once. Whole packages are held out. A byte-level BPE (library `tokenizers`) learns
-`vocabulary` tokens from the first `tokenizer_bytes` of the training documents, or of those of
-another list (`learns_from`). The list has the hashes of the tokenizer and the tokens. Any other
-result is an error, and nothing is written.
+A list (`configs/corpus/python.yaml`) determines the corpus:
 
-| file | what |
+1. The list names wheels by version and SHA-256. `pip download` adds missing ones to the folder.
+2. The `.py` files of each wheel whose size is within `file_bytes` are documents, in the order of
+   the hash of their names, up to `package_bytes` per wheel. Equal texts are used once.
+3. The wheels in `held_out` are the held-out text, and the others are the training text.
+4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
+   `tokenizer_bytes` of the training text, or of that of another list (`learns_from`).
+
+The list also has the SHA-256 of the tokenizer and of the tokens. If the result differs, this is an
+error, and nothing is written.
+
+| file | content |
 |---|---|
-| `corpus.json` | the sources of the corpus, and the SHA-256 of the two below |
-| `tokenizer.json` | as the library `tokenizers` reads it |
+| `corpus.json` | the sources of the corpus, and the SHA-256 of the two files below |
+| `tokenizer.json` | the tokenizer in the format of the library `tokenizers` |
 | `tokens.xz` | 16-bit tokens, all low bytes, then all high ones; held-out ones last |
 
 Token 0 begins a document.
@@ -50,7 +54,7 @@ FLAGS = cli.define(
     out=(str, "A new folder for the corpus."),
     wheels=(
         str,
-        "Folder of wheels, filled by pip where one is missing; default: one that goes.",
+        "Folder of wheels, to which pip downloads missing ones; default: a temporary folder.",
     ),
     list=(str(LIST), "The list of wheels."),
 )
@@ -66,15 +70,19 @@ type Size = Annotated[int, Field(gt=0)]
 
 @dataclasses.dataclass(frozen=True)
 class Wheels:
-    """A list of wheels. Attributes:
-      train, held_out: SHA-256 of the wheel by `name==version`.
-      vocabulary, tokenizer_bytes: the size of the tokenizer's vocabulary, and the number of
-        bytes from which it learns.
-      file_bytes: minimum and maximum size of a file.
-      package_bytes: maximum number of bytes per package.
-      tokenizer, tokens: The SHA-256 of the results; None if not known yet.
-      learns_from: the list whose training documents the tokenizer learns from, named in the file
-        by its path from there. Defaults to this one.
+    """A list of wheels.
+
+    Attributes:
+      train: Wheels of the training text: the SHA-256 of each `name==version`.
+      held_out: The same for the held-out text.
+      vocabulary: Size of the tokenizer's vocabulary.
+      file_bytes: Minimum and maximum size of a file.
+      package_bytes: Maximum number of bytes per wheel.
+      tokenizer_bytes: Number of bytes from which the tokenizer learns.
+      tokenizer: SHA-256 of the tokenizer. None if it is not known yet.
+      tokens: SHA-256 of the tokens. None if it is not known yet.
+      learns_from: The list from whose training text the tokenizer learns. A file names it by a
+        relative path. Defaults to this list.
 
     Raises:
       ValueError: A wheel is in both `train` and `held_out`, or the minimum in `file_bytes` is
@@ -161,7 +169,7 @@ def _at_hand(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
-    """Name and text of the selected files of a wheel.
+    """Yield name and text of the selected files of the wheel at `path`.
 
     Raises:
       ValueError: the file is no wheel.
@@ -204,7 +212,7 @@ def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def learned(train: Sequence[str], given: Wheels) -> Any:
-    """Train the tokenizer on the first documents."""
+    """Train the tokenizer on the first `tokenizer_bytes` of the documents."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -292,7 +300,7 @@ def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndar
 
 
 def is_corpus(path: str | Path) -> bool:
-    """Whether the folder is a corpus that `read` can read."""
+    """Return whether the folder has a corpus, which `read` reads."""
     return (Path(path) / ABOUT).is_file()
 
 
@@ -303,7 +311,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
       tokenizer: A file that must equal the tokenizer of the corpus.
 
     Raises:
-      ValueError: A file is missing or has changed, or the tokenizer is another.
+      ValueError: A file is missing or has changed, or the tokenizer differs.
     """
     folder = Path(folder)
     try:

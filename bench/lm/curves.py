@@ -10,9 +10,10 @@ import numpy as np
 from .. import tables
 from .log import Header, Line, Speed, Step, Summary
 
-# Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
-# small gradients separately, which enlarges roundings. On the CPU: 100 steps of the tiny
-# model, float32 7e-7, bfloat16 1.3e-2; 3 steps of 125m without a warm-up, float32 5e-5.
+# Largest allowed relative difference of JAX's and torch's loss of one step. In its first steps
+# AdamW divides each gradient by its own magnitude, which enlarges the rounding errors of small
+# gradients. Measured on the CPU: 7e-7 in float32 and 1.3e-2 in bfloat16 over 100 steps of the tiny
+# model; 5e-5 in float32 over 3 steps of 125m without a warm-up.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 MARGIN = 0.01  # how much worse NSA may end than dense
 COLORS = {"nsa": "tab:blue", "dense": "tab:orange"}
@@ -76,7 +77,7 @@ def final(losses: np.ndarray) -> float:
 def verdicts(
     lines: Sequence[Line], tolerance: float | None = None, margin: float = MARGIN
 ) -> list[Verdict]:
-    """Whether JAX and torch agree at every step, and whether NSA ends no worse than dense.
+    """Judge whether JAX and torch agree at every step, and whether NSA ends no worse than dense.
 
     Args:
       lines: the result of `log.read`.
@@ -110,7 +111,7 @@ def verdicts(
 
 
 def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Return a table of the end of each run and its device."""
+    """Return a table of how each run ended, and of the number of its devices."""
     curves, ends = losses(lines), last(lines, Summary)
     found = [
         dataclasses.asdict(h)
@@ -160,9 +161,11 @@ def draw(
     bound: tuple[float, int | None],
     below_is: str,
 ) -> None:
-    """The figure of curves, and below them of their differences.
+    """Draw curves, and below them their differences.
 
     Args:
+      drawn: The curves.
+      path: The file of the figure.
       header: the header of one of the runs, for the title.
       bound: The bound of the differences, and its number of steps; None means all steps.
       below_is: the name of the axis of the differences.
@@ -183,7 +186,7 @@ def draw(
             below.semilogy(apart, linewidth=0.8, label=curve.label, **curve.style)
     value, steps = bound
     below.hlines(value, 0, steps or max((len(x.losses) for x in drawn), default=1), "k", ":")
-    above.set_ylabel("loss (nats a token)")
+    above.set_ylabel("loss (nats per token)")
     above.legend(title="mean of the last tenth of the steps")
     below.set_ylabel(below_is)
     below.set_xlabel("step")
@@ -191,9 +194,8 @@ def draw(
         below.legend()
     if header is not None:
         at = header.training
-        size = (
-            f"{header.parameters / 1e6:.3g}M parameters, {at['batch']} x {at['seq_len']} a step"
-        )
+        rows = f"{at['batch']} x {at['seq_len']} tokens per step"
+        size = f"{header.parameters / 1e6:.3g}M parameters, {rows}"
         above.set_title(f"{header.device}, {size}, {header.dtype}", size=9, loc="left")
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         kind = {"Date": None} if path.suffix == ".svg" else None
@@ -202,7 +204,7 @@ def draw(
 
 
 def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
-    """The loss curves of all runs, and below them the differences of JAX and torch."""
+    """Draw the loss curves of all runs, and below them the differences of JAX and torch."""
     curves, headers = losses(lines), last(lines, Header)
     far, drawn = apart(curves), []
     for run, values in curves.items():

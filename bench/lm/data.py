@@ -1,7 +1,7 @@
-"""Batches of tokens of real text. Their order depends only on the seed and the step.
+"""Batches of tokens of real text. A batch depends only on the dataset, the seed and the step.
 
-`load` makes them from the dataset that `--dataset` names. A process requests the rows that it
-computes. The contents of a row do not depend on the process or on the number of processes.
+`load` returns the batches of the dataset that `--dataset` names. Each process requests only the
+rows of a batch that it computes. A row is the same in every process, for any number of processes.
 """
 
 import hashlib
@@ -36,22 +36,23 @@ class Batches:
     A batch follows only from the seed and the step, so the step is the position in the data.
 
     Args:
-      batch, length: sequences, and tokens that each predicts.
-      seed: seed of the order.
+      batch: Rows of a batch.
+      length: Tokens that a row predicts. A row has one token more.
+      seed: Seed of the order.
       size: Bytes of the corpus of `bench.harness.text`, if no documents are given.
-      documents: The source of the rows. The held-out text is the last sixteenth, which may
-        begin within a document.
-      pack: "none": windows at random places of all tokens in one stream. "once": every row of
-        the stream once per epoch, held-out rows evenly spread, the same for every seed.
-        "documents": every document once per epoch, as `Packed` cuts them, with boundaries.
+      documents: The source of the rows. The held-out part may begin within a document.
+      pack: "none": windows at random positions in the stream of all tokens. "once": every row of
+        the stream once per epoch; held-out rows are evenly spaced, and equal for every seed.
+        "documents": every document once per epoch, with boundaries (`Packed`).
 
     Attributes:
-      shape: rows, and tokens of each.
-      vocabulary: size of the vocabulary.
-      sha256: hash of the tokens and of the packing.
+      shape: Rows of a batch, and tokens of a row.
+      vocabulary: Size of the vocabulary.
+      sha256: Hash of the tokens and of the packing.
 
     Raises:
-      ValueError: The held-out part is shorter than a row, or `pack` is not one of the three names.
+      ValueError: The training part or the held-out part is shorter than a row, or `pack` is not one
+        of the three names.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class Batches:
             self._epoch, self._packed = 0, self._of_epoch(0)
 
     def epochs(self, steps: int) -> float | None:
-        """How often `steps` steps see a token on average, or None if it is not known."""
+        """Return how often a token is seen in `steps` steps on average, or None if this is not
+        known.
+        """
         rows, width = self.shape
         return steps * rows * (width - 1) / len(self.training)
 
@@ -117,7 +120,7 @@ class Batches:
         return joined(parts)
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
-        """Return the `rows` of `count` batches of held-out text, always the same."""
+        """Return the `rows` of `count` batches of held-out text, which are equal in every call."""
         if self.pack == "none":
             seeds = [(self.seed, 1, i) for i in range(count)]
             return [self._windows(self.held_out, seed, rows) for seed in seeds]
@@ -145,7 +148,7 @@ class Edited(Batches):
     """`Batches` whose training rows `edit` changes. Held-out rows do not change.
 
     Attributes:
-      numbers: distinguishes the random numbers of the subclasses.
+      numbers: A number that gives each subclass its own random numbers.
     """
 
     numbers: int
@@ -164,16 +167,16 @@ class Edited(Batches):
 
 
 class Repeating(Edited):
-    """`Batches` whose training rows repeat their own passages, by seed and step, so that distant
-    tokens help the prediction. Held-out rows do not.
+    """`Batches` in whose training rows copies of earlier passages replace some tokens, so that
+    distant tokens help the prediction. Held-out rows do not change.
 
     Args:
-      passages: The number per row; they overwrite the row's own tokens.
-      size: tokens of each.
+      passages: Number of copies per row.
+      size: Tokens of a passage.
       apart: The minimum number of tokens between a passage and its copy.
 
     Raises:
-      ValueError: rows have no room, or several documents.
+      ValueError: Rows are too short, or have several documents.
     """
 
     numbers = 6
@@ -207,7 +210,7 @@ def joined(parts: list[Batch]) -> Batch:
 def drawn(
     packed: Packed, batch: int, seed: tuple[int, ...], count: int, rows: slice
 ) -> list[Batch]:
-    """Draw the `rows` of `count` batches from random rows of `packed`."""
+    """Return the `rows` of `count` batches, which consist of random rows of `packed`."""
     places = np.random.default_rng(seed).integers(0, packed.count, (count, batch))
     return [Batch(*packed.rows(each[rows])) for each in places]
 
@@ -231,15 +234,21 @@ def load(
     """Return the batches of `dataset`.
 
     Args:
-      dataset: "text": the standard library's source. The folder of a corpus that
-        `bench.lm.corpus` built. A path, folder or glob of local files (`sources`). Or `name` or
-        `name:config` of a dataset of the Hugging Face Hub.
-      size: bytes of "text".
+      dataset: "text", which means the source of the standard library; the folder of a corpus that
+        `bench.lm.corpus` built; a path, folder or glob of local files (`sources`); or
+        `owner/name` or `owner/name:config` of a dataset of the Hugging Face Hub.
+      batch: See `Batches`.
+      length: See `Batches`.
+      seed: See `Batches`.
+      size: Bytes of "text".
       pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".
       tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). Defaults to bytes,
         or to that of the corpus.
-      column: name of the text column, in files with columns.
-      split, revision, buffer, notes: See `stream.Streamed` and `hub.Hub`.
+      column: Name of the text column, in files with columns and on the Hub.
+      split: Split of a dataset of the Hub.
+      revision: Revision of a dataset of the Hub. Defaults to the newest.
+      buffer: See `stream.Streamed`.
+      notes: See `stream.Streamed`.
       cache: Folder for the tokens of local files. Defaults to the user's cache.
 
     Raises:
@@ -278,9 +287,8 @@ def load(
 
 
 def is_hub(dataset: str) -> bool:
-    """Whether `dataset` is no local file and could be a name of the Hub, `owner/name[:config]`.
-
-    A name that is both is the local file.
+    """Return whether `dataset` may be a name of the Hub, `owner/name[:config]`. A name that is also
+    a local file is not.
     """
     name = dataset.partition(":")[0]
     parts = name.split("/")

@@ -14,22 +14,23 @@ from nsa_core.types import Branches
 from .data import Batch
 from .learner import Learner
 
-# A head has collapsed where it attends by one branch only.
+# A head whose gates have a lower entropy and a larger share has collapsed to one branch.
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
 EVEN = math.log(3)  # the entropy of three equal gates
 SMALL = 1e-9
 
 
 def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
-    """Measure gates `[T, heads, 3]` and block indices `[T, heads, n]`, as means over the
-    tokens.
+    """Measure gates `[T, heads, 3]` and block indices `[T, key/value heads, n]`. All values are
+    means over the tokens.
 
     Returns:
-      compressed, selected, sliding: the gates, mean over heads.
-      entropy, entropy_min: in nats, mean over heads, and of the head with the lowest.
-      largest: share of the largest gate, mean over heads.
-      collapsed: share of the heads with an entropy below 0.1 and a largest share over 0.95.
-      overlap: share of a query's blocks that the query before it selected as well.
+      compressed: Gate of the compressed branch, mean over heads; `selected` and `sliding` likewise.
+      entropy: Entropy of the gates in nats, mean over heads.
+      entropy_min: Entropy of the head with the lowest entropy.
+      largest: Share of the largest gate, mean over heads.
+      collapsed: Share of the heads with an entropy below 0.1 and a largest share over 0.95.
+      overlap: Share of a query's blocks that the previous query selected too.
     """
     gates = gates.astype(np.float64)
     shares = gates / np.maximum(gates.sum(axis=-1, keepdims=True), SMALL)
@@ -47,8 +48,8 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
 
 
 def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
-    """Return the measures for the first row of `batch`, as the mean over the processes, all of
-    which must call it. Dense attention has none.
+    """Return the measures of each layer for the first row of `batch`, as means over the processes.
+    Every process must call it. Dense attention has none.
     """
     found = learner.ranks.gather([layer(*each) for each in learner.observe(batch)])
     return [

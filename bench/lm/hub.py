@@ -1,7 +1,7 @@
 """Streams the documents of a dataset of the Hugging Face Hub.
 
-The library `datasets` streams the files of a split in their order, and reads again where the
-network fails.
+The library `datasets` streams the files of a split in their order, and retries if the network
+fails.
 """
 
 import dataclasses
@@ -19,8 +19,12 @@ class Hub:
     """A split of a dataset at one revision.
 
     Attributes:
-      name, config, split, column: as the Hub has them; no `config`: the only one.
-      revision: a commit of the dataset; `pinned` finds that of a branch.
+      name: `owner/name` of the dataset.
+      config: Its configuration. None means the only one.
+      split: Its split.
+      column: Its column of text.
+      revision: A commit or branch of the dataset. None means the newest. `pinned` returns a copy
+        with the commit.
     """
 
     name: str
@@ -37,8 +41,10 @@ class Hub:
         data.
 
         Raises:
-          ConnectionError, FileNotFoundError, ValueError: as `take`.
-          ModuleNotFoundError: the extra `data` is not installed.
+          ConnectionError: See `take`.
+          FileNotFoundError: See `take`.
+          ValueError: See `take`.
+          ModuleNotFoundError: The extra `data` is not installed.
         """
         extras.require("data", "datasets")  # brings huggingface_hub
         import huggingface_hub

@@ -26,28 +26,28 @@ from .parallel import Parallel
 from .ranks import Ranks
 from .spec import DivergedError, Task, Training
 
-FEWEST_SEGMENTS = 8  # of a row that a program has room for
+FEWEST_SEGMENTS = 8  # minimum number of documents per row for which a program is compiled
 
 
 class Rows(NamedTuple):
     """Micro-batches, on the devices."""
 
     tokens: Any  # [accumulate, B, T + 1]
-    total: jax.Array | np.float32  # []: tokens that have a loss, of all rows
-    segment_ids: jax.Array | None  # as `tokens`
+    total: jax.Array | np.float32  # []: number of tokens with a loss, of all rows
+    segment_ids: jax.Array | None  # the shape of `tokens`
 
 
 class Step(NamedTuple):
     """A training step in two programs, on lists of arrays.
 
-    JAX flattens a list in C++ but the states of modules in Python, which can take longer than a
-    step on a GPU: 694 arrays take 20 ms per call instead of 1 ms. There are two programs, so
-    that the host reads the loss, which the first one makes, while the devices work
-    on: at the second one, and at the first one of the next batch.
+    The arguments are lists, since JAX flattens a list in C++ but the state of a module in Python,
+    which can take longer than a step on a GPU: 20 ms per call instead of 1 ms for 694 arrays,
+    measured on a CPU. The step has two programs, so that the host can read the loss, a result of
+    the first program, while the devices run the second program and the first one of the next batch.
     """
 
-    gradients: jax.stages.Compiled  # of weights and rows: numbers, squares and gradients
-    update: jax.stages.Compiled  # of weights and moments, gradients, numbers and rate
+    gradients: jax.stages.Compiled  # (weights, rows) to numbers, squares and gradients
+    update: jax.stages.Compiled  # (weights and moments, gradients, numbers, rate) to new ones
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory on one device in bytes, as the compiler plans it."""
@@ -72,14 +72,14 @@ class Program(NamedTuple):
     share them.
     """
 
-    graphdef: nnx.GraphDef[LM]  # of a device's part of the heads
+    graphdef: nnx.GraphDef[LM]  # of the model with a device's part of the heads
     training: Training
     dtype: jnp.dtype
     layout: Layout | None  # None on one device
     max_segments: int | None = None  # documents of a row at most; None if rows have none
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """AdamW without the learning rate and the clipping."""
+        """Return AdamW without the learning rate and the clipping."""
         at = self.training
         return optax.chain(
             optax.scale_by_adam(at.beta1, at.beta2, at.eps),
@@ -106,14 +106,14 @@ def _cast(tree, dtype):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """Return the losses `[B, T]` of some rows, or 0 for a token without a loss. On a mesh these are
-    the rows of a device.
+    """Return the losses `[B, T]` of some rows in nats, 0 for a token without a loss. On a mesh the
+    rows are those of a device.
     """
     layout = program.layout
     prepare = functools.partial(
         _cast if layout is None else layout.gathered, dtype=program.dtype
     )
-    # The gradient of the embedding adds up over many tokens.
+    # The gradient of the embedding is a sum over many tokens, and therefore stays in float32.
     wide = {"embedding": jnp.float32}
     used = {
         name: x
@@ -157,7 +157,9 @@ def _added(compute, rows: Rows):
 
 @functools.partial(jax.jit, static_argnames=("program", "count"))
 def _sums(program: Program, params, rows: Rows, categories: jax.Array, count: int):
-    """Return the losses by category, `[count]`; `categories` as `rows.tokens`, one narrower."""
+    """Return the sums of losses by category, `[count]`, divided by `rows.total`. `categories` has
+    the shape `[accumulate, B, T]`.
+    """
 
     def part(params, total, given, segment_ids):
         tokens, which = given
@@ -200,8 +202,9 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
 
 def _gradients(program: Program, params, rows: Rows):
-    """Loss and norm of the gradient, the squared norm of each weight's, and the gradients: a
-    list, or one array where all weights are on every device of several."""
+    """Return three results: the loss and the norm of the gradient, the squared norms of the
+    gradients of each weight, and the gradients. These are a list, or one array if every one of
+    several devices has all weights."""
     layout = program.layout
     if layout is not None and layout.data_only:
         compute = layout.summed_gradients(functools.partial(_part, program))
@@ -217,7 +220,7 @@ def _gradients(program: Program, params, rows: Rows):
 
 
 def _leaves(grads, params) -> list[jax.Array]:
-    """Return the results of `_gradients` for each of `params`."""
+    """Return the gradients of each of `params` from the result of `_gradients`."""
     if isinstance(grads, list):
         return grads
     _, apart = ravel_pytree((params, jnp.float32(0)))
@@ -225,11 +228,11 @@ def _leaves(grads, params) -> list[jax.Array]:
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
-    """Weights and moments after a step. They are unchanged if the loss or the norm is not
+    """Return weights and moments after a step. They are unchanged if the loss or the norm is not
     finite.
     """
     norm, clip = numbers[1], program.training.clip
-    # As optax.clip_by_global_norm, which would sum up all squares again.
+    # The same as optax.clip_by_global_norm, which would compute the norm again.
     grads = jax.tree.map(lambda x: jnp.where(norm < clip, x, x / norm * clip), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
@@ -249,10 +252,14 @@ def _observe(program: Program, graphdef, params, tokens):
 
 
 class Learner:
-    """A model and its optimizer, which can be saved to a folder. Args:
-    task: The model and its training.
-    initial: file of `nsa_interop.weights` with the initial weights.
-    implementation: for NSA as in `nsa_jax.attention`; for dense attention "xla" or "cudnn".
+    """A model and its optimizer, which can be saved to a folder.
+
+    Args:
+      task: The model and its training.
+      initial: File of `nsa_interop.weights` with the initial weights.
+      implementation: For NSA as in `nsa_jax.attention`; for dense attention "xla" or "cudnn".
+      parallel: The layout on several devices. Defaults to one device.
+      ranks: The processes of the run. Defaults to this one.
     """
 
     def __init__(
@@ -272,7 +279,7 @@ class Learner:
             task.training.batch, parallel.accumulate, ranks.rank, ranks.size
         )
         options = dict(dtype=self.dtype, implementation=implementation)
-        # All weights come from the file: none are drawn, which would be compiled.
+        # All weights come from the file. None are drawn, since drawing would be compiled.
         self.graphdef, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
         graphdef = self.graphdef
         if self.layout is not None:
@@ -288,14 +295,16 @@ class Learner:
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]:
-        """Train on a batch, of which this process has its `share`. Returns the loss, and the
-        gradient norm before clipping.
+        """Train on a batch. Return the loss, and the gradient norm before clipping.
 
-        `following` is the batch of the next step, if it is known: the devices begin with its
-        gradients before the host reads the loss, so that they do not wait for the host.
+        Args:
+          batch: The rows of this process (`share`).
+          step: Index of the step, which determines the learning rate.
+          following: The batch of the next step, if it is known. The devices then begin with its
+            gradients before the host reads the loss, so that they do not wait for the host.
 
         Raises:
-          DivergedError: one of them is not finite; weights and moments are as before.
+          DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.
         """
         begun, self._begun = self._begun, None
         if begun is None or begun.batch is not batch:
@@ -312,7 +321,7 @@ class Learner:
         return loss, norm
 
     def _begin(self, batch: Batch) -> Begun:
-        """Enqueues the gradients of `batch`; the first time it compiles the step."""
+        """Enqueue the gradients of `batch`. The first call compiles the step."""
         rows = self._rows(batch)
         if self.compiled is None:
             shapes = tuple(_shapes(x) for x in (self.leaves, np.float32(0), rows))
@@ -322,11 +331,13 @@ class Learner:
         return Begun(batch, self.compiled, found)
 
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """Return the losses in nats of a batch, of which this process has its `share`, summed by
-        category over all processes.
+        """Return the losses in nats, summed by category over all processes, float64 `[count]`.
 
         Args:
-          categories: integers `[rows, T]` of the targets; those not below `count` are left out.
+          batch: The rows of this process (`share`).
+          categories: The category of each target, integers `[rows, T]`. Categories that are not
+            below `count` are left out.
+          count: Number of categories.
         """
         rows = self._rows(batch)._replace(total=np.float32(1))
         with self._precision():
@@ -343,8 +354,9 @@ class Learner:
         return None if self.compiled is None else self.compiled.peak_bytes()
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row
-        of `batch` of process 0. Dense attention has none. Every process must call it."""
+        """Return for each layer the gates `[T, gate heads, 3]` and block indices
+        `[T, key/value heads, n]` of a row of process 0's `batch`. Dense attention has none. Every
+        process must call it."""
         if not self.observed:
             return []
         tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
@@ -354,7 +366,7 @@ class Learner:
         return list(zip(*map(np.asarray, found), strict=True))
 
     def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `nsa_interop.weights` does."""
+        """Write weights and moments as files of `nsa_interop.weights` to `folder`."""
         adam = self.state[0]
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
             whole = multihost_utils.process_allgather(tree, tiled=True)
@@ -391,12 +403,13 @@ class Learner:
         self._begun: Begun | None = None
 
     def _precision(self):
-        # A GPU would take TF32 for float32, which torch does not.
+        # JAX would compute products of float32 in TF32 on a GPU, which torch does not.
         exact = self.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if exact else None)
 
     def _read(self, path: Path) -> nnx.State:
-        # Copies: arrays that a step donates may not share marks of a kind, which no file holds.
+        # New arrays for all entries. The marks of the layer's kind (`nsa_jax.nn.Kind`) are in no
+        # file, and a step donates its arrays, which therefore must not be shared.
         module = nnx.merge(
             self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
@@ -404,7 +417,7 @@ class Learner:
         return self._committed(nnx.split(module)[1])
 
     def _committed(self, tree):
-        """Return `tree` bound to its devices, as results of a step are."""
+        """Return `tree` committed to its devices, like the results of a step."""
         if self.layout is None:
             return jax.device_put(tree, jax.devices()[0])
         return self.layout.placed(tree)
@@ -418,8 +431,8 @@ class Learner:
             told = self.ranks.gather([total, int(share.begins(batch).sum(axis=1).max())])
             total = max(1, sum(tokens for tokens, _ in told))
             documents = max(documents for _, documents in told)
-            # Equal in all processes, since they run one program. It never shrinks: a program
-            # serves fewer of them.
+            # The maximum is equal in all processes, since they run one program. It never shrinks,
+            # since a program also serves fewer documents.
             if documents > (self.program.max_segments or 0):
                 power = 1 << (documents - 1).bit_length()
                 self.program = self.program._replace(max_segments=max(FEWEST_SEGMENTS, power))
@@ -428,13 +441,14 @@ class Learner:
         return Rows(self._placed(batch.tokens), np.float32(total), ids)
 
     def _placed(self, x: np.ndarray) -> jax.Array:
-        """Return the rows as micro-batches, on the devices."""
+        """Return rows as micro-batches `[accumulate, B, ..]` on the devices."""
         x = x.reshape(self.parallel.accumulate, -1, x.shape[1])
         return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
-        """Return the first value of each kind, in the order of the model, that is not finite or too
-        large to be squared in float32. `squares` are the squared norms of the gradients.
+        """Return the names of values that are not finite: the loss, the first gradient and the
+        first weight, in the order of the model. A gradient also counts if its square overflows
+        float32. `squares` has the squared norms of the gradients.
         """
         found = [] if np.isfinite(loss) else ["loss"]
         params = self.params
@@ -453,13 +467,13 @@ ORDER = "embedding blocks norm_attention attention norm_mlp mlp norm head".split
 
 
 def _place(steps: tuple[Any, ...]) -> list[int | str]:
-    """Sort paths into the order of the model's weights."""
+    """Return a key that sorts paths in the order of the model's weights."""
     known = {name: f"{i}" for i, name in enumerate(ORDER)}
     return [step if isinstance(step, int) else known.get(step, step) for step in steps]
 
 
 def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
-    """Return the leaves with the shardings of arrays, and their tree."""
+    """Return shape, dtype and sharding of each leaf, and the structure of the tree."""
     leaves, at = jax.tree.flatten(tree)
     return tuple(_placed(x, getattr(x, "sharding", None)) for x in leaves), at
 

@@ -1,7 +1,7 @@
 """The language model in Flax NNX.
 
-Blocks, norms and head compute in `dtype`; the embedding is looked up, and softmax and loss are
-computed, in float32.
+Blocks, norms and head compute in `dtype`. The embedding is looked up in float32, and softmax and
+loss are computed in float32.
 """
 
 import dataclasses
@@ -37,9 +37,7 @@ def _linear(size_in: int, size_out: int, dtype, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class DenseAttention(nnx.Module):
-    """Causal attention to all keys. `implementation` is as in
-    `jax.nn.dot_product_attention`.
-    """
+    """Causal attention to all keys. `implementation` is that of `jax.nn.dot_product_attention`."""
 
     project: Any = NSAAttention.project
 
@@ -88,7 +86,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    `axis` of a mesh has the heads of a row; the terms of its devices are summed.
+    If `axis` of a mesh divides the heads, each device has some of them, and the outputs of its
+    attention and MLP are summed over the axis.
     """
 
     def __init__(
@@ -111,7 +110,9 @@ class Block(nnx.Module):
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def observe(self, x):
-        """Gates `[T, gate_heads, 3]` and block indices of the layer for `x` [1, T, dim]."""
+        """Return the gates `[T, gate_heads, 3]` and the block indices `[T, n_kv_groups, n]` of the
+        layer for `x` [1, T, dim].
+        """
         attention, spec = self.attention, self.attention.spec
         assert isinstance(attention, NSAAttention)
         position = jnp.arange(x.shape[1])[None]
@@ -149,14 +150,20 @@ class LM(nnx.Module):
         again: bool = False,
         max_segments: int | None = None,
     ):
-        """`prepare` computes the weights of a block from the stored ones when the block runs.
-        With `again` the backward pass computes them again instead of storing them.
-        `max_segments`: See `varlen_metadata`."""
+        """Return the logits.
+
+        Args:
+          tokens: Integers `[B, T]`.
+          segment_ids: int32 `[B, T]`, the document of each token. None means one sequence per row.
+          prepare: Computes the weights of a block from the stored ones when the block runs.
+          again: Whether the backward pass calls `prepare` again, instead of storing its results.
+          max_segments: See `varlen_metadata`.
+        """
         x = self.embedding[...][tokens].astype(self.dtype)
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
         packed: dict[str, Any] = {}
         if segment_ids is not None and self.spec.attention == "nsa":
-            # Here, so that no block makes it, nor a backward pass.
+            # Built once, so that neither the blocks nor their backward passes build it.
             limit = {"max_segments": max_segments}
             packed["varlen"] = varlen_metadata(
                 segment_ids, config=self.spec.layer.config, **limit

@@ -1,9 +1,9 @@
 """The layout of weights and rows on a mesh of `(data, fsdp, tensor)` devices in JAX.
 
-Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp` and gathered where a
-block runs, in the dtype of the computation; their gradients are summed and divided again in
-float32. Over `tensor` each device has some key/value heads with their query heads, and a part
-of the MLP, so that attention runs as on one device (`shard_map`), kernels included.
+Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp`. They are gathered when a
+block runs, in the dtype of the computation, and their gradients are summed and divided again in
+float32. Over `tensor` the heads and the MLP are divided: each device has some key/value heads with
+their query heads. Attention and its kernels therefore run as on one device (`shard_map`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .spec import ModelSpec
 
 AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = DATA, FSDP
-# Backward gathers weights again instead of keeping what was gathered.
+# Name of gathered weights, which the backward pass gathers again instead of storing them.
 GATHERED = "gathered weights"
 # Parts of attention whose weights all heads share.
 OF_ALL_HEADS = frozenset(
@@ -54,7 +54,7 @@ def spec_of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and the location of everything on it."""
+    """A mesh, and the layout of weights and rows on it."""
 
     mesh: Mesh
 
@@ -111,7 +111,9 @@ class Layout:
         return jax.lax.with_sharding_constraint(tree, shardings)
 
     def rows(self, x: np.ndarray) -> jax.Array:
-        """Micro-batches `[accumulate, B, ...]`, of which this process has its rows."""
+        """Return micro-batches `[accumulate, B, ...]` of all processes, from the rows `x` of this
+        one.
+        """
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ROWS))
         return jax.make_array_from_process_local_data(sharding, x)
 
@@ -122,7 +124,8 @@ class Layout:
             names, axes = set(_names(path)), set(ROWS)
             if OF_ALL_HEADS & names and "attention" in names:
                 axes.add(TENSOR)
-            # Varying before it is cast, so that the sum over devices of gradients is float32.
+            # Declared as varying before the cast, so that gradients are summed over devices in
+            # float32.
             x, spec = _varying(x, axes), spec_of(path, x)
             if FSDP not in spec:
                 return x.astype(dtype)
@@ -144,11 +147,11 @@ class Layout:
         return self.mesh.size == self.mesh.shape[DATA]
 
     def summed_gradients(self, compute: Any) -> Any:
-        """One array of the gradients of `summed` and, as its last number, of the loss, where
-        `data_only`: one all-reduce.
+        """Return a function that computes the gradients of `summed` as one array, whose last number
+        is the loss. It needs only one all-reduce, and is valid only if `data_only`.
 
-        Where XLA sums the gradient of each weight, it copies them together into parts of 30 MB,
-        and separates them after the all-reduce of a part.
+        If XLA sums the gradient of each weight, it copies them into buffers of 30 MB, and back
+        after the all-reduce of each buffer.
         """
 
         def local(params, *inputs):
@@ -159,8 +162,8 @@ class Layout:
         return self._of_rows(local)
 
     def _of_rows(self, local: Any) -> Any:
-        """Call `local(params, total, tokens, segment_ids)` with the rows and weights of each
-        device. It must return the same value on all devices."""
+        """Return a function that calls `local(params, total, tokens, segment_ids)` on each device
+        with its rows and weights. `local` must return the same value on all devices."""
         rows, whole = PartitionSpec(ROWS), PartitionSpec()
 
         def mapped(params, total, tokens, segment_ids):
@@ -200,7 +203,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _global(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Divide `x`, which every process has as a whole, or which is divided already."""
+    """Divide `x` among devices. Every process has all of `x`, or `x` is already divided."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
     host = np.asarray(x)

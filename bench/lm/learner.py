@@ -1,7 +1,7 @@
-"""The learners, which train a model in either framework.
+"""The type of the learners, which train a model in either framework.
 
-`share` has its rows of a global batch, `graph` whether torch captures a step; every rank of a run
-must make the same calls.
+The attribute `share` of a learner has the rows of this process in a global batch. `graph` states
+whether torch captures a step in a CUDA graph. Every rank of a run must make the same calls.
 """
 
 from typing import TYPE_CHECKING

@@ -25,7 +25,7 @@ def _line[T](cls: type[T]) -> type[T]:
 
 @_line
 class Line:
-    """The fields of every line. `implementation` is the one that ran, for NSA that of the
+    """The fields of every line. `implementation` is the one that ran. For NSA it is that of the
     forward pass.
     """
 
@@ -48,7 +48,7 @@ class Header(Line):
     parameters: int
     training: dict[str, Any]
     dtype: str
-    first_step: int  # over 0 where the run was resumed
+    first_step: int  # above 0 if the run was resumed
     flops: int  # of a step (`spec.flops`)
     input_sha256: str
     device: str
@@ -77,7 +77,9 @@ class Step(Line):
 
 @_line
 class Watch(Line):
-    """Values that are observed at intervals; `layers` from `health.layer`, none if dense."""
+    """Values that are observed at intervals. `layers` has the results of `health.layer`, and is
+    empty for dense attention.
+    """
 
     kind: ClassVar[str] = "watch"
     step: int
@@ -143,12 +145,13 @@ class Summary(Line):
     recall_gain: float | None = None  # `bench.lm.recall`; None if rows are too short
     copied_gain: float | None = None  # the same
     copied_at: dict[str, Any] | None = None  # by the distance of the passage and its copy
-    # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
+    # By layer: how often the selection contains the source of a copy, and how often a random
+    # selection would (`measures.hit`).
     hits: list[Any] | None = None
-    # By layer, head and half of the rows, of a passage just beyond the window: how often its
-    # block is selected, and the same with another text (`measures.copies`).
+    # By layer, head and half of the rows, for a passage just beyond the window: how often its
+    # block is selected, and the same if another text replaces the passage (`measures.copies`).
     heads: list[Any] | None = None
-    # Of rows with tasks (`tasks.measured`).
+    # For rows with tasks (`tasks.measured`).
     records_at: dict[str, Any] | None = None
     needle: dict[str, Any] | None = None
 
@@ -157,7 +160,7 @@ KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Wat
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:
-    """Adds the lines to the file at `path`, all in one write."""
+    """Append the lines to the file at `path` in one write."""
     found = [{"kind": x.kind, "schema": SCHEMA, **dataclasses.asdict(x)} for x in lines]
     records.append_lines(path, found)
 

@@ -1,4 +1,4 @@
-"""One training run: steps with a line each, checkpoints, and the three ways to end."""
+"""One training run: its steps, their lines in `train.jsonl`, checkpoints, and its end."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .ranks import Ranks
 from .spec import DivergedError, Task
 
 EVALUATED_BATCHES = 8
-ON_THE_WAY = 4  # one in so many held-out batches
+ON_THE_WAY = 4  # evaluations before the end use one in four held-out batches
 
 
 class Stop:
@@ -25,8 +25,8 @@ class Stop:
     Ctrl-C ends it at once.
 
     Attributes:
-      asked: whether a signal came.
-      by: name of the signal; SIGTERM if another rank got it.
+      asked: Whether this process received a signal.
+      by: Name of the signal. SIGTERM if only another rank received one.
     """
 
     by = signal.SIGTERM.name
@@ -55,13 +55,15 @@ class Run:
     """A run, and the locations of its files.
 
     Attributes:
-      variant, task, batches: The attention, the model and the data.
+      variant: The attention and its framework.
+      task: The model and its training.
+      batches: The data.
       path: path of the file with the lines.
       folder: folder of the checkpoints of this run.
       save_every: Steps between checkpoints. None means no checkpoint, even at the end.
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
-      watched: Further observed values, in files next to `path`.
+      watched: Settings of the observed values, whose files are next to `path`.
       evaluate_every: Steps between evaluations of held-out text, of every fourth batch. None
         means only at the end.
       evaluated: batches of held-out text.
@@ -108,9 +110,9 @@ def run(run: Run, stop: Stop) -> log.Summary:
     """Train from the last checkpoint, if there is one, and write all lines. Every rank must
     call it, and all ranks end in the same way.
 
-    The run ends `ok` after its steps, `stopped` by a signal with a checkpoint of the steps done,
-    or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
-    no later one is written.
+    The status is `ok` after all steps. It is `stopped` after a signal, with a checkpoint of the
+    steps done. It is `diverged` if a loss or gradient is not finite: existing checkpoints remain,
+    and no later one is written.
 
     Raises:
       ValueError: the checkpoint was written under other settings.
@@ -162,8 +164,8 @@ def steps(
     times_ms: list[float],
     watched: watch.Watch,
 ) -> log.Summary:
-    """Return the steps from `first` on. Each step appends to `times_ms` the time since the end of
-    the previous one, without checkpoints and observations.
+    """Run the steps from `first` on, evaluate the model, and return the summary. Each step appends
+    to `times_ms` the time since the end of the previous one, without checkpoints and observations.
     """
     name, total, rate = run.variant.name, run.task.training.steps, run.task.training.rate
     summary = functools.partial(log.Summary, **name)
@@ -174,7 +176,7 @@ def steps(
         return checkpoint.save(run.folder, learner, step, run.settings(), run.ranks)
 
     def drawn(step: int) -> Batch:
-        """This rank's rows of the batch of `step`."""
+        """Return this rank's rows of the batch of `step`."""
         batch = learner.share.of(functools.partial(run.batches.train, step))
         shares.check_vocabulary(batch, run.task.model.vocabulary)
         return batch
@@ -191,14 +193,14 @@ def steps(
     with watch.progress(run.name, first, total, silent) as shown:
         since = time.perf_counter()
         for step in range(first, total):
-            # Signals come to ranks at different steps: all stop where one was asked to.
+            # Ranks receive signals at different steps. All stop at a step at which any was asked.
             if run.ranks.any(stop.asked):
                 where = "not saved" if run.save_every is None else f"saved to {save(step)}"
                 reason = f"{stop.by} after {step} steps, {where}"
                 return summary(status="stopped", steps=step, reason=reason)
             done = step + 1
             saves, evaluates = due(run.save_every, done), due(run.evaluate_every, done)
-            # The work after such a step does not begin earlier: it would overlap untimed work.
+            # If untimed work follows the step, the next batch must not begin before that work.
             pauses = done == total or watched.due(done) or saves or evaluates
             batch = drawn(step) if following is None else following
             following = None if pauses else drawn(done)
@@ -234,7 +236,7 @@ def steps(
             if saves:
                 try:
                     save(done)
-                except OSError as error:  # such as a full disk, which ends no run
+                except OSError as error:  # such as a full disk, which must not end the run
                     text = (
                         f"no checkpoint after {done} steps, {run.checkpoint()} stays: {error}"
                     )

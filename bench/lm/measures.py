@@ -1,13 +1,13 @@
-"""Measures of held-out text per target, and of copies that the selection must find.
+"""Measures a model on held-out text: the loss by kind of target, and the use of copies.
 
-Each target (the token that is predicted) has a kind and a part of its row:
+A target is a token that is predicted. Its kind depends on the n-gram that ends with it:
 
-    new     the last tokens up to it did not occur earlier in the row
-    near    they did, last within the sliding window
-    far     they did, but only beyond it, in reach of compressed and selected tokens
+    new     the n-gram did not occur earlier in the row
+    near    its last occurrence is within the sliding window
+    far     its last occurrence is beyond the window: only the other two branches can reach it
 
-Means over all of them, over the kinds and over the parts follow from sums by category, which every
-process computes from its own rows.
+A category is a kind and the part of the row in which the target is. Every process sums the losses
+of its own rows by category. All means follow from these sums.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from .recall import PASSAGE
 KINDS = ("new", "near", "far")
 PARTS = ("first quarter", "second quarter", "second half")
 CATEGORIES = len(KINDS) * len(PARTS)
-# Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
+# Length of the n-grams: three tokens of a vocabulary, or eight bytes.
 ORDER, BYTES_ORDER = 3, 8
-DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)  # of a passage and its copy
-BEYOND = 2 * PASSAGE  # tokens from the window to a passage that heads have to find
-OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is looked at; thoroughly
-KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
+DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)  # in tokens from a passage to its copy
+BEYOND = 2 * PASSAGE  # tokens between the window and the passage that heads have to find
+OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is observed; the second if thorough
+KNOWN = 7  # tokens of a copy before the first query whose selection is judged
 
 
 def loss(learner: Learner, batch: Batch) -> float:
-    """Return the mean loss in nats per token of a batch, of which this process has its `share`."""
+    """Return the mean loss in nats per token of a batch. `batch` has the rows of this process."""
     which = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), np.int32)
     total = sum(learner.ranks.gather(share.count(batch)))
     return float(learner.loss_sums(batch, which, 1)[0] / max(1, total))
@@ -46,9 +46,10 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
     """Return the index in `KINDS` of each target, int8 `[rows, length]`.
 
     Args:
-      order: The number of tokens, ending with the target, that must occur earlier in the row, or
-        in the target's document if rows are packed.
-      window: A copy is near if its target is fewer tokens before.
+      batch: The rows.
+      order: Length of the n-gram that ends with the target. Only occurrences in the same row count,
+        and if rows are packed only those in the same document.
+      window: An occurrence is near if it is fewer tokens before the target.
     """
     tokens, segments = batch
     found = np.zeros((len(tokens), tokens.shape[1] - 1), np.int8)
@@ -67,8 +68,8 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
 
 
 def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
-    """Return the category of each target, `CATEGORIES` where it has no loss: int32
-    `[rows, length]`.
+    """Return the category of each target, int32 `[rows, length]`. A category is a kind and a part
+    of the row. A target without a loss has `CATEGORIES`.
     """
     order = ORDER if vocabulary > 256 else BYTES_ORDER
     length = batch.tokens.shape[1] - 1
@@ -79,8 +80,8 @@ def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
 
 
 def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """Mean losses by name, computed from sums and counts of categories. Empty categories are
-    omitted.
+    """Return mean losses by name: of all targets, of each kind, and of each part of the row. `sums`
+    and `counts` have one entry per category. Means of no target are omitted.
     """
     sums, counts = (x.reshape(len(KINDS), len(PARTS)) for x in (sums, counts))
     named = {"loss": (sums.sum(), counts.sum())}
@@ -91,18 +92,20 @@ def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Held-out batches, whole, the same on every process, with the categories of their targets."""
+    """Whole held-out batches, which are equal in every process, and the categories of their
+    targets.
+    """
 
     batches: Sequence[Batch]
     categories: Sequence[np.ndarray]
 
     @classmethod
     def of(cls, batches: Sequence[Batch], window: int, vocabulary: int) -> "HeldOut":
-        """`window` and `vocabulary` are the model's."""
+        """Return `batches` with their categories. `window` and `vocabulary` are the model's."""
         return cls(batches, [categories(x, window, vocabulary) for x in batches])
 
     def every(self, count: int) -> "HeldOut":
-        """Every `count`-th batch, beginning with the first."""
+        """Return every `count`-th batch, beginning with the first."""
         return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
@@ -131,11 +134,16 @@ def copies(
     thorough: bool = False,
 ) -> dict[str, Any]:
     """Measure with `recall` how much an earlier passage helps on held-out text, and with `hit`
-    how often selections contain it. The results are fields of `log.Summary`, or empty if rows
-    are too short. Every process must call it.
+    how often selections contain it. Return fields of `log.Summary`, or none if rows are too short.
+    Every process must call it.
 
     Args:
-      thorough: by distance and by head, too, of more rows: minutes on a CPU.
+      learner: The learner.
+      held_out: Batches of held-out text.
+      layer: Sizes of the attention layer.
+      seed: Seed of the positions of passages.
+      thorough: Whether to measure by distance and by head too, on more rows. This needs minutes on
+        a CPU.
     """
     whole = joined(list(held_out))
     starts = recall.passages(whole, layer.w, seed)
@@ -146,7 +154,7 @@ def copies(
     which[:, -PASSAGE:] = 0
 
     def loss(batch: Batch) -> float:
-        """Return the loss of the last tokens."""
+        """Return the mean loss of the last `PASSAGE` tokens of the rows."""
         parts = share.split(batch, len(held_out)), np.split(which, len(held_out))
         return float(HeldOut(*parts).sums(learner, 1)[0]) / (count * PASSAGE)
 
@@ -189,16 +197,19 @@ def copies(
 
 
 def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None:
-    """For a row that ends in a copy, measure how often a selection contains the block of the
-    next token, and how often a random selection would.
+    """Measure how often the queries in a copy select the block that has their next token.
+
+    The row has T + 1 tokens and ends in a copy of an earlier passage. The next token of a query is
+    in that passage.
 
     Args:
-      indices: blocks that each query selects, `[T, heads, n]`, -1 in empty slots.
-      start: The start, in a row of T + 1 tokens, of the passage that the last tokens copy.
+      indices: Blocks that each query selects, `[T, heads, n]`, -1 in empty slots.
+      start: Position of the first token of the passage.
+      config: The config of the selection.
 
     Returns:
-      `[heads, 2]`: of each head, and chance, means over the queries within the copy for which the
-      block is no forced one. None if there is no such query.
+      `[heads, 2]`: the share of each head, and the share of a random selection. Only queries count
+      for which the block is not a forced one. None if there is no such query.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
@@ -213,8 +224,8 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 def free_choice(
     query: np.ndarray, wanted: np.ndarray, config: NSAConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each query position whether its selection may leave out the block `wanted`, and
-    the chance that a random selection contains a block which it may leave out.
+    """Return for each query position whether its selection may omit the block `wanted`, because it
+    is not a forced block, and the chance that a random selection contains such a block.
     """
     own, forced = query // config.select_block, config.num_initial + config.num_local
     free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
@@ -225,9 +236,12 @@ def free_choice(
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
     """Return the hits of the head that finds copies best, and its hits with another text.
 
+    One half of the rows determines the best head, and the other half measures it, so that the
+    result is unbiased.
+
     Args:
-      heads: `[layers, heads, 2, 2]`, of each half of the rows the two. One half selects the
-        best head, and the other half measures it, so that the result is unbiased.
+      heads: `[layers, heads, 2, 2]`, for each half of the rows the hits, and those with another
+        text.
     """
     heads = heads.reshape(-1, 2, 2)
     best = (heads[..., 0] - heads[..., 1]).argmax(axis=0)

@@ -1,5 +1,5 @@
-"""Cuts tokens into rows, each once: one stream, or documents in random order with
-boundaries.
+"""Cuts all tokens of an epoch into rows: as one stream (`Stream`), or as documents in random order
+with boundaries (`Packed`).
 """
 
 import numpy as np
@@ -8,8 +8,9 @@ import numpy as np
 class Stream:
     """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without boundaries.
 
-    A row begins with the last token of the previous row, so that a token is predicted at most
-    once. The first row begins at a random position, also drawn from `seed`.
+    In the stream, a row begins with the last token of the row before it, so that a token is
+    predicted at most once. The stream begins at a random position, also drawn from `seed`, such
+    that only a part of a row is left over.
 
     Args:
       tokens: integers `[total]`.
@@ -38,10 +39,10 @@ class Stream:
 class Packed:
     """All documents once, in an order drawn from `seed`, as rows of `width` tokens.
 
-    A row begins with the last token of the previous row, so that every token except the first
-    is predicted once. Tokens at the end that fill no row are dropped. A document that is longer
-    than the rest of its row continues in the next one. The rows are shuffled, so that a long
-    document does not fill a batch.
+    A row begins with the last token of the row before it, so that every token except the first is
+    the target of another one once. Tokens at the end that fill no row are dropped. A document that
+    is longer than the rest of its row continues in the next row. The rows are shuffled, so that a
+    long document does not fill a batch.
 
     Args:
       tokens: integers `[total]`.
@@ -56,7 +57,7 @@ class Packed:
         self.tokens, self.width = tokens, width
         order = np.random.default_rng((*seed, 0)).permutation(len(starts) - 1)
         lengths = np.diff(starts)[order]
-        self.ends = np.cumsum(lengths)  # of the documents, in their new places
+        self.ends = np.cumsum(lengths)  # of the documents in their new order
         self.moved = starts[:-1][order] - (self.ends - lengths)
         total = int(self.ends[-1]) if len(order) else 0
         self.count = max(0, (total - 1) // (width - 1))

@@ -15,9 +15,11 @@ class Parallel:
     """A layout, which changes no loss beyond rounding.
 
     Attributes:
-      kind: "ddp": every device holds all weights; "fsdp": shards of them.
-      devices: total number, a multiple of `tensor`.
-      tensor: devices that share the heads of a row, whole key/value heads each; JAX only.
+      kind: "none": one device. "ddp": every device has all weights. "fsdp": every device has a
+        shard of the weights.
+      devices: Total number of devices, a multiple of `tensor`.
+      tensor: Number of devices that share the heads of a row. Each has whole key/value heads. JAX
+        only.
       accumulate: number of micro-batches per batch.
       compiled: whether blocks in torch run with `torch.compile`.
       safe: the argument of `torch_parallel.DDPLearner`.

@@ -1,6 +1,7 @@
-"""The processes of a run, and the short messages between them.
+"""Exchanges short messages between the processes of a run.
 
-The messages are flags and short texts, on the host; tensors have their own collectives.
+The messages are flags and short texts, which are exchanged on the host. Tensors have their own
+collectives.
 """
 
 import contextlib
@@ -19,12 +20,13 @@ class LostError(RuntimeError):
 
 
 class Ranks:
-    """A single process, and the interface of the processes of a run."""
+    """A single process. Its methods are the interface of all kinds of processes."""
 
     rank, size, timeout_s = 0, 1, TIMEOUT_S
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the JSON `value` of each rank, in the order of ranks. Every rank must call it.
+        """Return the `value` of each rank, in the order of ranks. A value must be valid JSON. Every
+        rank must call it.
 
         Raises:
           LostError: a rank is gone.
@@ -32,7 +34,7 @@ class Ranks:
         return [value]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank. Every rank must call it."""
         return any(self.gather(bool(flag)))
 
     def first(self, value: Any) -> Any:
@@ -40,7 +42,9 @@ class Ranks:
         return self.gather(value)[0]
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """A context that raises `LostError` if a collective fails because a rank is missing."""
+        """Return a context that raises `LostError` if a collective fails because a rank is
+        missing.
+        """
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -49,8 +53,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def debug_level(name: str) -> Iterator[None]:
-    """A context in which torch makes process groups with this debug level. With "DETAIL" their
-    collectives are compared between the ranks before they run, with "OFF" they are not."""
+    """Return a context in which torch creates process groups with this debug level. Collectives of
+    a group of level "DETAIL" are compared between the ranks before they run. With "OFF" they are
+    not."""
     import torch.distributed as dist
 
     before = dist.get_debug_level()
@@ -80,7 +85,7 @@ class TorchRanks(Ranks):
                     "--parallel of torch needs processes: torchrun --nproc-per-node=N -m "
                     "bench.train ..., got a single process"
                 )
-            # Flags and texts go by gloo, so that they do not wait for the GPU.
+            # Messages use gloo, so that they do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             if on_gpu:
                 torch.cuda.set_device(dist.get_node_local_rank())
@@ -139,8 +144,10 @@ class JaxRanks(Ranks):
     """The processes of `jax.distributed`.
 
     Args:
-      coordinator: Address and port of process 0, or "auto" for the cluster's own.
-      size, rank: processes, and which this is; with "auto" nothing.
+      coordinator: Address and port of process 0. "auto" means that JAX detects the cluster.
+      size: Number of processes. Ignored with "auto".
+      rank: Index of this process. Ignored with "auto".
+      timeout_s: Seconds that processes wait for each other at the start.
     """
 
     def __init__(

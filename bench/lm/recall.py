@@ -1,21 +1,25 @@
 """Measures whether a language model predicts a passage better if it has read it before.
 
-A row of held-out text ends in a passage p that occurs in it before. Two further rows are the same
-except in one of the two positions, which has the text of another row:
+Each row of held-out text gives three rows. The row `read` ends in a copy of an earlier passage p of
+64 tokens. The other two rows are the same, except that one of the two occurrences of p is replaced
+by a passage q of another row:
 
-    read      .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
-    control   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
-    unread    .. q_1 .. q_64 .. .. .. .. .. .. p_1 .. p_64
+    `read`      .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
+    `control`   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
+    `unread`    .. q_1 .. q_64 .. .. .. .. .. .. p_1 .. p_64
 
-    recall    loss of the control's last 64 tokens - loss of those of the row read
-    copied    loss of the last 64 tokens of the row unread - loss of those of the row read
+Two differences of the mean loss of the last 64 tokens, in nats per token, are measured:
 
-in nats per token. Over many rows p and q come from the same text, but p fits the text around it
-better, which `recall` includes. A model that only counts the tokens of the window before gains 0.5
-at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`. For `copied`, both rows end
-in the same 64 tokens, after the same preceding tokens; only the earlier passage differs. The whole
-difference comes from the first occurrence of the passage, which is beyond the sliding window, in
-reach of compressed and selected tokens only.
+    recall      loss in `control` - loss in `read`
+    copied      loss in `unread` - loss in `read`
+
+For `copied`, both rows end in the same 64 tokens after the same preceding tokens, and only the
+earlier passage differs. The whole difference therefore comes from the earlier passage. It is beyond
+the sliding window, so that only compressed and selected tokens can reach it.
+
+`recall` also includes that p fits the text of its row better than q does. A model that only counts
+the tokens of the preceding window already gains 0.5 for rows of 2k tokens and 0.2 for rows of 8k
+tokens of `configs/corpus/python.yaml`.
 """
 
 from typing import NamedTuple
@@ -28,7 +32,7 @@ PASSAGE = 64  # tokens
 
 
 class Copies(NamedTuple):
-    """The three kinds of rows, in the order of the rows that they are made of."""
+    """The three kinds of rows, each with one row per row of the original batch, in its order."""
 
     read: Batch
     control: Batch
@@ -36,16 +40,15 @@ class Copies(NamedTuple):
 
 
 def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | None:
-    """Random positions in the rows of `batch` at which the passage begins that the end of the
-    row repeats.
+    """Return a random position in each row of `batch`, at which the passage begins.
 
     Args:
-      batch: two rows or more, of one sequence each.
-      window: tokens between the passage and its copy, at least.
-      seed: seed of the positions.
+      batch: The rows.
+      window: Minimum number of tokens between the passage and its copy at the end of the row.
+      seed: Seed of the positions.
 
     Returns:
-      None if rows are packed or too short, or if there is only one.
+      Integers `[rows]`, or None if rows are packed or too short, or if there is only one row.
     """
     rows, width = batch.tokens.shape
     places = width - 2 * PASSAGE - window
@@ -55,8 +58,8 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | N
 
 
 def copies(batch: Batch, starts: np.ndarray) -> Copies:
-    """Make the three kinds of rows from `batch`, whose passages begin at `starts`. The other
-    texts come from the previous row."""
+    """Return the three kinds of rows for `batch`, whose passages begin at `starts`. The passage q
+    comes from the same position of the previous row."""
     tokens = batch.tokens
     columns = starts[:, None] + np.arange(PASSAGE)
     passage = np.take_along_axis(tokens, columns, axis=1)

@@ -1,14 +1,16 @@
-"""A loss that trains the selection. The loss of the model does not train it, since the choice
-of blocks has no gradient.
+"""A loss that trains the selection. The loss of the model does not train the selection, since the
+choice of blocks has no gradient.
 
-The compressed scores are to say where the selected branch would attend if it read every block:
+The block scores of the compressed branch should predict where the selected branch would attend if
+it could read every block. For each query and group of query heads:
 
-    p[j] = sum of softmax(q . k_sel) over the keys of block j and the query heads of a group
-    s[j] = the block's score of the selection
-    loss = sum of p log((p / sum p) / (s / sum s)) / sum of p      over blocks that are not forced
+    p[j] = sum of softmax(q . k_sel / sqrt(D)) over the keys of block j and the heads of the group
+    s[j] = the score by which the selection ranks block j
+    KL   = sum of p log((p / sum p) / (s / sum s))      over the blocks that are not forced
 
-so each query counts by its attention to those blocks. Neither `p` nor queries nor the layer's
-input have a gradient: the loss trains only the projection of compressed keys.
+The loss is the sum of KL over all queries and groups, divided by the sum of p. Each query thereby
+counts by its attention to those blocks. Neither `p` nor the queries nor the input of the layer have
+a gradient, so that the loss trains only the weights that compute compressed keys.
 """
 
 import torch
@@ -18,7 +20,7 @@ from nsa_torch import functional
 from nsa_torch.module import NSAAttention
 from nsa_torch.select import map_to_blocks
 
-EVERY = 7  # one query in so many is used; no divisor of a block
+EVERY = 7  # one query in seven is used; 7 does not divide the size of a block
 SMALL = 1e-9
 
 
@@ -41,7 +43,9 @@ def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     blocks = config.num_blocks(length)
 
     def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
-        """Return the probabilities [B, g, h, t, keys] for the keys up to `last`."""
+        """Return the probabilities [B, g, h, t, keys]. A key is visible from the position `last`
+        on, which is `[keys]`.
+        """
         logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
         return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)
 

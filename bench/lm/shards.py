@@ -1,9 +1,10 @@
-"""Checkpoints in shards (`torch.distributed.checkpoint`), and their conversion to whole files.
+"""Reads checkpoints in shards (`torch.distributed.checkpoint`), and converts them to whole files.
 
     python -m bench.lm.shards CHECKPOINT FOLDER
 
-writes the whole files of the sharded checkpoint into a folder: `weights.safetensors`, which
-`nsa_interop.weights` reads in both frameworks, and AdamW's `mean` and `square`.
+This command writes the whole files of a sharded checkpoint to a folder: `weights.safetensors`,
+which `nsa_interop.weights` reads in both frameworks, and AdamW's moments, `mean.safetensors` and
+`square.safetensors`.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from .spec import ModelSpec
 from .torch_learner import MOMENTS, Learner
 
 PARTS = "weights", *MOMENTS
-# Names in the description of shards, in addition to dtypes and the classes of
+# Objects that the metadata of shards may name, in addition to dtypes and the classes of
 # `torch.distributed.checkpoint.metadata`.
 DESCRIBED = {
     "pathlib.PosixPath",
@@ -50,14 +51,14 @@ def key(part: str, name: str) -> str:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads shards whose description, which torch pickles, names only descriptions of tensors, so
-    that a checkpoint runs no code.
+    """Reads shards. Their metadata is a pickle, which may name only classes that describe tensors,
+    so that a checkpoint cannot run code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
         """
         Raises:
-          ValueError: the description names other objects.
+          ValueError: The metadata names other objects.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             _Description(file).load()
@@ -77,7 +78,7 @@ class _Description(pickle.Unpickler):
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
-    """Weights and moments of a checkpoint in either form by `key`, on the CPU."""
+    """Return weights and moments of a checkpoint in either form by `key`, on the CPU."""
     path = folder / checkpoint.SHARDS
     if not path.exists():
         parts = {part: load_file(folder / f"{part}.safetensors") for part in PARTS}
@@ -89,14 +90,14 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
         for name, about in known.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # that no process group is used is what is meant
+    with warnings.catch_warnings():  # torch warns that there is no process group, as intended
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
 
 def tensors_of(learner: Learner) -> dict[str, Tensor]:
-    """Return weights and moments by `key`, in this process's shards if there are any."""
+    """Return weights and moments of `learner` by `key`. Those of a sharded learner are DTensors."""
     found = {}
     named = learner.master.named_parameters()
     for (name, parameter), trained in zip(named, learner.trained, strict=True):
@@ -109,7 +110,9 @@ def tensors_of(learner: Learner) -> dict[str, Tensor]:
 
 
 def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Continue `learner` after `step` steps from weights and moments, whole or in its shards."""
+    """Set weights and moments of `learner` to `tensors`, which are whole or sharded like its own.
+    The next step is the one after `step` steps.
+    """
     named = dict(learner.master.named_parameters())
 
     def placed(part: str, name: str) -> Tensor:
@@ -130,7 +133,7 @@ def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard `tensor` like `like`. Every process has the whole tensor, or its shard."""
+    """Shard the whole `tensor` like `like`, unless `tensor` is sharded or `like` is not."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     whole = tensor.to(like.device)
@@ -144,8 +147,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _sharded(mine: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor in shards like `like`, if it has any, of which `mine` is this process's,
-    in the same memory.
+    """Return a DTensor like `like` whose shard in this process is `mine`, in the same memory, or
+    `mine` if `like` is not sharded.
     """
     if not isinstance(like, DTensor):
         return mine
@@ -155,7 +158,7 @@ def _sharded(mine: Tensor, like: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A folder with the whole files of the checkpoint at `path`."""
+    """Return a context with a folder that has the whole files of the checkpoint at `path`."""
     if not (path / checkpoint.SHARDS).exists():
         yield path
         return
@@ -165,7 +168,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def join(path: Path, target: Path) -> None:
-    """Writes the sharded checkpoint at `path` as whole files into the folder `target`."""
+    """Write the sharded checkpoint at `path` as whole files to the folder `target`."""
     settings = json.loads((path / checkpoint.PROGRESS).read_text())["settings"]
     names = {field.name for field in dataclasses.fields(LayerSpec)}
     layer = LayerSpec(**{name: x for name, x in settings.items() if name in names})
@@ -177,8 +180,8 @@ def join(path: Path, target: Path) -> None:
 
 
 def write(target: Path, model: torch_lm.LM, tensors: Mapping[str, Tensor]) -> None:
-    """Writes whole files of weights and moments into the folder `target`. `model` then has the
-    last of them.
+    """Write whole files of weights and moments to the folder `target`. The parameters of `model`
+    are overwritten.
     """
     for part in PARTS:
         with torch.no_grad():

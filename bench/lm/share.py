@@ -1,4 +1,4 @@
-"""The rows of a global batch that a process computes, and the tokens that count."""
+"""Determines the rows of a global batch that a process computes, and the tokens with a loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +12,17 @@ from .data import Batch, joined
 class Share:
     """The rows of one of `ranks` processes: its slice of each micro-batch, in their order.
 
-    A micro-batch is `batch / accumulate` rows of the global batch that follow each other, so
-    that which rows are computed together does not depend on the number of processes.
+    A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows that
+    are computed together therefore do not depend on the number of processes.
+
+    Attributes:
+      batch: Rows of the global batch.
+      accumulate: Number of micro-batches.
+      rank: Index of this process.
+      ranks: Number of processes.
 
     Raises:
-      ValueError: the batch cannot be divided.
+      ValueError: The batch cannot be divided.
     """
 
     batch: int
@@ -48,11 +54,11 @@ class Share:
         return joined([fetch(rows) for rows in self.slices()])
 
     def rows_of(self, whole: np.ndarray) -> np.ndarray:
-        """The same rows of an array with one entry per row of the global batch."""
+        """Return this process's rows of an array with one entry per row of the global batch."""
         return np.concatenate([whole[rows] for rows in self.slices()])
 
     def of_whole(self, batch: Batch) -> Batch:
-        """The same as `of`, for a batch that is available as a whole."""
+        """Return this process's rows of a global batch that is available as a whole."""
         tokens, ids = batch
         return Batch(self.rows_of(tokens), None if ids is None else self.rows_of(ids))
 
@@ -65,8 +71,8 @@ def split(batch: Batch, count: int) -> list[Batch]:
 
 
 def counted(batch: Batch) -> np.ndarray | None:
-    """Whether a token predicts a token of its own document, bool `[rows, length]`. None means
-    that all do.
+    """Return whether each token predicts a token of its own document, bool `[rows, length]`. None
+    means that all do.
     """
     ids = batch.segment_ids
     if ids is None:

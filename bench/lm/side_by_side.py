@@ -1,9 +1,9 @@
-"""The loss curves of runs on other numbers of devices, and their differences.
+"""Draws the loss curves of runs of one task on different numbers of devices, and their differences.
 
     python -m bench.lm.side_by_side figure.svg one/train.jsonl two/train.jsonl ..
 
-Below the losses: the relative difference of each run from that of the same name on one device,
-which must be among the files.
+The lower part of the figure has the relative difference of each run on several devices from the run
+of the same framework and attention on one device, if that run is among the files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from .log import Header, Line
 
 
 def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Writes the figure of the runs of files, by name.
+    """Write the figure to `path`. `found` has the lines of each file by name.
 
     Raises:
-      ValueError: files of several runs, or of no run; runs of different tasks.
+      ValueError: A file has several runs or none, or the runs have different tasks.
     """
     runs = {}
     for name, lines in found.items():

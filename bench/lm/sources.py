@@ -1,4 +1,6 @@
-"""Documents of local files: a column of `.jsonl` and `.parquet`, one document per `.txt` file."""
+"""Reads documents from local files. In `.jsonl` and `.parquet` files each row is a document, whose
+text is in one column. A `.txt` file is one document.
+"""
 
 import glob
 import json
@@ -38,17 +40,17 @@ def files(pattern: str) -> list[Path]:
 
 
 def identity(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Return the identity of a file: path, size and time of the last change."""
+    """Return the identity of each file: path, size in bytes and time of the last change in ns."""
     found = ((path.resolve(), path.stat()) for path in paths)
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 def texts(paths: list[Path], column: str) -> Iterator[str]:
-    """The documents in the order of the files and of the rows in them.
+    """Yield the documents in the order of the files and of their rows.
 
     Raises:
-      ValueError: a file is damaged, lacks the column, or has something else than text in it;
-        the message names the file.
+      ValueError: A file is damaged, lacks the column, or has other values than text in it. The
+        message names the file.
     """
     readers = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _txt}
     for path in paths:
@@ -95,7 +97,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                     yield text_of(value, f"{path} row {row}", column)
                     row += 1
     except (pyarrow.ArrowException, OSError) as error:
-        # Arrow raises OSError where a column chunk is damaged.
+        # Arrow raises OSError if a column chunk is damaged.
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(f"{path} is not a complete parquet file: {error}") from None

@@ -13,23 +13,27 @@ type Attention = Literal["nsa", "dense"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of bytes: embedding, `layers` blocks, RMSNorm, linear head.
+    """A decoder of tokens: embedding, `layers` blocks, RMSNorm, linear head.
 
     A block is `x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP is SwiGLU.
 
     Attributes:
-      layer: sizes of the attention layer; dense attention has the same heads, rotary embedding and
+      layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding and
         `key_taps`, and keys and values once instead of once per branch.
       attention: "nsa" or "dense".
-      layers: blocks.
-      hidden: width of the MLP.
-      vocabulary: size of the vocabulary.
-      norm_eps: epsilon of the norms.
-      dense_first: number of first blocks with dense attention in a model with NSA; torch only.
-      dense_every: Every block at this distance, from the first, has dense attention in a model
-        with NSA. 0 means none; torch only.
-      selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
-        rows of one sequence.
+      layers: Number of blocks.
+      hidden: Width of the MLP.
+      vocabulary: Size of the vocabulary. Defaults to that of bytes.
+      norm_eps: Epsilon of the norms.
+      dense_first: Number of first blocks with dense attention in a model with NSA. Torch only.
+      dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
+        attention. 0 means none. Torch only.
+      selection_loss: Weight of `selection.loss`, which trains the selection. Torch only, and only
+        for rows of one sequence.
+
+    Raises:
+      ValueError: A value is out of range, or dense attention has a layer with `bias` or with
+        `qk_norm_eps`.
     """
 
     layer: LayerSpec
@@ -60,7 +64,7 @@ class ModelSpec:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """All values by name, for the metadata of a checkpoint. Values of `UNSTATED` are
+        """Return all values by name, for the metadata of a checkpoint. Values of `UNSTATED` are
         omitted if they are the default.
         """
         own = dataclasses.asdict(self)
@@ -70,7 +74,7 @@ class ModelSpec:
         return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
 
     def is_dense(self, block: int) -> bool:
-        """Whether the block with this index has dense attention."""
+        """Return whether the block with this index has dense attention."""
         every = self.dense_every and block % self.dense_every == 0
         return self.attention == "dense" or block < self.dense_first or bool(every)
 
@@ -78,7 +82,7 @@ class ModelSpec:
         return sum(map(self.is_dense, range(self.layers)))
 
     def products(self) -> int:
-        """Multiply-adds of one token in all matrix products but attention's."""
+        """Return the multiply-adds per token of all weights, without the products of attention."""
         at = self.layer
         inner = at.gate_width * (at.d_k + 3)
         inputs = {"head": 3 * at.dim, "selected": 0}.get(at.gate, inner)
@@ -98,8 +102,8 @@ class ModelSpec:
 TORCH_ONLY = ("dense_first", "dense_every", "selection_loss")
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
-# "125m": bytes need next to no embedding, so that its MLP is
-# wider than usual: 124 million parameters with NSA, 120 with dense attention.
+# The MLP of "125m" is wider than usual, since the embedding of bytes is small. The model has 124
+# million parameters with NSA and 120 million with dense attention.
 _TINY = LayerSpec(
     dim=64, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=32, n_sel=6, w=128
 )
@@ -111,7 +115,7 @@ MODELS = {
         "layers": 4,
         "hidden": 1024,
     },
-    "52m": {"layer": _SEED, "layers": 6, "hidden": 2048},  # with 8192 tokens, NSA
+    "52m": {"layer": _SEED, "layers": 6, "hidden": 2048},  # with NSA and a vocabulary of 8192
     "125m": {"layer": _SEED, "layers": 12, "hidden": 3712},
 }
 
@@ -127,15 +131,24 @@ def model(
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The training: AdamW on matrices and vectors, weight decay on matrices only.
+    """The training: AdamW on all weights, with weight decay only on matrices.
 
     Attributes:
-      steps, batch, seq_len: Optimizer steps, sequences per step, tokens per sequence.
-      lr, warmup: the maximum learning rate, and the number of steps of its linear rise. A half
-        cosine follows, down to a tenth at `steps`.
-      beta1, beta2, eps, weight_decay: of AdamW.
-      clip: the gradient is scaled down to this norm where its own is larger.
-      seed: seed of the initial weights and of the order of the data.
+      steps: Number of optimizer steps.
+      batch: Sequences per step.
+      seq_len: Tokens per sequence.
+      lr: Maximum learning rate.
+      warmup: Number of steps in which the learning rate rises linearly to `lr`. A half cosine
+        follows, down to a tenth of `lr` at `steps`.
+      beta1: Decay of AdamW's first moment.
+      beta2: Decay of AdamW's second moment.
+      eps: Epsilon of AdamW.
+      weight_decay: Weight decay of AdamW.
+      clip: Norm to which a gradient with a larger norm is scaled down.
+      seed: Seed of the initial weights and of the order of the data.
+
+    Raises:
+      ValueError: A value is out of range.
     """
 
     steps: int
@@ -194,12 +207,12 @@ class Task:
         return self.training.batch * self.training.seq_len
 
     def flops(self) -> int:
-        """Useful FLOPs of a step.
+        """Return the useful FLOPs of a step.
 
-        The forward pass counts two per multiply-add of `ModelSpec.products`, and attention as
-        in `bench.harness.cost`: visible pairs, without the selection. Backward is twice
-        forward; nothing that is computed again counts. The embedding, the norms and the
-        optimizer are not counted.
+        The forward pass counts two FLOPs per multiply-add of `ModelSpec.products`, and attention as
+        in `bench.harness.cost`: visible pairs, without the selection. The backward pass counts
+        twice as much. Values that are computed again do not count, nor do the embedding, the norms
+        and the optimizer.
         """
         at, length = self.model.layer, self.training.seq_len
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
@@ -225,6 +238,6 @@ class DivergedError(ArithmeticError):
     """A loss or gradient that is not finite; the weights are those before the step."""
 
     def __init__(self, step: int, loss: float, grad_norm: float, first: str = ""):
-        """`first` names what is not finite, the first of each kind."""
+        """`first` names the first value of each kind that is not finite."""
         found = f"; first: {first}" if first else ""
         super().__init__(f"step {step}: {loss=} and {grad_norm=} must be finite{found}")

@@ -60,7 +60,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time whole steps for about `seconds`, including the transfer of the batch to the device.
 
-    A refusal by the device or the attention becomes a status.
+    Return the fields of `ok`. If an exception is raised, return a status and the reason instead.
     """
     try:
         learner = variants.learner(variant, task, scratch)
@@ -70,7 +70,7 @@ def measure(
         waiting = [batches.train(i) for i in range(4)]
         found = timing.time_host(
             lambda i: learner.step(waiting[i % 4], next(count), waiting[(i + 1) % 4]),
-            lambda numbers: numbers,  # the device is done
+            lambda numbers: numbers,  # `step` has waited for the device
             seconds=seconds,
         )
         return ok(found, learner)
@@ -78,7 +78,7 @@ def measure(
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if out_of_memory(error):
             return {"status": "oom", "reason": reason}
-        # Dense attention belongs to a library, which refuses in its own ways.
+        # Dense attention belongs to a library, which may refuse with any exception.
         if isinstance(error, NotImplementedError) or variant.attention == "dense":
             return {"status": "unsupported", "reason": reason}
         return {"status": "error", "reason": reason}

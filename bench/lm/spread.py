@@ -1,4 +1,4 @@
-"""The flags of a run on several devices and of its observation, and their meanings."""
+"""Defines the flags of a run on several devices and of its observation, and evaluates them."""
 
 from typing import Any
 
@@ -49,10 +49,11 @@ DEFINED: dict[str, Any] = dict(
 
 
 def ranks(given: flags.FlagValues, framework: str) -> Ranks:
-    """Return the processes of this run, which all call it.
+    """Return the processes of this run. All of them must call it.
 
     Raises:
-      ValueError: A flag needs other processes, or one framework, or has no effect.
+      ValueError: A flag has no effect with the other flags, or a launcher started several processes
+        that would not communicate.
     """
     coordinator, several = given.jax_coordinator, given.parallel != "none"
     known, named = (given.jax_processes, given.jax_process), coordinator is not None
@@ -85,8 +86,10 @@ def ranks(given: flags.FlagValues, framework: str) -> Ranks:
 
 
 def parallel(given: flags.FlagValues, framework: str, among: Ranks) -> Parallel:
-    """Return the layout of a run of `framework`. Raises: ValueError: the devices do not allow
-    this layout.
+    """Return the layout of a run of `framework` with the processes `among`.
+
+    Raises:
+      ValueError: The devices do not allow this layout.
     """
     devices = given.devices
     if devices is None and given.parallel == "none":

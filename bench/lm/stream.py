@@ -1,9 +1,10 @@
 """Batches of a dataset that is streamed over the network.
 
-The stream is read in blocks of `buffer` documents, the shuffle buffer: the documents of a block
-are packed in random order, and so are its rows. The seed and the index determine a row. To find
-it, the stream must be read up to its block. Where each block begins is noted, in memory and in
-a folder, so that a resumed run reads no document before its block.
+The stream is read in blocks of `buffer` documents (the shuffle buffer). The documents of a block
+are packed in random order, and the rows of the block are shuffled. A row depends only on the seed
+and its index, but the stream must be read up to the block of the row to find it. The position of
+each block in the stream is therefore noted, in memory and in a folder. A resumed run then reads no
+document before its block.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ HELD_OUT_EVERY = 16
 
 
 class Source(Protocol):
-    """The source of documents (`hub.Hub`). Equal texts mean equal documents."""
+    """A source of documents (`hub.Hub`). Sources with equal `repr` must have equal documents."""
 
     def take(
         self, state: dict[str, Any] | None, count: int
@@ -36,10 +37,10 @@ class Position(NamedTuple):
     """The position at which a block begins."""
 
     block: int = 0
-    row: int = 0  # of the run
+    row: int = 0  # first row of the block, counted over the run
     epoch: int = 0
-    document: int = 0  # of the epoch
-    state: dict[str, Any] | None = None  # of the source
+    document: int = 0  # first document of the block, counted over the epoch
+    state: dict[str, Any] | None = None  # state of the source; None at the start of an epoch
 
 
 class Block(NamedTuple):
@@ -52,19 +53,26 @@ class Block(NamedTuple):
 class Streamed(Batches):
     """Rows of a stream; every sixteenth document is held out.
 
-    Held-out rows are those of the first block. After the stream's last document it begins
-    again, in another order. The remainder of a block that fills no row is dropped.
+    Only the held-out documents of the first block are used. After the last document the stream
+    begins again, and its blocks are shuffled in another order. The remainder of a block that fills
+    no row is dropped.
 
     Args:
-      source, by: the source of the documents, and the tokenizer.
-      batch, length, seed: See `Batches`.
-      pack: "documents" gives the boundaries, "none" does not; the rows are the same.
-      buffer: documents of a block, held in memory.
+      source: The source of the documents.
+      by: The tokenizer.
+      batch: See `Batches`.
+      length: See `Batches`.
+      seed: See `Batches`.
+      pack: "documents" means that rows have boundaries of documents, "none" that they do not. The
+        tokens are the same.
+      buffer: Documents of a block, which are in memory.
       notes: Folder for the positions of blocks. By default they are only in memory.
 
     Raises:
-      ConnectionError, FileNotFoundError, ValueError: errors of the source. ValueError also if
-        the documents do not fill a row.
+      ConnectionError: See `hub.Hub.take`.
+      FileNotFoundError: See `hub.Hub.take`.
+      ValueError: See `hub.Hub.take`. Also if an argument is invalid or if the documents do not fill
+        a row.
     """
 
     def __init__(
@@ -86,7 +94,8 @@ class Streamed(Batches):
         self.source, self.by, self.buffer = source, by, buffer
         self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
         self.vocabulary = by.vocabulary
-        # The order within a block belongs to the seed and the row's width, as the notes do.
+        # The order within a block also depends on the seed and the width of a row, and so does the
+        # name of the notes.
         what = repr((source, by.name, pack, buffer, HELD_OUT_EVERY))
         self.sha256 = hashlib.sha256(what.encode()).hexdigest()
         key = hashlib.sha256(repr((what, seed, length)).encode()).hexdigest()[:16]
@@ -125,7 +134,7 @@ class Streamed(Batches):
         return self.block.training.rows(np.array([row - self.block.start.row]))
 
     def _seek(self, row: int) -> None:
-        """Makes the last noted block at or before `row` the current one."""
+        """Make the last noted block at or before `row` the current one."""
         at = max((x for x in self.known if x.row <= row), key=lambda x: x.block)
         if at.block == 0:
             self.block = self.first

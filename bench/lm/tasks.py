@@ -1,13 +1,13 @@
-"""Rows of text that contain tasks, and how many of them a model solves by their distance.
+"""Adds tasks to rows of text, and measures how many tasks a model solves by their distance.
 
-A row is cut into slots of 64 tokens, at a random offset. The distance between the two slots of a
-pair is log-uniform. Most pairs contain a record twice, at a random position of each slot:
+A row is cut into slots of 64 tokens, at a random offset. Some slots form pairs, whose distance is
+log-uniform. Most pairs contain the same record in both slots, at a random position in each:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
-Keys and values are random, so a model predicts the value of the copy only if it finds the source
-among all records of the row (multi-query associative recall, arXiv 2312.04927). In every fifth
-pair the second slot repeats the text of the first.
+Keys and values are random. A model can therefore predict the value of the copy only if it finds the
+source among all records of the row (multi-query associative recall, arXiv 2312.04927). In every
+fifth pair the second slot repeats the text of the first instead.
 """
 
 from typing import Any
@@ -21,15 +21,16 @@ from .learner import Learner
 from .measures import HeldOut, free_choice
 from .recall import PASSAGE
 
-SYMBOLS = 64  # the last tokens of the vocabulary are keys and values, the one before the marker
-RECORD = 4  # tokens
-ROWS = 64  # that are measured
+# The last 64 tokens of the vocabulary are keys and values. The token before them is the marker.
+SYMBOLS = 64
+RECORD = 4  # tokens of a record
+ROWS = 64  # number of measured rows
 NEEDLE_ROWS, NEEDLE_DEPTHS = 16, (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 NEEDLE_LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
 def records(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
-    """Return `count` records with different keys, `[count, RECORD]`."""
+    """Return `count` records with different pairs of keys, `[count, RECORD]`."""
     keys = random.choice(SYMBOLS**2, count, replace=False)
     value = random.integers(0, SYMBOLS, count)
     symbols = np.stack([keys // SYMBOLS, keys % SYMBOLS, value], axis=1) + vocabulary - SYMBOLS
@@ -37,7 +38,8 @@ def records(random: np.random.Generator, count: int, vocabulary: int) -> np.ndar
 
 
 def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.ndarray:
-    """Write tasks over a third of the slot pairs of `row`, in place.
+    """Write tasks over parts of `row`, in place. The number of pairs is a third of the number of
+    slots.
 
     Returns:
       `[records, 2]`: the positions of the value of each record, in the source and in the copy.
@@ -63,11 +65,14 @@ def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.n
 
 
 class Tasks(Edited):
-    """`Batches` of which a share of the training rows contains tasks. Held-out rows do not.
+    """`Batches` in which a share of the training rows contains tasks. Held-out rows contain none.
+
+    Args:
+      share: Probability that a row contains tasks.
 
     Raises:
-      ValueError: rows have several documents, or fewer than three slots, or there are too few
-        tokens in the vocabulary.
+      ValueError: Rows have several documents or are shorter than four slots, or the vocabulary is
+        too small.
     """
 
     numbers = 7
@@ -104,10 +109,11 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
     """Measure held-out rows with tasks.
 
     Returns:
-      By distance in tokens from source to copy, from a power of two to the next (64 includes
-      shorter ones): the share of values that are `solved`, their mean `loss`, and for NSA how
-      often the best head selects the block of the source (`hit`) and how often a random selection
-      would (`chance`). One half of the rows determines the best head, the other half measures it.
+      Measures by distance in tokens from source to copy. The name of an entry is a power of two,
+      and its distances reach up to the next one; "64" includes shorter ones. `solved` is the share
+      of values that are solved, and `loss` the mean loss of the values. For NSA `hit` is how often
+      the best head selects the block of the source, and `chance` how often a random selection
+      would. One half of the rows determines the best head, and the other half measures it.
     """
     random = np.random.default_rng((batches.seed, 8))
     rows = batches.evaluation(max(2, ROWS // batches.shape[0]))
@@ -146,9 +152,9 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
 def _hits(
     learner: Learner, batch: Batch, row: int, at: np.ndarray, layer: LayerSpec
 ) -> np.ndarray | None:
-    """Return for each record of a row the chance of a random selection and, for each head of each
-    layer, whether it selects the block of the source: `[records, 1 + layers x heads]`, NaN where
-    the block is always selected. None without a selection.
+    """Return `[records, 1 + layers x heads]` for a row: the chance that a random selection contains
+    the block of the source, then whether each head of each layer selects it. A record whose block
+    is always selected has NaN. Return None if the model has no selection.
     """
     indices = [x for _, x in learner.observe(batch, row)]
     if not indices:
@@ -162,9 +168,9 @@ def _hits(
 
 
 def needle(learner: Learner, batches: Tasks) -> dict[str, list[float]]:
-    """Return how often the last token of a held-out row, the value of its only record, is `solved`:
-    by length of the row, for each of `NEEDLE_DEPTHS`, 0 at the begin of the row. Rows are up to
-    twice as long as those of the training.
+    """Measure held-out rows with a single record, whose copy is at the end of the row. Return how
+    often its value is solved: by length of the row, for each of `NEEDLE_DEPTHS`. Depth 0 is a
+    source at the beginning of the row. Rows are up to twice as long as those of the training.
     """
     found = {}
     count = max(1, NEEDLE_ROWS // batches.shape[0])
@@ -198,7 +204,9 @@ def _with_needle(
 def value_losses(
     learner: Learner, rows: list[Batch], values: list[list[tuple[int, int]]]
 ) -> np.ndarray:
-    """Return the losses of single tokens. `values` has row and position of each, per batch."""
+    """Return the losses of single tokens. `values` has the row and the position of each token, for
+    each batch.
+    """
     count, following = sum(map(len, values)), 0
     which = [np.full((len(x.tokens), x.tokens.shape[1] - 1), count, np.int32) for x in rows]
     for each, tokens in zip(which, values, strict=True):

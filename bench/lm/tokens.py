@@ -1,5 +1,5 @@
-"""Converts text to tokens: bytes, or the vocabulary of a `tokenizers` file. Stores the tokens
-of local files in a folder.
+"""Converts text to tokens, which are bytes or tokens of a `tokenizers` file. Caches the tokens of
+local files in a folder.
 """
 
 import array
@@ -20,7 +20,7 @@ import platformdirs
 from nsa_core import extras
 
 SCHEMA = 1
-TOGETHER = 256  # documents that a tokenizer takes at a time
+TOGETHER = 256  # documents per call of a tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +119,10 @@ def tokenizer(path: str | None) -> Tokenizer:
 
 
 def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of each document that has any.
+    """Yield the tokens of each document that has any.
 
     Raises:
-      ValueError: a text has no UTF-8, as half of a surrogate pair.
+      ValueError: A text cannot be encoded in UTF-8, for example half of a surrogate pair.
     """
     group: list[str] = []
     for text in texts:
@@ -144,15 +144,18 @@ def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
 def kept(
     name: str, texts: Iterable[str], by: Tokenizer, source: object, folder: Path | None
 ) -> Documents:
-    """The same as `gathered`, but read from the file of an earlier call with an equal `source`.
+    """Return the documents of `texts` from a cache in files. An earlier call with an equal `source`
+    and tokenizer has written the files; otherwise they are written.
 
     Args:
-      texts: the texts, which are read only if there is no such file.
-      source: The origin of the texts, as JSON.
-      folder: The folder of the files. Defaults to the user's cache.
+      name: Name of the dataset, for messages.
+      texts: The texts, which are read only if there are no files.
+      by: The tokenizer.
+      source: The identity of the texts, as a JSON value.
+      folder: Folder of the cache. Defaults to a folder in the user's cache.
 
     Raises:
-      ValueError: there is no document with a token, or the file is damaged.
+      ValueError: There is no document with a token, or the files are damaged.
     """
     if folder is None:
         cache = platformdirs.user_cache_dir("native-sparse-attention", appauthor=False)
@@ -160,7 +163,7 @@ def kept(
     folder.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(json.dumps([SCHEMA, by.name, source]).encode()).hexdigest()[:32]
     target = folder / key
-    # Processes of one machine that want the same file wait for the first of them.
+    # Processes on one machine that need the same files wait for the first of them.
     with filelock.FileLock(folder / f"{key}.lock"):
         if not target.exists():
             _write(name, texts, by, target)

@@ -1,6 +1,7 @@
 """One step of the training of `torch_lm` with `torch.optim.AdamW`.
 
-Master weights and moments are float32; the model computes with a copy of the weights in `dtype`.
+Master weights and moments are float32. The model computes with a copy of the weights in the dtype
+of the task.
 """
 
 import copy
@@ -64,15 +65,15 @@ class Learner:
 
     Args:
       task: The model and its training.
-      initial: file of `nsa_interop.weights` with the initial weights.
-      implementation: for NSA as in `nsa_torch.attention`; for dense attention a name of
-        `BACKENDS`.
-      graph: forward and backward of a micro-batch are one CUDA graph, as JAX's step is one
-        program; on the CPU nothing. What waits for the device meanwhile cannot be captured.
-      accumulate: number of micro-batches per batch, whose gradients are summed in float32.
-      compiled: whether blocks run with `torch.compile`.
-      ranks: the processes. A graph runs no hooks, by which `DistributedDataParallel` adds some
-        gradients up while others are computed. Here one collective follows the graphs.
+      initial: File of `nsa_interop.weights` with the initial weights.
+      implementation: For NSA as in `nsa_torch.attention`; for dense attention a name of
+        `torch_lm.BACKENDS`, or None for "math".
+      graph: Whether forward and backward of a micro-batch are one CUDA graph. It has no effect on
+        the CPU. A graph cannot contain operations that wait for the device.
+      accumulate: Number of micro-batches per batch, whose gradients are summed in float32.
+      compiled: Whether blocks run with `torch.compile`.
+      ranks: The processes. One collective after the last micro-batch sums the gradients. Hooks, by
+        which `DistributedDataParallel` overlaps sums with computation, do not run in a graph.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Learner:
         self.accumulate, self.config = accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
-        self.captured, self.room = {}, 0  # documents of a micro-batch at most
+        self.captured, self.room = {}, 0  # graphs by shape; maximum documents of a micro-batch
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -118,11 +119,15 @@ class Learner:
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]:
-        """Train on a batch, of which this process has its `share`. Returns the loss, and the
-        gradient norm before clipping. `following`, the batch of the next step, is not used.
+        """Train on a batch. Return the loss, and the gradient norm before clipping.
+
+        Args:
+          batch: The rows of this process (`share`).
+          step: Index of the step, which determines the learning rate.
+          following: The batch of the next step, which is not used.
 
         Raises:
-          DivergedError: one of them is not finite; weights and moments are as before.
+          DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.
         """
         rows = self._rows(batch)
         loss = self._backward(rows)
@@ -142,11 +147,13 @@ class Learner:
 
     @torch.no_grad()
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
-        """Return the losses in nats of a batch, of which this process has its `share`, summed by
-        category over all processes.
+        """Return the losses in nats, summed by category over all processes, float64 `[count]`.
 
         Args:
-          categories: integers `[rows, T]` of the targets; those not below `count` are left out.
+          batch: The rows of this process (`share`).
+          categories: The category of each target, integers `[rows, T]`. Categories that are not
+            below `count` are left out.
+          count: Number of categories.
         """
         found = torch.zeros(count + 1, dtype=torch.float64, device=self.place)
         parts = np.split(categories, self.accumulate)
@@ -160,12 +167,13 @@ class Learner:
         return sum(parameter.numel() for parameter in self.master.parameters())
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory of torch's allocator, or None on the CPU."""
+        """Return the peak memory of torch's allocator in bytes, or None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row
-        of `batch`. Dense attention has none. Every process must call it."""
+        """Return for each layer the gates `[T, gate heads, 3]` and block indices
+        `[T, key/value heads, n]` of a row of `batch`. Dense attention has none. Every process must
+        call it."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.attention.register_forward_pre_hook(
@@ -186,7 +194,7 @@ class Learner:
         return found
 
     def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `nsa_interop.weights` does."""
+        """Write weights and moments as files of `nsa_interop.weights` to `folder`."""
         from . import shards  # whose imports take a second
 
         if self.ranks.rank == 0:
@@ -227,9 +235,9 @@ class Learner:
         return numbers
 
     def _rows(self, batch: Batch) -> list[Rows]:
-        """Return the micro-batches, on the device. A process's sum of losses is divided by the
-        tokens of the global batch that have one, over the processes: their mean is that over
-        tokens.
+        """Return the micro-batches, on the device. The divisor of losses is the number of tokens
+        with a loss in the global batch, divided by the number of processes. The mean of the results
+        over the processes is therefore the mean over these tokens.
         """
         parts, count = share.split(batch, self.accumulate), share.count(batch)
         if batch.segment_ids is not None:
@@ -237,14 +245,14 @@ class Learner:
             told = self.ranks.gather([count, most])
             count = sum(tokens for tokens, _ in told) / self.ranks.size
             documents = max(documents for _, documents in told)
-            # Equal in all processes, whose graphs may contain collectives. It never shrinks,
-            # since a captured graph also serves fewer sequences.
+            # The maximum is equal in all processes, whose graphs may contain collectives. It never
+            # shrinks, since a captured graph also serves fewer documents.
             if documents > self.room:
                 self.room = room(documents)
-                self.captured.clear()  # before others take as much memory
+                self.captured.clear()  # frees memory for the new graphs
         total, found = torch.tensor(max(1.0, count), device=self.place), []
         for part in parts:
-            # Not uint16, of which torch knows little.
+            # torch supports few operations on uint16.
             narrow = part.tokens.dtype == np.uint16
             host = part.tokens.astype(np.int32) if narrow else part.tokens
             tokens = torch.from_numpy(np.ascontiguousarray(host)).to(self.place)
@@ -253,8 +261,8 @@ class Learner:
         return found
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
-        """Run the backward pass. Returns the loss of this process's rows, and leaves float32
-        gradients in `trained`, with `reduce` their means over all processes.
+        """Run forward and backward. Return the loss of this process's rows, and set the float32
+        gradients of `trained`. With `reduce` they are means over all processes.
         """
         compute = self._replay if self.graph else self._gradients
         loss, grads = compute(rows[0])
@@ -274,7 +282,7 @@ class Learner:
         return loss
 
     def _clip(self) -> Tensor:
-        """Return the norm of the gradients before they are clipped."""
+        """Clip the gradients, and return their norm before."""
         return nn.utils.clip_grad_norm_(self.trained, self.training.clip)
 
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
@@ -306,22 +314,25 @@ class Learner:
         return found
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """Return the first value of each kind that is not finite, on the first rank that has one
-        before the sum over ranks. Gradients after clipping do not show it.
+        """Return the names of values that are not finite: the loss, the first gradient and the
+        first weight, of the first rank that has any. The gradients are computed again without the
+        sum over ranks, since after clipping none of them is finite.
         """
         found = [] if loss.isfinite().all() else ["loss"]
         self._backward(rows, reduce=False)
         return of_ranks(self.ranks, sum(self._bad(), found))
 
     def _bad(self) -> list[list[str]]:
-        """Return the first gradient and the first weight here that is not finite."""
+        """Return the names of the first gradient and the first weight of this process that are not
+        finite, each as a list of at most one name.
+        """
         names = [name for name, _ in self.master.named_parameters()]
         kinds = {"gradient of": [x.grad for x in self.trained], "weight": self.trained}
         return [first_bad(kind, zip(names, of, strict=True)) for kind, of in kinds.items()]
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """Return the result of the first rank that found something."""
+    """Return the names that the first rank with any has `found`, as text."""
     for rank, each in enumerate(ranks.gather(found)):
         if each:
             return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")
@@ -341,7 +352,9 @@ def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
 
 
 def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the `kind` and name of the first tensor that is not finite, or None."""
+    """Return a list with the `kind` and name of the first tensor that is not finite. It is empty if
+    all are finite.
+    """
     for name, tensor in named:
         if tensor is not None and not tensor.isfinite().all():
             return [f"{kind} {name}"]
@@ -359,8 +372,8 @@ def _shape(leaf: Tensor | VarlenMetadata) -> torch.Size:
 def _packing(
     batch: Batch, config: NSAConfig, place: torch.device, max_sequences: int
 ) -> Packing | None:
-    """Return the packing of the inputs of `batch`. Padding counts as a separate document without a
-    loss.
+    """Return the packing of the inputs of `batch`, or None if its rows are not packed. Padding
+    counts as a separate document without a loss.
     """
     which = share.counted(batch)
     if which is None or batch.segment_ids is None:
@@ -378,7 +391,7 @@ def _packing(
 
 
 def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the observed values for the input `x` [1, T, dim] of a layer."""
+    """Return the gates and block indices of a layer for its input `x` [1, T, dim]."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
     params = attention.compress_params()[0]

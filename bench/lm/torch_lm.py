@@ -1,7 +1,7 @@
 """The language model in torch.
 
-The numbers are those of `jax_lm`: blocks, norms and head compute in the dtype of their weights;
-the embedding is looked up, and softmax and loss are computed, in float32.
+It computes the same function as `jax_lm`. Blocks, norms and head compute in the dtype of their
+weights. The embedding is looked up in float32, and softmax and loss are computed in float32.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _linear(size_in: int, size_out: int) -> nn.Linear:
 
 class DenseAttention(nn.Module):
     """Causal attention to all keys with `scaled_dot_product_attention` and a backend of
-    `BACKENDS`. None means the first backend that can run."""
+    `BACKENDS`. None means that torch chooses one of them."""
 
     def __init__(self, spec: LayerSpec, backend: str | None):
         super().__init__()
@@ -83,7 +83,9 @@ class DenseAttention(nn.Module):
         return self.out(self.attend(query, key, value, packing).flatten(2)), None
 
     def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Compute `query, key, value` without gates from `x` `[B, T, dim]`."""
+        """Compute `query, key, value` from `x` `[B, T, dim]`. The fourth result, which is gates in
+        NSA, is None.
+        """
         convolve = None
         if self.spec.key_taps is not None:
             convolve = functools.partial(self.key_conv, position=position)
@@ -107,14 +109,14 @@ class DenseAttention(nn.Module):
         return out.transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Attention of documents without a mask, whose size would be the square of the
-        length.
+        """Compute attention of documents with the boundaries, since the size of a mask would be the
+        square of the length.
         """
         from torch.nn.attention.varlen import varlen_attn
 
         group = self.spec.n_heads // self.spec.n_kv_groups
         rows, bounds = query.shape[:2], packing.varlen.cu_seqlens
-        longest = rows[1]  # at most: no value is read on the host
+        longest = rows[1]  # an upper bound, for which the host reads no value from the device
         key, value = (each.repeat_interleave(group, dim=2) for each in (key, value))
         query, key, value = (each.flatten(0, 1) for each in (query, key, value))
         window = {"window_size": (-1, 0)}  # causal
@@ -149,7 +151,7 @@ class Block(nn.Module):
             options = spec.layer.as_dict() | spec.layer.start()
             self.attention = NSAAttention(**options, implementation=implementation)
         self.spec = spec
-        self.selection_loss: Tensor | None = None  # of the last pass that records gradients
+        self.selection_loss: Tensor | None = None  # of the last forward pass with gradients
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
@@ -199,13 +201,14 @@ class LM(nn.Module):
 
 
 def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
-    """Writes the initial weights of `spec` for both frameworks to the file at `path`.
+    """Write the initial weights of `spec` for both frameworks to the file at `path`.
 
-    Matrices are normal with the deviation of torch's own start, `1 / sqrt(3 inputs)` (0.021 at
-    768 inputs), those that write to the residual stream `sqrt(2 layers)` times less; the
-    embedding's is 0.02; the gate and `phi` start as their modules do. A matrix follows from
-    `seed` and its name, so that NSA and dense attention start alike. With 0.02 at every width
-    the tiny model learns by NSA, in three branches, markedly slower than by dense attention.
+    Matrices are normal. Their standard deviation is that of torch's default, `1 / sqrt(3 inputs)`
+    (0.021 for 768 inputs). For matrices whose output is added to the residual stream it is divided
+    by `sqrt(2 layers)`, and for the embedding it is 0.02. Gates, `phi` and vectors start as in
+    their modules. A matrix depends only on `seed`, its name and its shape, so that NSA and dense
+    attention start with equal values in matrices with equal names. With a deviation of 0.02 at
+    every width, the tiny model learns markedly slower with NSA than with dense attention.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,12 +1,14 @@
-"""The learners of several processes in torch.
+"""Learners for several processes in torch.
 
-    Learner      all weights in every process; a CUDA graph per micro-batch, one gradient sum
-    DDPLearner   the same by `DistributedDataParallel`, without a graph
+    Learner      all weights in every process (`torch_learner`), with a CUDA graph per micro-batch
+                 and one sum of the gradients
+    DDPLearner   all weights in every process, by `DistributedDataParallel`, without a graph
     FSDPLearner  shards of weights, by FSDP2 over a device mesh, with or without a graph
 
-All hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
-loss is its sum over the mean count of a process, so that the mean over processes, which all take
-of gradients, is the mean over the tokens of the global batch.
+All have float32 master weights, compute in the dtype of the task and sum gradients in float32.
+Gradients are averaged over processes. The loss of a process is therefore the sum of its token
+losses, divided by the mean number of such tokens per process. The average over processes is then
+the mean over the tokens of the global batch.
 """
 
 import contextlib
@@ -29,8 +31,8 @@ from .torch_learner import Learner, Rows
 
 
 class Cast(nn.Module):
-    """A copy of `network` with weights in `dtype`, except the embedding. Gradients are
-    float32.
+    """Runs `network` with its weights cast to `dtype`, except the embedding. The weights and their
+    gradients remain float32.
     """
 
     def __init__(self, network: torch_lm.LM, dtype: torch.dtype):
@@ -47,8 +49,8 @@ class DDPLearner(Learner):
     """`DistributedDataParallel`, without a graph.
 
     Args:
-      safe: gradients have memory of their own, and weights that a step does not use are looked
-        for; slower, and of use where a step hangs or differs.
+      safe: Whether to give gradients their own memory, detect weights that a step does not use, and
+        compare collectives between ranks. This is slower, and helps if a step hangs or differs.
       options: See `torch_learner.Learner`.
     """
 
@@ -60,8 +62,8 @@ class DDPLearner(Learner):
         network = Cast(self.master, self.dtype)
         if not self.safe:
             return DistributedDataParallel(network, gradient_as_bucket_view=True)
-        # torch 2.14 dies in DistributedDataParallel of a group that compares collectives. It has
-        # one that does not, and the sums of gradients go by the one that does.
+        # torch 2.14 crashes in DistributedDataParallel with a group that compares collectives. It
+        # therefore has a group that does not, and a hook sums the gradients in the one that does.
         with debug_level("OFF"):
             plain = dist.new_group()
         safe = DistributedDataParallel(
@@ -84,22 +86,22 @@ class DDPLearner(Learner):
         return torch.stack(losses).sum()
 
     def _synchronized(self, wanted: bool):
-        """Whether the backward pass within reduces gradients."""
+        """Return a context in which the backward pass sums gradients over processes if `wanted`."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         return contextlib.nullcontext() if wanted else model.no_sync()
 
 
 class FSDPLearner(DDPLearner):
-    """Weights, gradients and moments in shards (`fully_shard`), each block gathered when it
-    runs; checkpoints by `torch.distributed.checkpoint`.
+    """Weights, gradients and moments in shards (`fully_shard`). Each block is gathered when it
+    runs. Checkpoints are those of `torch.distributed.checkpoint`.
 
     With `graph` a CUDA graph per micro-batch contains the gathers of weights and the sums of
-    gradients over ranks. Clipping and AdamW follow. NCCL ends a process group only after the
-    graphs that have its collectives: let go of the learner first.
+    gradients over ranks. Clipping and AdamW follow outside the graph. NCCL can destroy a process
+    group only after the graphs with its collectives. Delete the learner first.
 
-    Clipping and AdamW work on this process's shards as plain tensors: what they call for each
-    weight takes the host several times as long with a DTensor.
+    Clipping and AdamW work on this process's shards as plain tensors, since operations on DTensors
+    need several times as much host time.
     """
 
     def __init__(self, *args, graph: bool = False, **options):
@@ -111,8 +113,8 @@ class FSDPLearner(DDPLearner):
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*self.master.blocks, self.master.norm, self.master.head):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        # What is left is the embedding, in float32. Once gathered it stays until the backward
-        # pass; if none follows, shards must be back before weights are read or changed.
+        # Only the embedding is left, in float32. Once gathered it stays until the backward pass. If
+        # none follows, `_give_back` frees it before weights are read or changed.
         fully_shard(self.master, mesh=mesh)
         self.master.register_forward_hook(_give_back)
         return self.master
@@ -124,11 +126,13 @@ class FSDPLearner(DDPLearner):
         return contextlib.nullcontext()
 
     def _trained(self) -> list[Tensor]:
-        """This process's shards, in the memory that they are gathered from; some are empty."""
+        """Return this process's shards, in the memory from which they are gathered. Some are
+        empty.
+        """
         return [local(x.detach()) for x in self.master.parameters()]
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
-        if self.captures:  # each micro-batch has the sum over ranks already
+        if self.captures:  # the gradients of each micro-batch are already summed over ranks
             return Learner._backward(self, rows, reduce=False)
         return self._backward_of(rows)
 
@@ -155,7 +159,9 @@ class FSDPLearner(DDPLearner):
         return norm
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """A gradient here is the sum over ranks: it has a name, but no rank."""
+        """Return the names of values that are not finite. Gradients are sums over ranks, so that no
+        rank is named for them.
+        """
         bad = [] if loss.isfinite().all() else ["loss"]
         if self.ranks.any(bool(bad)):
             return torch_learner.of_ranks(self.ranks, bad)
@@ -168,7 +174,7 @@ class FSDPLearner(DDPLearner):
         return ", ".join(found)
 
     def save(self, folder: Path) -> None:
-        """Writes shards of weights and moments; every process calls it."""
+        """Write shards of weights and moments to `folder`. Every process must call it."""
         tensors = shards.tensors_of(self)
         mine = {name.replace("/", " of ", 1): local(x) for name, x in tensors.items()}
         for bad in self.ranks.gather(torch_learner.first_bad("", mine.items())):
@@ -176,7 +182,7 @@ class FSDPLearner(DDPLearner):
                 raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint written")
         try:
             dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
-        except CheckpointException as error:  # no Exception: nothing else catches it
+        except CheckpointException as error:  # a BaseException, which nothing else catches
             causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
             raise OSError(f"shards of ranks not written: {causes}") from error
 
@@ -191,7 +197,7 @@ class FSDPLearner(DDPLearner):
 
 
 def _give_back(module: nn.Module, *_: object) -> None:
-    """Frees gathered weights after a forward pass without a backward pass."""
+    """Free gathered weights after a forward pass without a backward pass."""
     if not torch.is_grad_enabled():
         assert isinstance(module, FSDPModule)
         module.reshard()

@@ -1,4 +1,4 @@
-"""Which attention runs in which framework, and the learner that has it."""
+"""Determines which attention runs in a framework, and creates the learner for it."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,21 @@ from .ranks import Ranks
 from .spec import Attention, Task
 
 RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
-# The first that the dtype and device allow is the default: 16-bit on a GPU, or else the last.
+# The first is the default in 16 bits on a GPU. The last is the default otherwise.
 DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An attention of one framework; `label` is what runs, `implementation` how it is named,
-    `graph` whether torch captures a step (`torch_learner.Learner`), `parallel` how it is spread.
+    """An attention in one framework.
+
+    Attributes:
+      framework: "jax" or "torch".
+      attention: "nsa" or "dense".
+      label: The implementations that run, as text.
+      implementation: The argument of the learner.
+      graph: Whether torch may capture a step in a CUDA graph (`torch_learner.Learner`).
+      parallel: The layout on several devices.
     """
 
     framework: str
@@ -44,10 +51,10 @@ class Variant:
 
 
 def dense(framework: str, name: str, dtype: str) -> Variant:
-    """Dense attention by the backend `name`, or "auto".
+    """Return dense attention with the backend `name`, or with the default backend for "auto".
 
     Raises:
-      ValueError: the framework has no such backend.
+      ValueError: The framework has no such backend.
     """
     if name == "auto":
         fast = dtype != "float32" and gpu(framework)
@@ -64,12 +71,18 @@ def nsa(
     task: Task,
     packed: bool = False,
 ) -> Variant:
-    """NSA by the implementations `names`; None is the first that can run the forward pass,
-    of `packed` rows where these have documents.
+    """Return NSA on the implementations `names`.
+
+    Args:
+      framework: "jax" or "torch".
+      names: An implementation per branch. None means the automatic choice for the forward pass.
+      on_unsupported: "error" or "fallback", for a named implementation that refuses.
+      task: The model and its training.
+      packed: Whether rows have several documents.
 
     Raises:
-      ValueError: the framework has no such implementation.
-      NotImplementedError: a named one refuses, and `on_unsupported` is "error".
+      ValueError: The framework has no such implementation.
+      NotImplementedError: A named implementation refuses, and `on_unsupported` is "error".
     """
     runner = RUNNERS[framework]()
     for name in filter(None, names):
@@ -99,10 +112,11 @@ def nsa(
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
-    """Return `found` within `ranges(mode)`; v1 cannot be captured in a CUDA graph.
+    """Return `found` with the label and the graph that it has in the context `ranges(mode)`. Ranges
+    of v1 cannot be captured in a CUDA graph.
 
     Raises:
-      NotImplementedError: its selected branch reads no ranges.
+      NotImplementedError: The selected branch of `found` does not read ranges.
     """
     if mode == "none":
         return found
@@ -131,21 +145,29 @@ def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
 
 
 def device(framework: str) -> str:
-    """Return the device on which the framework computes, in the driver's words, or "cpu"."""
+    """Return the driver's name of the device on which the framework computes, or "cpu"."""
     return RUNNERS[framework]().device
 
 
 def gpu(framework: str) -> bool:
-    """Whether the framework computes on a GPU here."""
+    """Return whether the framework computes on a GPU here."""
     return device(framework) != "cpu"
 
 
 def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks()):
-    """Return the learner of `task` by `variant`; `scratch` keeps initial weights for the next one.
+    """Return the learner of `task` with the attention `variant`.
+
+    Args:
+      variant: The attention, its framework and the layout.
+      task: The model and its training.
+      scratch: Folder for the initial weights, which a later learner of the task reads.
+      ranks: The processes of the run.
 
     Raises:
-      ValueError: The task cannot be divided as `variant.parallel` demands.
-      NotImplementedError: torch, over heads, or a `selection_loss` on several devices.
+      ValueError: The task cannot be divided as `variant.parallel` demands, or the number of torch
+        processes differs from the number of devices.
+      NotImplementedError: torch cannot divide heads over devices, train with `selection_loss` on
+        several devices, or capture a graph with `safe` or `compiled`.
     """
     from . import torch_learner, torch_lm
 
@@ -183,7 +205,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
 
 
 def free() -> None:
-    """Gives back the device memory of learners that nothing refers to any more."""
+    """Free the device memory of learners without references."""
     import torch
 
     gc.collect()

@@ -1,8 +1,13 @@
-"""The observation of a run, in addition to the lines of `train.jsonl`.
+"""Observes a training run. The observations are in files next to `train.jsonl`:
 
-`heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end;
-from rank 0 `<run>.csv` and, where asked for, the files
-of tensorboard. A stack of a hung rank is in `stackdump_rank<r>.txt`. `progress` shows the steps.
+| file | content |
+|---|---|
+| `heartbeat_rank<r>.jsonl` | a line at every observed step, and at the first step after 10 s without |
+| `<run>.csv` | from rank 0, the observed values |
+| `tb/<run>` | from rank 0, the same for TensorBoard, if requested |
+| `stackdump_rank<r>.txt` | the stacks of a rank that hangs |
+
+`progress` shows the steps on stderr.
 """
 
 import contextlib
@@ -26,19 +31,20 @@ from .ranks import Ranks
 EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
 HEARTBEATS = "heartbeat_rank*.jsonl"
 MIB = 2**20
-HUNG = 76  # the exit status: no other ending has it
-REPORTS = 10  # lines of a run
+HUNG = 76  # the exit status, which means only this
+REPORTS = 10  # lines of progress per run without a terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The observed values, and their files.
+    """Settings of the observation.
 
     Attributes:
-      every: steps between looks at gates and selection.
-      tensorboard, csv: whether there are such files.
-      heartbeat_s: seconds after which the next step that ends is a beat.
-      hang_s: seconds without a step after which a process ends; 0: never.
+      every: Steps between observations of gates and selection.
+      tensorboard: Whether to write files for TensorBoard.
+      csv: Whether to write the CSV file.
+      heartbeat_s: Seconds without a line of the heartbeat after which the next step writes one.
+      hang_s: Seconds without a step after which a process ends. 0 means never.
     """
 
     every: int = EVERY
@@ -79,11 +85,11 @@ class Watch:
         self.within.close()
 
     def due(self, done: int) -> bool:
-        """Whether gates and selection are looked at after `done` steps."""
+        """Return whether gates and selection are observed after `done` steps."""
         return done % self.settings.every == 0
 
     def stepped(self, line: log.Step) -> None:
-        """After a step, on every rank."""
+        """Record that a step ended. Every rank calls it after each step."""
         self.fed()
         silent_s = time.monotonic() - self.last
         if self.due(line.step + 1) or silent_s > self.settings.heartbeat_s:
@@ -93,7 +99,7 @@ class Watch:
             self.beat("step_end", line.step, **numbers)
 
     def beat(self, what: str, step: int | None, **numbers: Any) -> None:
-        """A line of the heartbeat; memory in MiB."""
+        """Append a line to the heartbeat, with memory in MiB."""
         self.last = time.monotonic()
         now = datetime.datetime.now(datetime.UTC)
         line = {
@@ -112,7 +118,7 @@ class Watch:
             file.write(json.dumps(line) + "\n")
 
     def observed(self, line: log.Watch) -> None:
-        """On rank 0: a row of the CSV, scalars of tensorboard."""
+        """Append a row to the CSV file, and scalars to TensorBoard. Only rank 0 calls it."""
         numbers = scalars(line)
         if self.settings.csv:
             with (self.folder / f"{self.run}.csv").open("a", newline="") as file:
@@ -137,7 +143,9 @@ def scalars(line: log.Watch) -> dict[str, float | None]:
 
 
 def memory() -> dict[str, float | None]:
-    """Return the memory of the process: on the GPU from torch's allocator, and on the host."""
+    """Return the memory of the process in MiB: on the GPU from torch's allocator, and on the
+    host.
+    """
     alloc = reserved = None
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -149,8 +157,8 @@ def memory() -> dict[str, float | None]:
 
 
 def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the lines of each rank's heartbeat in `folder`, by file; a last line that was cut off
-    where a process ended is left out.
+    """Return the lines of each rank's heartbeat in `folder`, by file. An incomplete last line,
+    which a process that was killed may leave, is omitted.
     """
     found = {}
     for path in sorted(folder.glob(HEARTBEATS)):
@@ -161,10 +169,14 @@ def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
-    """A context that yields a function to call every `hang_s` seconds. 0 seconds: never.
+    """Return a context with a function that must be called at least every `hang_s` seconds. 0 means
+    that it need not be called.
 
-    Where it is not called, the stacks of all threads go to the file at `path` and the process
-    ends with status `HUNG`, without a word to anyone that it waits for.
+    If it is not called in time, the stacks of all threads are written to the file at `path`, and
+    the process ends immediately with status `HUNG`, without a message to other processes.
+
+    Raises:
+      ValueError: `hang_s` is negative.
     """
     if not hang_s >= 0:
         raise ValueError(f"hang_s must be >= 0, got {hang_s}")
@@ -190,9 +202,17 @@ def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
 def progress(
     name: str, first: int, steps: int, silent: bool = False
 ) -> Iterator[Callable[[int, float, float], None]]:
-    """A context that shows the progress of `steps` steps from `first` on: a bar with the
-    remaining time on a terminal, otherwise some lines. It yields a function to call after `done`
-    steps with their number, the loss and the milliseconds of the last one.
+    """Return a context that shows the progress of a run on stderr: a bar with the remaining time on
+    a terminal, otherwise about `REPORTS` lines.
+
+    The context has a function to call after each step, with the number of steps done, the loss, and
+    the milliseconds of the step.
+
+    Args:
+      name: Name of the run.
+      first: Number of steps that are already done.
+      steps: Total number of steps.
+      silent: Whether to show nothing.
     """
     start = time.monotonic()
 

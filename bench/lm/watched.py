@@ -1,4 +1,4 @@
-"""Evaluates the observations of training runs: verdicts and a table."""
+"""Evaluates the observations of training runs, and makes the report of a run."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,15 @@ from . import curves, health, watch
 from .curves import Verdict
 from .log import Header, Line, Speed, Step, Watch
 
-# Of losses of one step on other devices, relative, over the first steps: later ones drift.
+# Bounds of the relative difference of losses between one and several devices. Only the first steps
+# are judged, since the losses diverge later.
 PARITY = {"float32": 1e-5, "bfloat16": 1e-2}
 PARITY_STEPS = 20
-IN_A_ROW = 3  # looks at a head before it counts as collapsed
-STALL_S = 180.0  # likewise, between two beats
-DROP = 0.2  # of tokens/s, the last tenth of the steps compared with all
-LEAST_STEPS = 20  # of a run whose tokens/s are judged
-LOSS_OF_SCALE = 0.08  # of a device's tokens/s, compared with a single device
+IN_A_ROW = 3  # observations in which heads must be collapsed before the verdict is bad
+STALL_S = 180.0  # longest allowed time between two lines of a heartbeat
+DROP = 0.2  # largest allowed drop of tokens/s, from all steps to the last tenth of them
+LEAST_STEPS = 20  # minimum length of a run whose tokens/s are judged
+LOSS_OF_SCALE = 0.08  # largest allowed loss of tokens/s per device, compared with one device
 
 
 def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
@@ -43,12 +44,14 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
 
 
 def verdicts(path: str | Path, lines: Sequence[Line]) -> list[Verdict]:
-    """Verdicts on the runs in the file at `path`, which has `lines`, and on its heartbeats."""
+    """Return verdicts on the runs in the file at `path`, which has `lines`, and on the heartbeats
+    next to it.
+    """
     return [*_gates(lines), *_drops(lines), *_gaps(Path(path).parent)]
 
 
 def _gates(lines: Sequence[Line]) -> Iterable[Verdict]:
-    """Whether heads of a run that are still looked at attend by more than one branch."""
+    """Judge whether a layer had collapsed heads in each of the last `IN_A_ROW` observations."""
     for run, found in _by_run(lines, Watch).items():
         recent = [line.layers for line in found if line.layers][-IN_A_ROW:]
         if not recent:
@@ -61,7 +64,7 @@ def _gates(lines: Sequence[Line]) -> Iterable[Verdict]:
 
 
 def _drops(lines: Sequence[Line]) -> Iterable[Verdict]:
-    """Whether tokens/s stay."""
+    """Judge whether tokens/s drop at the end of a run."""
     for run, found in _by_run(lines, Step).items():
         rates = np.array([line.tokens_per_s for line in found])
         if len(rates) < LEAST_STEPS:
@@ -72,7 +75,7 @@ def _drops(lines: Sequence[Line]) -> Iterable[Verdict]:
 
 
 def _gaps(folder: Path) -> Iterable[Verdict]:
-    """Whether a rank was ever silent, within a run."""
+    """Judge the longest silence of each rank within a run."""
     for name, beats in watch.heartbeats(folder).items():
         pairs = [
             (after["ts"] - before["ts"], before)
@@ -86,8 +89,8 @@ def _gaps(folder: Path) -> Iterable[Verdict]:
 
 
 def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
-    """Whether runs of the same task on other devices have the same losses, and how much of its
-    tokens/s a device keeps among others."""
+    """Judge whether runs of a task on several devices have the losses of the run on one device, and
+    how much of its tokens/s a device loses."""
     found = [
         (path, run, header, curves.losses(lines).get(run))
         for path, lines in training
@@ -126,7 +129,7 @@ def _scaling(speeds: Sequence[Speed]) -> list[Verdict]:
 
 
 def gate_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Each run's last look at its layers."""
+    """Return a table of the last observation of each layer."""
     return [
         {"run": run, "step": str(line.step), "layer": str(number)}
         | {name.replace("_", " "): f"{value:.3f}" for name, value in layer.items()}
@@ -149,7 +152,7 @@ def task_of(header: Header) -> list[Any]:
 
 
 def _spread(header: Header) -> str:
-    """Return the layout of a run in a few letters."""
+    """Return a short description of the layout of a run on several devices."""
     found = header.parallel or {}
     tensor = f", {found['tensor']} of them by heads" if found.get("tensor", 1) > 1 else ""
     parts = f", {found['accumulate']} micro-batches" if found["accumulate"] > 1 else ""

@@ -58,8 +58,8 @@ def _sides(
         at = max(int(value or 0), 1)
         sides = ({at - 1: [portable]} if at > 1 else {}) | {at: able}
     for length, wanted in sides.items() if able else ():
-        # Blocks of one token, so that `num_selected` is the number of selected keys. One block is
-        # local, since every query selects its own.
+        # Blocks of one token, so that `num_selected` is the number of selected keys. The query's
+        # own block is forced, so that at least one is selected.
         small: dict[str, Any] = {"select_block": 1, "compress_block": 1, "compress_stride": 1}
         small |= {"num_selected": length, "num_initial": 0, "num_local": 1}
         selects = step == "selected"
