@@ -114,21 +114,8 @@ def _derived(x: Line) -> Line:
 
 def newest(lines: Iterable[Line], **wanted: Any) -> Line | None:
     """Return the newest line whose fields have these values, or None."""
-    found = [x for x in lines if all(x.get(name) == y for name, y in wanted.items())]
+    found = [x for x in lines if wanted.items() <= x.items()]
     return max(reversed(found), key=lambda x: x["time"], default=None)
-
-
-def whole(file: str, device: str) -> list[Line]:
-    """Return the lines of whole attention (on `mosaic`) and of dense attention in torch, with the
-    paper's config.
-    """
-    ours = (None, "mosaic")
-    return [
-        x
-        for x in lines_of(file, device)
-        if x["papers"] and x["framework"] == "torch" and x["branch"] in ("all", "dense")
-        if x["implementation"] in ours
-    ]
 
 
 def _time(line: Line | None) -> str:
@@ -139,11 +126,12 @@ def summary(device: str = "nvidia-h200") -> str:
     """Return the times of NSA and of the faster dense kernel on some problems, and of packed
     rows.
     """
-    rows, lines = [], whole("compare.jsonl", device)
+    rows = []
+    lines = {mode: chosen("attention", device, mode=mode) for mode in PASSES}
     for what, sizes in KINDS["summary"].items():
         for mode, which in PASSES.items():
-            about = sizes | {"input": "random", "mode": mode}
-            ours, *found = (newest(lines, kernel=x, **about) for x in ("NSA", *USUAL))
+            about = sizes | {"framework": "torch", "input": "random"}
+            ours, *found = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *USUAL))
             dense = [x for x in found if x and x["status"] == "ok"]
             if ours is None or len(dense) < len(USUAL):
                 raise ValueError(f"{device} must have records of {what}, got none")
@@ -414,19 +402,7 @@ def solved(setting: str, runs: str) -> str:
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a column for each environment of `tests/versions.py`."""
     names = dict.fromkeys(x for each in found for x in each["versions"])
-    rows = [[x, *(each["versions"].get(x, MISSING) for each in found)] for x in names]
-    skips = (
-        "; ".join(f"{n}: {why}" for why, n in each["skipped"].items()) or "none"
-        for each in found
-    )
-    rows += [
-        ["passed", *(str(each["passed"]) for each in found)],
-        ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
-        ["skipped", *skips],
-        ["minutes", *(f"{each['test_minutes']}" for each in found)],
-        ["commit", *(commits([each]) for each in found)],
-    ]
-    return table(["", *(each["name"] for each in found)], rows)
+    return render.filled("versions.md.jinja", found=found, names=names, commits=commits)
 
 
 def versions(names: str) -> str:
@@ -483,8 +459,8 @@ PICTURES = {
 TABLES: Mapping[str, Callable[..., str]] = {
     **{name: functools.partial(of_lines, name) for name in KINDS},
     "quality": quality_table,
-    "seed_names": seed_names.markdown,
-    "seed_variables": seed_env.markdown,
+    "seed_names": functools.partial(render.filled, "seed_names.md.jinja", names=seed_names),
+    "seed_variables": functools.partial(render.filled, "seed_env.md.jinja", env=seed_env),
 } | {
     x.__name__: x
     for x in (summary, first_call, versions, parallel_training, experiment, solved)
@@ -517,12 +493,11 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    old = {path: path.read_text() for path in documents()}
-    new = {path: filled(text, path.name) for path, text in old.items()}
-    for name, picture in PICTURES.items():
-        path = ROOT / name
-        old[path] = path.read_text() if path.exists() else ""
-        new[path] = picture(old[path])
+    makers: dict[Path, Callable[[str], str]] = {
+        path: functools.partial(filled, name=path.name) for path in documents()
+    } | {ROOT / name: picture for name, picture in PICTURES.items()}
+    old = {path: path.read_text() if path.exists() else "" for path in makers}
+    new = {path: make(old[path]) for path, make in makers.items()}
     stale = [path for path, text in new.items() if text != old[path]]
     for path in stale:
         if WRITE.value:

@@ -10,7 +10,7 @@ Files of `bench.train` become tables of runs.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -18,7 +18,6 @@ from absl import flags
 from nsa_core import policy
 
 from .harness import cli, records
-from .harness.markdown import table
 from .harness.records import Record, Values
 from .lm import curves, watched
 from .reports import crossover, page, plots, render
@@ -43,6 +42,7 @@ def markdown(report: Report) -> str:
     devices = []
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
+        decode = [r for r in some if r.mode == "decode"]
         failed = Counter(
             (r.status, f"{r.framework} {r.branch} {r.implementation}", r.reason.splitlines()[0])
             for r in some
@@ -53,7 +53,7 @@ def markdown(report: Report) -> str:
             "environments": {(r.commit, json.dumps(r.versions)): r for r in some}.values(),
             "parity": _parity(some),
             "gains": {name: _by_length(some, *beside) for name, beside in BESIDE.items()},
-            "decode": _decode([r for r in some if r.mode == "decode"]),
+            "decode": [*zip(decode, render.speed_ups(decode), strict=True)],
             "known": [found for found in report.devices if found.device == device],
             "failed": sorted(failed.items()),
         }
@@ -77,17 +77,14 @@ def markdown(report: Report) -> str:
     )
 
 
-def _parity(some: Sequence[Record]) -> str:
-    """Return PASS or FAIL of each path, with its largest error relative to the bound."""
-    rows = []
+def _parity(some: Sequence[Record]) -> Iterator[tuple]:
+    """Return each path, the number of its rows, its largest error relative to the bound, and the
+    numbers of rows by a status that is not ok.
+    """
     for key, group in render.judged(some).items():
-        shares = [s for s in (r.bound_share for r in group) if s is not None]
+        shares = [r.bound_share for r in group if r.bound_share is not None]
         bad = Counter(r.status for r in group if r.status != "ok")
-        fate = ", ".join(f"{n} {status}" for status, n in bad.items())
-        worst = f"{max(shares):.2f}" if shares else "-"
-        fate = f"FAIL: {fate}" if bad else "PASS"
-        rows.append([" ".join(key), str(len(group)), worst, fate])
-    return table(["path", "rows", "largest error / bound", "parity"], rows)
+        yield " ".join(key), len(group), max(shares, default=None), bad
 
 
 def _by_length(
@@ -106,16 +103,6 @@ def _by_length(
             about = {"r": r, "gain": gain, "portable": portable if over == "masked" else None}
             found.append(about | {"length": ("S" if axis == "tokens" else "L", at)})
     return found
-
-
-def _decode(some: Sequence[Record]) -> str:
-    """Return the section about decoding rows, or an empty string without such rows."""
-    rows = []
-    for r, gain in zip(some, render.speed_ups(some), strict=True):
-        path = f"{r.framework} {r.branch} {r.implementation}"
-        ms = f"{r.time_ms:.4g}" if r.times_ms else r.status
-        rows.append([str(r.S), path, ms, "-" if gain is None else f"x{gain:.2f}"])
-    return table(["S", "path", "ms", "speed-up over dense"], rows) if rows else ""
 
 
 def main(argv: Sequence[str]) -> int:

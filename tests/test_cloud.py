@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from bench import oneshot
-from bench.harness import seed_names
+from bench import doc_tables, oneshot
 from bench.harness.process import ROOT
 from tests import versions
 
@@ -244,7 +243,7 @@ def test_what_starts_a_machine_ends_it(path):
     is said, with the price of an hour.
     """
     name, hourly = path.relative_to(ROOT), TASKS[path]["resources"].get("max_hourly_cost")
-    texts = [path.read_text(), README, seed_names.markdown()]
+    texts = [path.read_text(), README, doc_tables.TABLES["seed_names"]()]
     assert f"python cloud/launch.py {name} " in texts[0]
     assert not any(re.search(rf"sky launch .*{name}", text) for text in texts)
     said = f"nothing ends the machine there by itself: at most ${hourly or 0:.2f} an hour"

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from bench import train
+from bench import doc_tables, train
 from bench.harness import seed_env, seed_names
 from bench.harness.process import ROOT
 from bench.judge import parity
@@ -132,7 +132,7 @@ def test_tolerances_of_the_documents():
 
 
 def test_the_table_is_markdown():
-    lines = seed_names.markdown().splitlines()
+    lines = doc_tables.TABLES["seed_names"]().splitlines()
     assert (
         "| `bench/bench_fa2.py` | `python -m bench.fa2` | `--csv`: the sweep's columns |"
         in lines

@@ -6,7 +6,7 @@ that is still set, `apply` prints one line on stderr, with the flag that replace
 why there is none. It sets a flag with the same meaning, unless the command line sets this flag.
 Settings that would be lost are errors: a name that is not in the table, a value without a
 counterpart, a kernel that the command does not support, or `CONFIG` if the command reads no file.
-`markdown` returns the table for the documentation.
+`bench/reports/seed_env.md.jinja` is the table in the documentation.
 """
 
 import dataclasses
@@ -20,8 +20,6 @@ import yaml
 from absl import flags
 
 from nsa_core import policy
-
-from .markdown import table
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -77,19 +75,19 @@ _CONVERT: Mapping[str, Callable[[str], str]] = {
     "minutes": _seconds,
     "version": lambda text: "v2" if truthy(text) else "v1",
 }
-_FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 TABLE: dict[str, Meaning] = {
     name: Meaning(**about | {"convert": _CONVERT.get(about.get("convert"), str)})
-    for name, about in _FOUND["flags"].items()
+    for name, about in FOUND["flags"].items()
 }
 TABLE |= {
     name: Meaning(reason=reason)
-    for reason, names in _FOUND["meaningless"].items()
+    for reason, names in FOUND["meaningless"].items()
     for name in names
 }
 TABLE |= {
     name: Meaning(reason=reason, only=default)
-    for reason, names in _FOUND["refused"].items()
+    for reason, names in FOUND["refused"].items()
     for name, default in names.items()
 }
 
@@ -200,24 +198,3 @@ def _set(flag, text: str, name: str) -> None:
     except flags.IllegalFlagValueError as error:
         raise ValueError(f"{name}: {error}") from None
     flag.using_default_value = False
-
-
-def markdown() -> str:
-    """Return every variable and its meaning here as Markdown."""
-    rows = []
-    for name, meaning in TABLE.items():
-        if meaning.flags:
-            said = " ".join(
-                f"--{flag} {x or '<its value>'}" for flag, x in meaning.flags.items()
-            )
-            where = f"`bench.{meaning.command}`" if meaning.command else ""
-            lost = "; another command that measures: an error" if meaning.required else ""
-            rows.append((f"`{name}`", f"`{said}`", where + lost))
-    for kind, what in (
-        ("meaningless", "meaningless"),
-        ("refused", "another value is an error"),
-    ):
-        for reason, names in _FOUND[kind].items():
-            shown = names if kind == "meaningless" else map("=".join, names.items())
-            rows.append((", ".join(f"`{name}`" for name in shown), what, reason))
-    return table(("variable", "here", ""), rows)

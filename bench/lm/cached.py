@@ -26,7 +26,6 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,9 @@ import nsa_torch
 from nsa_core import paged_dispatch
 from nsa_torch import Branches, NSAAttention, PagedCache, paged_attend, paged_attention
 
-from ..harness import cli, markdown, records
+from .. import run, tables
+from ..harness import cli
+from ..harness.records import Values
 from . import data, recall, spec
 from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
@@ -105,7 +106,7 @@ class Pages:
         weight = layer.out.weight
         pages = -(-length // spec.config.select_block)
         self.table = torch.arange(rows * pages, device=weight.device).int().view(rows, pages)
-        options: dict[str, Any] = {"separate": spec.separate, "device": weight.device}
+        options: Values = {"separate": spec.separate, "device": weight.device}
         if cache_dtype.itemsize == 1:
             options |= {"compressed_dtype": weight.dtype, "max_rows": rows}
         sizes = rows * pages, spec.n_kv_groups, spec.d_k, spec.d_v
@@ -192,7 +193,7 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
 
 def compared(
     trained: tuple[Tensor, list[Tensor]], found: tuple[Tensor, list[Tensor]], target: Tensor
-) -> dict[str, Any]:
+) -> Values:
     """Return the columns that compare a row with `trained`, for the tokens `target` `[B, T]`."""
     first, last = (x.gather(2, target[..., None])[..., 0] for x, _ in (trained, found))
     gap = (first - last).abs().flatten()
@@ -207,24 +208,20 @@ def compared(
     }
 
 
-COLUMNS = ("loss", "above", "copied", "gap", "gap_p999", "kl", "other_blocks")
-
-
 def main(argv: Sequence[str]) -> int:
     gpu = torch.cuda.is_available()
     dtype, device = ("bfloat16", "cuda") if gpu else ("float32", "cpu")
     batches = data.load(data.TEXT, FLAGS.batch, FLAGS.length, FLAGS.seed)
-    kind: Any = FLAGS.attention
-    sizes = spec.model(FLAGS.model, kind, gate="head")
-    own: dict[str, Any] = {"kv": FLAGS.kv}
+    sizes = spec.model(FLAGS.model, FLAGS.attention, gate="head")
+    own: Values = {"kv": FLAGS.kv}
     sizes = dataclasses.replace(sizes, layer=dataclasses.replace(sizes.layer, **own))
     model = trained(sizes, batches, dtype)
     held_out = batches.evaluation(FLAGS.held_out)
-    about: dict[str, Any] = {"model": FLAGS.model, "attention": FLAGS.attention, "kv": FLAGS.kv}
-    about |= {"steps": FLAGS.steps, "length": FLAGS.length, "seed": FLAGS.seed}
+    names = "model", "attention", "kv", "steps", "length", "seed"
+    about: Values = {name: FLAGS[name].value for name in names}
     about |= {"input_sha256": batches.sha256}
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
-    print(markdown.line(["cache", "step", *COLUMNS]) + "\n" + "| --- " * 9 + "|")
+    print(tables.LINES["cached"]["head"])
     tokens = [batch.tokens for batch in held_out]
     for i, batch in enumerate(held_out):
         starts = recall.passages(batch, sizes.layer.w, (FLAGS.seed, 2, i))
@@ -242,27 +239,17 @@ def main(argv: Sequence[str]) -> int:
             found = read(model, x[:, :-1], step, kind)
             losses.append(-found[0].gather(2, x[:, 1:, None])[..., 0].double())
             rows.append(compared(whole, found, x[:, 1:]))
-        loss, again = (
-            torch.stack(losses[: len(held_out)]).mean().item(),
-            losses[len(held_out) :],
-        )
+        again = losses[len(held_out) :]
+        loss = torch.stack(losses[: len(held_out)]).mean().item()
         first = loss if first is None else first
         ends = [x[:, -recall.PASSAGE :].mean().item() for x in again]
         copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
-        line: dict[str, Any] = {"loss": loss, "above": loss - first, "copied": copied}
-        for name in COLUMNS[3:]:  # only of held-out text
-            parts = [row[name] for row in rows[: len(held_out)]]
-            line[name] = None if None in parts else float(np.mean(parts))
-        name = str(kind).removeprefix("torch.")
-        numbers = (
-            markdown.number(line[x], ".3g" if x in COLUMNS[3:] else ".4f") for x in COLUMNS
-        )
-        print(markdown.line([name, str(step), *numbers]), flush=True)
-        if FLAGS.out is not None:
-            made = records.record(
-                "cached", FLAGS.commit, **about, cache=name, step=step, **line
-            )
-            records.append(FLAGS.out, [made])
+        row = about | {"cache": str(kind).removeprefix("torch."), "step": step}
+        row |= {"loss": loss, "above": loss - first, "copied": copied}
+        for name in rows[0]:  # only of held-out text
+            parts = [each[name] for each in rows[: len(held_out)]]
+            row[name] = None if None in parts else float(np.mean(parts))
+        run.rows("cached", FLAGS, [row])
     return 0
 
 

@@ -27,7 +27,6 @@ Token 0 begins a document.
 
 import dataclasses
 import hashlib
-import io
 import json
 import lzma
 import shutil
@@ -46,7 +45,7 @@ from pydantic import Field
 from nsa_core import config_files, extras
 
 from ..harness import cli, heartbeat, records
-from .tokens import TOGETHER, Documents, tokenizer_file
+from .tokens import Documents, FromFile, gathered, tokenizer_file
 
 LIST = config_files.FOLDER / "corpus" / "python.yaml"
 FLAGS = cli.define(
@@ -253,21 +252,18 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
     tokenizer = learned(train if other is None else texts(other, folder)[0], given)
     written = tokenizer.to_str(pretty=True).encode()
     _same("tokenizer", given.tokenizer, sha256(written))
-    begin = np.zeros(1, np.uint16)
-    parts: list[list[np.ndarray]] = [[], []]
-    for part, group in zip(parts, (train, held_out), strict=True):
-        for start in range(0, len(group), TOGETHER):
-            for each in tokenizer.encode_batch(group[start : start + TOGETHER]):
-                part += [begin, np.array(each.ids, np.uint16)]
-    tokens = np.concatenate([x for part in parts for x in part]).astype("<u2")
+    by = FromFile(written, TOKENIZER)
+    found = (gathered(ABOUT, texts, by) for texts in (train, held_out))
+    parts = [np.insert(x.tokens, x.starts[:-1], 0) for x in found]
+    tokens = np.concatenate(parts).astype("<u2")
     _same("tokens", given.tokens, sha256(tokens.tobytes()))
     about = {
         "schema": SCHEMA,
         "wheels": dataclasses.asdict(given),
-        "vocabulary": tokenizer.get_vocab_size(),
+        "vocabulary": by.vocabulary,
         "documents": [len(train), len(held_out)],
         "bytes": [sum(len(x.encode()) for x in group) for group in (train, held_out)],
-        "tokens": [sum(map(len, part)) for part in parts],
+        "tokens": [*map(len, parts)],
         "sha256": {TOKENIZER: sha256(written), TOKENS: sha256(tokens.tobytes())},
         "versions": records.environment()["versions"],
     }
@@ -284,9 +280,7 @@ def _same(what: str, expected: str | None, got: str) -> None:
 
 def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndarray) -> None:
     """Write the three files. `out` is complete or absent."""
-    halves = (tokens & 255).astype(np.uint8).tobytes() + (tokens >> 8).astype(
-        np.uint8
-    ).tobytes()
+    halves = tokens.view(np.uint8).reshape(-1, 2).T.tobytes()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".", dir=out.parent))
     try:
@@ -319,9 +313,8 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
         if about["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}, got {about['schema']}")
         sums, (_, held_out) = about["sha256"], about["tokens"]
-        packed = (folder / TOKENS).read_bytes()
-        halves = lzma.LZMAFile(io.BytesIO(packed)).read()
-    except (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError) as error:
+        halves = lzma.decompress((folder / TOKENS).read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
         raise ValueError(
             f"{folder} is not a complete corpus: {error}; build it again"
         ) from None
@@ -334,9 +327,9 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
                 f"tokenizer must be that of the corpus {folder} with SHA-256 {sums[name]}, got "
                 f"{path} with {got}"
             )
-    low, high = np.frombuffer(halves, np.uint8).reshape(2, -1).astype(np.uint16)
-    tokens = low | high << 8
-    if sha256(tokens.astype("<u2").tobytes()) != sums[TOKENS]:
+    pairs = np.frombuffer(halves, np.uint8).reshape(2, -1).T
+    tokens = np.frombuffer(pairs.tobytes(), "<u2")
+    if sha256(tokens.tobytes()) != sums[TOKENS]:
         raise ValueError(
             f"tokens of corpus {folder} must have SHA-256 {sums[TOKENS]}, got others; "
             "build it again"

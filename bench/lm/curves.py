@@ -171,13 +171,10 @@ def draw(
       below_is: the name of the axis of the differences.
     """
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(9, 7), height_ratios=(3, 2), layout="constrained"
-    )
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     for curve in drawn:
         label = f"{curve.label}: {final(curve.losses):.4f}"
         above.plot(curve.losses, label=label, linewidth=1.2, **curve.style)
@@ -197,10 +194,9 @@ def draw(
         rows = f"{at['batch']} x {at['seq_len']} tokens per step"
         size = f"{header.parameters / 1e6:.3g}M parameters, {rows}"
         above.set_title(f"{header.device}, {size}, {header.dtype}", size=9, loc="left")
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         kind = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=150, metadata=kind)
-    pyplot.close(figure)
 
 
 def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:

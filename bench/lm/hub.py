@@ -6,7 +6,7 @@ fails.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from nsa_core import extras
@@ -72,16 +72,15 @@ class Hub:
             dataset = datasets.load_dataset(self.name, self.config, **given)
             if state is not None:
                 dataset.load_state_dict(state)
-            found = list(itertools.islice(self._texts(dataset), count))
+            found = []
+            for row, example in enumerate(itertools.islice(dataset, count)):
+                if self.column not in example:
+                    raise sources.no_column(self, self.column, example)
+                text = sources.text_of(example[self.column], f"{self} row {row}", self.column)
+                found.append(text)
             return found, dataset.state_dict()
 
         return self._asked(read)
-
-    def _texts(self, dataset) -> Iterator[str]:
-        for row, example in enumerate(dataset):
-            if self.column not in example:
-                raise sources.no_column(self, self.column, example)
-            yield sources.text_of(example[self.column], f"{self} row {row}", self.column)
 
     def _asked[T](self, ask: Callable[[], T]) -> T:
         """Call `ask`, and convert the errors of several libraries to those of Python."""

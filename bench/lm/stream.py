@@ -158,7 +158,7 @@ class Streamed(Batches):
         end = Position(at.block + 1, at.row + packed.count, at.epoch, at.document + len(texts))
         if len(texts) < self.buffer:  # the last of its epoch
             end = end._replace(epoch=at.epoch + 1, document=0)
-            if end.row == self._epoch_row(at.epoch):
+            if end.row == min(x.row for x in self.known if x.epoch == at.epoch):
                 raise ValueError(
                     f"dataset {self.source} must fill a row of {self.shape[1]} tokens, got "
                     f"{len(training.tokens)} tokens in {len(texts)} documents"
@@ -168,10 +168,6 @@ class Streamed(Batches):
             end = end._replace(state=state)
         self._note(end)
         return Block(at, end, packed, held_out)
-
-    def _epoch_row(self, epoch: int) -> int:
-        """Return the first row of an epoch."""
-        return min(x.row for x in self.known if x.epoch == epoch)
 
     def _note(self, at: Position) -> None:
         if any(x.block == at.block for x in self.known):

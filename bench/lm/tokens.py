@@ -82,16 +82,14 @@ class FromFile:
     post-processor adds to a document.
 
     Raises:
-      FileNotFoundError: See `tokenizer_file`.
-      ValueError: the library cannot read it.
+      ValueError: the library cannot read the file's `data`.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, data: bytes, path: str | Path):
         try:
             import tokenizers
         except ModuleNotFoundError as error:
             raise extras.missing("data", error) from error
-        data = tokenizer_file(path)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
@@ -115,7 +113,7 @@ class FromFile:
 
 def tokenizer(path: str | None) -> Tokenizer:
     """Return the tokenizer in the file at `path`, or that of bytes if `path` is None."""
-    return Bytes() if path is None else FromFile(path)
+    return Bytes() if path is None else FromFile(tokenizer_file(path), path)
 
 
 def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
@@ -198,7 +196,6 @@ def _write(name: str, texts: Iterable[str], by: Tokenizer, target: Path) -> None
 
 def _digest(tokens: np.ndarray, starts: np.ndarray) -> str:
     found = hashlib.sha256(str(tokens.dtype).encode())
-    for begin in range(0, len(tokens), 2**24):
-        found.update(tokens[begin : begin + 2**24].tobytes())
-    found.update(starts.tobytes())
+    found.update(tokens)
+    found.update(starts)
     return found.hexdigest()

@@ -226,26 +226,22 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
     one problem, oldest first. Among several of our kernels, the one with the most timed lengths
     counts; among equals, the fastest at its longest length.
     """
-    newest = {(run.dense, run.kernel, run.tokens): run for run in found}
-    kernels: dict[str, list[Run]] = {}
-    dense: dict[str, dict[int, Run]] = {}
-    for (is_dense, kernel, tokens), run in newest.items():
-        if is_dense:
-            dense.setdefault(kernel, {})[tokens] = run
-        else:
-            kernels.setdefault(kernel, []).append(run)
+    lines: dict[tuple[bool, str], dict[int, Run]] = {}
+    for run in found:
+        lines.setdefault((run.dense, run.kernel), {})[run.tokens] = run
+    dense = [line for (is_dense, _), line in lines.items() if is_dense]
 
-    def rank(line: list[Run]) -> tuple[int, float]:
-        times = max(line, key=lambda run: run.tokens).row.times_ms
-        timed = sum(run.row.times_ms is not None for run in line)
+    def rank(line: dict[int, Run]) -> tuple[int, float]:
+        times = line[max(line)].row.times_ms
+        timed = sum(run.row.times_ms is not None for run in line.values())
         return timed, -times[0] if times else -math.inf
 
-    ours = max(kernels.values(), key=rank, default=[])
+    ours = max((x for (is_dense, _), x in lines.items() if not is_dense), key=rank, default={})
     points = []
-    for run in sorted(ours, key=lambda run: run.tokens):
-        here = tuple(line[run.tokens] for line in dense.values() if run.tokens in line)
+    for tokens in sorted(ours):
+        here = tuple(line[tokens] for line in dense if tokens in line)
         if here:
-            points.append(Point(run.tokens, run, here))
+            points.append(Point(tokens, ours[tokens], here))
     fastest = {point.best.kernel for point in points if point.best}
     lacking = ((point, fastest - {run.kernel for run in point.dense}) for point in points)
     return tuple(dataclasses.replace(x, missing=tuple(sorted(names))) for x, names in lacking)

@@ -167,23 +167,16 @@ def _draw(panel: Panel, axes) -> None:
 def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
     """Return a figure of panels of this size in inches, at most two in a row, and their axes."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     style: dict[str, Any] = dict.fromkeys(names, INK)
     style |= {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     columns = min(2, count)
     rows = -(-count // columns)
-    with pyplot.rc_context(style):
-        figure, grid = pyplot.subplots(
-            nrows=rows,
-            ncols=columns,
-            figsize=(size[0] * columns, size[1] * rows),
-            squeeze=False,
-            layout="constrained",
-        )
+    with matplotlib.rc_context(style):
+        figure = Figure((size[0] * columns, size[1] * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[count:]:
         axes.axis("off")
     return figure, list(grid.flat)
@@ -264,13 +257,12 @@ def _saved(figure, title: str, folder: Path) -> Plot:
 
 
 def _svg(figure, name: str, **how: Any) -> str:
-    """Return the figure as SVG and close it. Equal values give equal text."""
-    from matplotlib import pyplot
+    """Return the figure as SVG. Equal values give equal text."""
+    import matplotlib
 
     buffer = io.StringIO()
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, **how)
-    pyplot.close(figure)
     return buffer.getvalue()
 
 
@@ -280,6 +272,5 @@ def _inline(svg: str, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)  # of the element itself
     return svg.replace(INK, "currentColor").strip()

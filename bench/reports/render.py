@@ -171,13 +171,11 @@ def plot(records: Sequence[Record], path: Path) -> None:
     """Plot milliseconds of each branch and implementation on a logarithmic axis, with p20 to
     p80.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     timed = [record for record in records if record.times_ms]
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.28 * max(len(timed), 1)))
+    figure = Figure(figsize=(9, 1.5 + 0.28 * max(len(timed), 1)))
+    axes = figure.subplots()
     colors = {"jax": "tab:blue", "torch": "tab:orange"}
     labels = [f"{r.branch}  {r.framework} {r.implementation}" for r in timed]
     for place, record in enumerate(timed):
@@ -195,4 +193,3 @@ def plot(records: Sequence[Record], path: Path) -> None:
     title = heading(records).splitlines()
     axes.set_title(f"{title[0]}\n{title[1]}", size=9, loc="left")
     figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)

@@ -80,15 +80,6 @@ class Pair:
             return None
         return self.portable_ms / self.kernel_ms
 
-    def __str__(self) -> str:
-        text = f"{self.length}: {self.speed_up:.3g}x {self.row.implementation} over {self.over}"
-        if not self.kernel_ms:
-            return f"{text} (no time) {self.problem}"
-        text += f" ({self.over_ms:.4g} / {self.kernel_ms:.4g} ms)"
-        if self.over_portable is not None:
-            text += f", {self.over_portable:.3g}x over the portable path"
-        return f"{text} {self.problem}"
-
 
 class Evidence:
     """All pairs, and the excluded rows by reason."""
