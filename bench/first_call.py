@@ -35,12 +35,16 @@ FLAGS = cli.define(
     H=(64, "Query heads."),
     Hkv=(4, "Key/value heads."),
     D=(128, "Number of columns per head."),
-    lengths=(50, "Lengths never seen."),
-    longest=(16384, "Tokens at most.", 64),
+    lengths=(50, "Number of new lengths that torch calls."),
+    longest=(16384, "Longest length in tokens.", 64),
     seed=(0, "Seed of the random lengths.", None),
     jobs=(int, "Number of processes that build kernels; default: one per core."),
-    stage=(str, "Only this one.", ("cold", "warm", "lengths", "jax", "jax_again")),
-    folder=(str, "Folder of the kernels, with --stage."),
+    stage=(
+        str,
+        "Internal: measure only this stage, in this process.",
+        ("cold", "warm", "lengths", "jax", "jax_again"),
+    ),
+    folder=(str, "Internal: folder of the kernels, with --stage."),
 )
 cli.define_lines(FLAGS)
 

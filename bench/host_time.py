@@ -59,9 +59,9 @@ FORMS = ("graphs", "each")
 FLAGS = cli.define(
     calls=(200, "Number of timed calls per form and round."),
     rounds=(2, "Number of processes per form."),
-    implementation=("mosaic", "Kernels.", ("mosaic", "triton")),
-    launch=(False, "One launch, of torch and of JAX."),
-    form=(str, "Only this one, in this process.", FORMS),
+    implementation=("mosaic", "Implementation of all branches.", ("mosaic", "triton")),
+    launch=(False, "Measure one launch in torch and in JAX, instead of calls."),
+    form=(str, "Internal: measure only this form, in this process.", FORMS),
 )
 cli.define_lines(FLAGS)
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}

@@ -23,14 +23,14 @@ from .harness.runners import asked, forward, started
 from .judge import selection_shortfall
 
 FLAGS = cli.define(
-    framework=("jax", "Whose selection.", ["jax", "torch", "both"]),
+    framework=("jax", "Framework whose selection is checked.", ["jax", "torch", "both"]),
     config=(str, "Name of a file in configs/ or a path; default: paper, without a GPU tiny."),
     preset="config",
     input=(("random", "text"), "Where the arrays come from (repeatable).", ("random", "text")),
-    seq_len=(int, "Tokens, instead of the config's (paper: 65536)."),
-    batch=(int, "Sequences, instead of the config's."),
-    dtype=(str, "Precision, instead of the config's.", problems.PRECISIONS),
-    seed=(0, "Of the random arrays and of the text model.", None),
+    seq_len=(int, "Number of tokens, instead of that of the config (paper: 65536)."),
+    batch=(int, "Number of sequences, instead of that of the config."),
+    dtype=(str, "Precision, instead of that of the config.", problems.PRECISIONS),
+    seed=(0, "Seed of the random arrays and of the text model.", None),
     row_seconds=(0.5, "Seconds spent on timing a selection."),
     out=(str, "A new folder, for the records in indices.jsonl."),
     save_records=(False, "Append to bench/records/<device>/indices.jsonl too."),

@@ -34,7 +34,7 @@ from .harness.timed_problem import Problem, named, torch_inputs
 
 FLAGS = cli.define(
     only=((), "Only shapes whose names begin with this (repeatable)."),
-    implementation=("mosaic", "Kernels.", ["mosaic", "triton"]),
+    implementation=("mosaic", "Implementation of all branches.", ["mosaic", "triton"]),
     row_seconds=(0.5, "Seconds spent on timing a row."),
     save_records=(False, "Keep the records."),
 )

@@ -396,7 +396,7 @@ def test_compare_writes_the_table_in_four_forms(run, tmp_path):
     assert xla.input == "text" and len(xla.input_sha256) == 64 and 0 < xla.overlap < 1
     assert rows["jax", "sliding", "mosaic"].reason
     assert printed.count("speed-up") >= 1 and "x |" in printed
-    assert "overlap of neighbours" in printed
+    assert "of their blocks" in printed
 
 
 XLA = [f"--{step}_kernel=xla" for step in Branches._fields]

@@ -75,9 +75,9 @@ def test_answers_in_words():
     assert answer({1024: 0.2, 2048: 0.5}) == "not up to 2k tokens (0.5x there)"
     assert answer({1024: 2.0, 2048: None}) == "not up to 2k tokens (wrong there)"
     assert answer({1024: 2.0}) == "not known, measured at 1k tokens only (2x)"
-    assert answer({}) == "not measured beside dense attention"
+    assert answer({}) == "not measured together with dense attention"
     (each,) = crossover.panels(sweep({1024: 0.5, 2048: 2.0}), []).values()
-    none = "not measured beside dense attention"
+    none = "not measured together with dense attention"
     assert crossover.sentence(GPU, each) == (
         f"{GPU}: forward from 2k tokens (2x); forward + backward {none}; "
         f"training step {none}; decode {none}."

@@ -117,7 +117,7 @@ def test_lines_join_what_differs_in_length_only():
     rows += pairs("selected", {256: 2.0}, bench="selection", H=4)
     found = list(plots.panels(rows, lambda r: r.time_ms))
     assert [panel[:2] for panel in found] == [
-        ("selected", "selected keys a query"),
+        ("selected", "selected keys per query"),
         ("sliding", "tokens"),
     ]
     assert [len(line) for _, _, lines in found for line in lines] == [2, 2, 2, 2]

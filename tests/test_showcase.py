@@ -95,7 +95,7 @@ def test_the_report(command, rows):
         in text
     )
     assert "no room / here" in text and "| oom |" in text
-    assert "- S=2048: fastest none, 80 ms; v2 over v1 x2.50" in text
+    assert "- S=2048: the fastest mode is none, 80 ms; v2 is 2.50x as fast as v1" in text
     assert "- `run_s512_v1.log`" in text
     assert len(log.read(out / "showcase.jsonl")) == 7
 
@@ -183,4 +183,4 @@ def test_a_row_is_measured_here(command):
     (line,) = log.read(out / "showcase.jsonl")
     assert (line.status, line.implementation, line.batch, line.seq_len) == ("ok", "sdpa", 1, 64)
     assert line.device == "cpu" or records.environment()["versions"]["cuda"]
-    assert f"fastest none, {line.time_ms:.4g} ms" in printed.out
+    assert f"the fastest mode is none, {line.time_ms:.4g} ms" in printed.out

@@ -182,7 +182,7 @@ class FSDPLearner(DDPLearner):
                 raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint written")
         try:
             dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
-        except CheckpointException as error:  # a BaseException, which nothing else catches
+        except CheckpointException as error:  # a BaseException, which other handlers miss
             causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
             raise OSError(f"shards of ranks not written: {causes}") from error
 

@@ -122,7 +122,7 @@ def _scaling(speeds: Sequence[Speed]) -> list[Verdict]:
         if one.devices > 1 or other.devices == 1 or not alike or other.device == "cpu":
             continue
         kept = (other.tokens_per_s or 0) / ((one.tokens_per_s or 0) * other.devices)
-        what = f"{other.run} S={other.seq_len} B={other.batch} beside B={one.batch}"
+        what = f"{other.run} S={other.seq_len} B={other.batch}, compared with B={one.batch}"
         question = f"{other.devices} devices keep their tokens/s, {what}"
         found.append(Verdict(question, 1 - kept, LOSS_OF_SCALE))
     return found

@@ -172,7 +172,7 @@ class Panel:
         """The answer as text, to follow the name of the question."""
         known = [point for point in self.points if point.faster is not None]
         if not known:
-            return "not measured beside dense attention"
+            return "not measured together with dense attention"
         first, last = known[0], known[-1]
         if first is last:
             return f"not known, measured at {length(last.tokens)} tokens only ({_gain(last)})"

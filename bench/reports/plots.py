@@ -49,7 +49,7 @@ def length(record: Record) -> tuple[int, str]:
     """
     if record.bench == "selection":
         keys = record.config["num_selected"] * record.config["select_block"]
-        return keys, "selected keys a query"
+        return keys, "selected keys per query"
     return record.S, "tokens"
 
 
