@@ -85,8 +85,8 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
 
 def _derived(x: Line) -> Line:
     """Return fields that follow from those of a line: `kernel`, and for attention its sizes as
-    text, whether the config is the paper's in bfloat16 (`papers`), and the position of its row
-    (`place`: the most query columns first, then the longest).
+    text, whether it has the paper's config, bfloat16 and at least `SHORTEST` tokens (`papers`), and
+    the position of its row (`place`: the most query columns first, then the longest).
     """
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}

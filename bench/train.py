@@ -285,8 +285,8 @@ def _variant(
     can = not parallel.compiled and not parallel.safe
     if FLAGS.graph and framework == "torch" and not can:
         raise NotImplementedError(
-            "--graph captures what a process computes: --ddp_safe looks at each collective, and "
-            "--compile captures nothing of its own"
+            "--graph captures what a process computes in a CUDA graph; it must not be combined "
+            "with --ddp_safe, which checks each collective on the host, or with --compile"
         )
     graph = can and parallel.kind == "none" if FLAGS.graph is None else FLAGS.graph
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)

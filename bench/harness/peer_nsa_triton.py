@@ -16,7 +16,7 @@ The functions compute the same as this library, so that the oracle judges every 
 whole:
 
 - Compressed tokens are means of `l` tokens every `d` tokens, visible from their last token on.
-- Scores are summed over the heads of a group (Eq. 9).
+- Block scores follow Eq. 9, and are summed over the heads of a group.
 - The first `init_blocks` blocks are forced, and so are the last `local_blocks`, which end with the
   query's own block.
 - Blocks ascend, with -1 at the end. The scale is `D**-0.5`.

@@ -106,7 +106,7 @@ def _cast(tree, dtype):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """Return the losses `[B, T]` of some rows in nats, 0 for a token without a loss. On a mesh the
+    """Return the losses `[B, T]` of some rows in nats, 0 for a target without a loss. On a mesh the
     rows are those of a device.
     """
     layout = program.layout

@@ -81,8 +81,12 @@ class FromFile:
     """A tokenizer of the library `tokenizers`, with the special tokens that its own
     post-processor adds to a document.
 
+    Args:
+      data: The contents of the tokenizer's file.
+      path: The file, for messages.
+
     Raises:
-      ValueError: the library cannot read the file's `data`.
+      ValueError: The library cannot read `data`, or there are no tokens.
     """
 
     def __init__(self, data: bytes, path: str | Path):

@@ -316,7 +316,7 @@ class Learner:
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
         """Return the names of values that are not finite: the loss, the first gradient and the
         first weight, of the first rank that has any. The gradients are computed again without the
-        sum over ranks, since after clipping none of them is finite.
+        sum over ranks, since clipping has changed all of them.
         """
         found = [] if loss.isfinite().all() else ["loss"]
         self._backward(rows, reduce=False)

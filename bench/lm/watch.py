@@ -2,7 +2,7 @@
 
 | file | content |
 |---|---|
-| `heartbeat_rank<r>.jsonl` | a line at each observed step, and if none was written for 10 s |
+| `heartbeat_rank<r>.jsonl` | a line at observed steps, and at other steps if 10 s have passed |
 | `<run>.csv` | from rank 0, the observed values |
 | `tb/<run>` | from rank 0, the same for TensorBoard, if requested |
 | `stackdump_rank<r>.txt` | the stacks of a rank that hangs |

@@ -136,7 +136,7 @@ class Panel:
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None, str, bool]]]:
         """The curves by dense kernel, with "" for our kernel. A point has tokens, ratio, status,
-        and whether a fast dense kernel is missing. A kernel with less than two ratios has no
+        and whether a fast dense kernel is missing. A kernel with fewer than two ratios has no
         curve.
         """
         found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
