@@ -94,7 +94,7 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
     _sync(scratch)
     os.replace(scratch, target)
     _sync(folder)
-    # Unfinished folders remain of processes that were killed.
+    # Also remove unfinished folders of processes that were killed.
     for path in [*found(folder)[KEPT:], *folder.glob(".step-*")]:
         shutil.rmtree(path)
 

@@ -82,7 +82,7 @@ class ModelSpec:
         return sum(map(self.is_dense, range(self.layers)))
 
     def products(self) -> int:
-        """Return the multiply-adds per token of all weights, without the products of attention."""
+        """Return the multiply-adds per token with weights, so without those of attention."""
         at = self.layer
         inner = at.gate_width * (at.d_k + 3)
         inputs = {"head": 3 * at.dim, "selected": 0}.get(at.gate, inner)
