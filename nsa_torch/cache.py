@@ -342,11 +342,12 @@ def extend(x: Tensor, used: int, length: int) -> Tensor:
 
 
 def crop(cache: NSACache, count: int) -> None:
-    """Remove the last `count` tokens of every sequence.
+    """Remove the last `count` tokens of every sequence. A sequence with fewer tokens becomes
+    empty.
 
     Raises:
       ValueError: `count` is negative or above `cache.longest`, or the layer convolves keys
-        (`key_taps`). Shorter sequences are not checked.
+        (`key_taps`).
     """
     if count and cache.newest_keys is not None:
         raise ValueError(CONVOLVED)
@@ -354,7 +355,8 @@ def crop(cache: NSACache, count: int) -> None:
         raise ValueError(
             f"count must be between 0 and {cache.longest}, the longest length, got {count}"
         )
-    cache.length, cache.longest = cache.length - count, cache.longest - count
+    cache.length = (cache.length - count).clamp(min=0)
+    cache.longest -= count
     for name, x in cache.pages.tensors().items():
         # A compressed token is stored at the index of its last raw token, divided by the stride.
         stride = cache.config.compress_stride if name.startswith("compressed") else 1

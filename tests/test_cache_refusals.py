@@ -509,6 +509,8 @@ def test_tokens_that_were_taken_back_leave_no_nan(graph, separate):
         for row, length in enumerate((21, 14)):
             used = length // SMALL.compress_stride if "compressed" in name else length
             assert torch.equal(x[row, :used], y[row, :used]) and x.isfinite().all(), name
+    crop(cache, 18)  # the second row has 14 tokens
+    assert cache.length.tolist() == [3, 0]
     if graph:
         torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
     else:

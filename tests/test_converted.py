@@ -47,7 +47,7 @@ def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
         losses = [found[name, i]["loss"] for i in range(3)]
         assert len(set(losses)) == 3 and losses[-1] < losses[0]
     first = found["dense", 0]
-    assert first["preset"]["length"] == 200 and set(first["copied_at"]) == {"128"}
+    assert first["preset"]["length"] == 200 and "copied_128" in first
     assert first["loss"] == pytest.approx((16 * first["within"] + 184 * first["beyond"]) / 200)
     assert "| values | 2 | " in capsys.readouterr().out
 

@@ -448,6 +448,8 @@ def test_what_does_not_belong_together():
         nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
     with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
         meta.tensors(4, 2, 16, implementation="sdpa")
+    with refused("widths must be multiples of 16"):  # once a StopIteration
+        meta.tensors(4, 2, 40)
     numbers[1] += 1
     with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)

@@ -13,7 +13,7 @@ from bench.harness.scale_problem import Problem, judged
 from tests.commands import called
 
 ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
-SIZES = {"S": 1024, "H": 8, "Hkv": 2, "D": 64, "Dv": 32}
+SIZES = {"S": 1024, "H": 8, "Hkv": 2, "D": 64, "Dv": 32, "dtype": "bfloat16"}
 COLUMNS = 1024 * 2 * (64 + 32)
 
 
@@ -29,10 +29,13 @@ def row(devices, ms, **fields):
 
 
 def test_bytes_of_transport():
-    """Two bytes a number and a gather forward; twice that and a sum in float32 with backward."""
+    """In 16 bits two bytes per number and a gather forward; twice that and a sum in float32 with
+    backward.
+    """
     forward = row(1, 1.0) | {"mode": "forward"}
     assert scale_model.moved_bytes(forward, 1) == 0
     assert scale_model.moved_bytes(forward, 2) == COLUMNS * 2 / 2
+    assert scale_model.moved_bytes(forward | {"dtype": "float32"}, 2) == COLUMNS * 4 / 2
     assert scale_model.moved_bytes(row(1, 1.0), 4) == COLUMNS * 8 * 3 / 4
 
 
@@ -107,7 +110,7 @@ def test_ranks_part_where_one_fails(monkeypatch):
 
 
 def problem(**fields):
-    return Problem(**ABOUT | SIZES | fields, dtype="bfloat16", checked=0)
+    return Problem(**ABOUT | SIZES | fields, checked=0)
 
 
 def test_several_devices_may_err_twice_as_much_as_one():

@@ -18,15 +18,16 @@ devices.
 
 from collections.abc import Callable, Iterable, Sequence
 
+import ml_dtypes
+
 from .records import Values
 
 FLOAT32 = 4
 
 
-def moved_bytes(row: Values, devices: int, itemsize: int = 2) -> float:
-    """Return the bytes that a device receives in one call of the problem `row` on `devices`.
-    `itemsize` is that of keys and values in bytes.
-    """
+def moved_bytes(row: Values, devices: int) -> float:
+    """Return the bytes that a device receives in one call of the problem `row` on `devices`."""
+    itemsize = ml_dtypes.finfo(row["dtype"]).bits // 8
     columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
     times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
     return (devices - 1) / devices * columns * times

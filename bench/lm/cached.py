@@ -18,8 +18,8 @@ of tokens per step. Values are in nats per token, except for `other_blocks`:
 | kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
 | other_blocks | share of layers, tokens and key/value heads whose blocks differ from training |
 
-Dense attention trains with the backend `math` of torch's SDPA, and reads a cache with the default
-backend of SDPA.
+Dense attention trains on FA-2, on a CPU with the backend `math` of torch's SDPA. It reads a cache
+with the default backend of SDPA.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from nsa_torch import Branches, NSAAttention, PagedCache, paged_attend, paged_at
 from .. import run, tables
 from ..harness import cli
 from ..harness.records import Values
-from . import data, recall, spec
+from . import data, recall, spec, variants
 from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
 
@@ -182,7 +182,9 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.safetensors"
         initialize(start, model, FLAGS.seed)
-        learner = Learner(spec.Task("cached", model, training, dtype), start, None)
+        backend = variants.dense("torch", "auto", dtype).implementation
+        implementation = backend if model.attention == "dense" else None
+        learner = Learner(spec.Task("cached", model, training, dtype), start, implementation)
     for step in range(FLAGS.steps):
         loss, _ = learner.step(batches.train(step), step)
         if step % 100 == 0 or step == FLAGS.steps - 1:

@@ -198,8 +198,9 @@ def judged(
     gained = measures.copies(learner, held, layer, (seed, 4), thorough=True)
     model.train()
     losses = {"loss": float(sums.sum() / counts.sum()), "within": within, "beyond": after}
-    renamed = {"recall_gain": "recall", "copied_gain": "copied"}
-    return losses | {renamed.get(name, name): x for name, x in gained.items()}
+    gains = gained.pop("copied_at", {})
+    renamed = {name.removesuffix("_gain"): x for name, x in gained.items()}
+    return losses | renamed | {f"copied_{distance}": x for distance, x in gains.items()}
 
 
 def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:

@@ -85,8 +85,14 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
 
 
 def slab_width(*widths: int) -> int:
-    """Return the number of columns of a slab. All `widths` are multiples of it, and of 16."""
+    """Return the number of columns of a slab, of which all `widths` are multiples.
+
+    Raises:
+      ValueError: a width is no multiple of 16.
+    """
     common = math.gcd(*widths)
+    if common % 16:
+        raise ValueError(f"widths must be multiples of 16, got {widths}")
     return next(slab for slab in (64, 32, 16) if common % slab == 0)
 
 
