@@ -54,12 +54,6 @@ def problem(length: int) -> Problem:
     return Problem(name=str(length), T=length, **sizes)
 
 
-def used_mib() -> float:
-    """Return the used memory of the GPU in MiB."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20
-
-
 def cold() -> dict:
     """Build and load all kernels of the layer."""
     import nsa_torch
@@ -92,7 +86,8 @@ def new_lengths() -> dict:
         *three, known = (seconds(calls["fwdbwd"]) * 1e3 for _ in range(4))
         more_ms.append(three[0] - three[1])
         three_more_ms.append(sum(three) - 3 * known)
-        memory.append(used_mib())
+        free, total = torch.cuda.mem_get_info()
+        memory.append((total - free) / 2**20)
         del calls
     more_ms = sorted(more_ms[1:])
     return {

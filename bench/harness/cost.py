@@ -74,10 +74,8 @@ def visible_pairs(branch: str, T: int, S: int, config: NSAConfig) -> int:
         seen = whole * size + position % size + 1
     elif branch == "sliding":
         seen = np.minimum(config.window, position + 1)
-    elif branch == "dense":
+    else:  # dense
         seen = position + 1
-    else:
-        raise ValueError(f"no pairs are defined for branch {branch!r}")
     return int(seen.sum())
 
 

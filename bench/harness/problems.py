@@ -98,8 +98,6 @@ class Inputs:
 
     def arguments(self, branch: str) -> dict[str, Any]:
         """Return the arrays for a branch, by the names of its arguments."""
-        if branch not in ARGUMENTS:
-            raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
         found = {name: getattr(self, name) for name in ARGUMENTS[branch]}
         if branch != "all" and "key" in found:
             own = "selected" if branch == "selected" else "sliding"
@@ -151,7 +149,7 @@ def make(
       block_indices: int32 `[B, T, Hkv, n]`. Defaults to the selection of these inputs.
 
     Raises:
-      ValueError: `kind` or `num_queries` is invalid.
+      ValueError: `num_queries` is invalid.
     """
     heartbeat.say("makes the inputs")
     model, run, config = settings.model, settings.runtime, settings.nsa
@@ -172,14 +170,12 @@ def make(
         options = {"seed": seed, "num_queries": queries, "dtype": run.dtype}
         arrays = text.project(tokens, **dataclasses.asdict(model), **options)
         query, key, value, gates = arrays
-    elif kind in KINDS:
+    else:
         query = normal(model.n_heads, model.d_k, queries)
         query = correlated(query, ALIKE) if kind == "alike" else query
         key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))
         value = Branches(*(normal(model.n_kv_groups, model.d_v) for _ in Branches._fields))
         gates = jax.nn.sigmoid(normal(model.n_heads, 3, queries))
-    else:
-        raise ValueError(f"input must be one of {KINDS}, got {kind!r}")
     compressed_key = nsa_jax.compress(key.compressed, config=config)
     indices = block_indices
     if indices is None:

@@ -123,7 +123,8 @@ def _one(name, text, values, command, present) -> str:
         nearest = difflib.get_close_matches(name, TABLE, n=1, cutoff=0)[0]
         raise ValueError(f"{name}={text} is unknown, unset it; the nearest known is {nearest}")
     meaning = TABLE[known]
-    if name == "CONFIG" and "config" not in values and _measures(values):
+    measures = "iters" in values or "row_seconds" in values  # the command times attention
+    if name == "CONFIG" and "config" not in values and measures:
         raise ValueError(
             f"CONFIG={text} is not read by bench.{command}, whose sizes are flags; unset it, "
             "or run a command with --config (compare, indices, train)"
@@ -139,16 +140,18 @@ def _one(name, text, values, command, present) -> str:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     wanted = {flag: text if x is None else x for flag, x in meaning.flags.items()}
-    use = "use " + " ".join(_word(flag, x) for flag, x in wanted.items())
+    switch = {"true": "--{}", "false": "--no{}"}
+    words = (switch.get(x, "--{} {}").format(flag, x) for flag, x in wanted.items())
+    use = f"use {' '.join(words)}"
     if meaning.command and meaning.command != command:
-        if meaning.required and _measures(values):
+        if meaning.required and measures:
             raise ValueError(
                 f"{name}={text} is --{' --'.join(wanted)} of bench.{meaning.command} and has no "
                 f"meaning for bench.{command}; unset {name}"
             )
         return f"{use} of bench.{meaning.command}; ignored here"
     lacking = [flag for flag in wanted if flag not in values]
-    if lacking and not meaning.command and _measures(values):
+    if lacking and not meaning.command and measures:
         raise ValueError(
             f"{name}={text} has no meaning for bench.{command}, which has no "
             f"--{' --'.join(lacking)}; unset {name}"
@@ -165,11 +168,6 @@ def _one(name, text, values, command, present) -> str:
     return f"{use} ({'; '.join(dict.fromkeys(notes))})"
 
 
-def _word(flag: str, value: str) -> str:
-    """Return a flag in the form of a command line."""
-    return {"true": f"--{flag}", "false": f"--no{flag}"}.get(value, f"--{flag} {value}")
-
-
 def _same(text: str, default: str) -> bool:
     """Whether a value equals the default, possibly in another spelling."""
     given, known = text.strip().lower(), default.lower()
@@ -182,11 +180,6 @@ def _same(text: str, default: str) -> bool:
         return float(given) == float(known)
     except ValueError:
         return False
-
-
-def _measures(values) -> bool:
-    """Whether the command times attention."""
-    return "iters" in values or "row_seconds" in values
 
 
 def _set(flag, text: str, name: str) -> None:

@@ -154,11 +154,6 @@ def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
             said = " ".join(done.stderr.split())[-400:]
             raise ValueError(f"pip must bring {sorted(missing)}: .. {said}")
         found = _at_hand(names, folder)
-    lost = sorted(names.keys() - found.keys())
-    if lost:
-        raise ValueError(
-            f"{folder} must hold {lost[0]} with SHA-256 {names[lost[0]]}, got none"
-        )
     return found
 
 

@@ -150,7 +150,7 @@ def _draw(panel: Panel, axes) -> None:
         if not name:
             own = {"linewidth": 2.0, "markersize": 4.0, "color": OURS, "zorder": 3}
         values = [math.nan if ratio is None else ratio for ratio in ratios]
-        label = render.kernel_name(name) if name else "NSA"
+        label = render.KERNEL_NAMES.get(name, name) if name else "NSA"
         axes.plot(tokens, values, marker="o", label=label, **own)
         for x, ratio, status, open_ in zip(tokens, ratios, failed, missing, strict=True):
             if not name and ratio is None:

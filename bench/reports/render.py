@@ -26,10 +26,6 @@ KERNEL_NAMES = {
 }
 
 
-def kernel_name(implementation: str) -> str:
-    return KERNEL_NAMES.get(implementation, implementation)
-
-
 @functools.cache
 def _templates() -> Any:
     """Return the templates of this folder. All text in a page is escaped."""
