@@ -126,45 +126,26 @@ def summary(device: str = "nvidia-h200") -> str:
     """Return the times of NSA and of the faster dense kernel on some problems, and of packed
     rows.
     """
-    rows = []
-    lines = {mode: chosen("attention", device, mode=mode) for mode in PASSES}
+    found, lines = [], {mode: chosen("attention", device, mode=mode) for mode in PASSES}
     for what, sizes in KINDS["summary"].items():
         for mode, which in PASSES.items():
             about = sizes | {"framework": "torch", "input": "random"}
-            ours, *found = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *USUAL))
-            dense = [x for x in found if x and x["status"] == "ok"]
+            ours, *others = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *USUAL))
+            dense = [x for x in others if x and x["status"] == "ok"]
             if ours is None or len(dense) < len(USUAL):
                 raise ValueError(f"{device} must have records of {what}, got none")
-            best, verdict = min(dense, key=lambda x: x["time_ms"]), ours["status"]
-            if verdict == "ok":
-                ratio = best["time_ms"] / ours["time_ms"]
-                verdict = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
-            cells = [f"{which}, ms", what, _time(ours), _time(best), f"**{verdict}**"]
-            rows.append([*cells, commits([ours, best])])
-    rows.append(_packed_summary())
-    return table(["pass", "problem", "NSA", "dense attention", "NSA is", "commit"], rows)
-
-
-def _packed_summary() -> list[str]:
-    """Return the row of the first shape of `bench.packed`, compared with separate rows."""
-    lines = chosen("packed")
-    about, ok = {"documents": lines[0]["documents"]}, lambda x: x.get("status") == "ok"
-    ours, rows = (
-        [newest(lines, mode=mode, form=form, **about) or {} for mode in PASSES.values()]
+            found.append((which, what, ours, min(dense, key=lambda x: x["time_ms"])))
+    # The first shape of `bench.packed`, compared with separate rows.
+    documents = (packed := chosen("packed"))[0]["documents"]
+    forms = {
+        form: [
+            newest(packed, mode=mode, form=form, documents=documents) or {}
+            for mode in PASSES.values()
+        ]
         for form in ("varlen", "rows")
-    )
-    more = (
-        f"{x['time_ms'] / y['time_ms'] - 1:+.1%}" if ok(x) and ok(y) else MISSING
-        for x, y in zip(ours, rows, strict=True)
-    )
-    return [
-        f"{'; '.join(PASSES.values())}, ms",
-        f"packed: {packing(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
-        "; ".join(map(_time, ours)),
-        MISSING,
-        f"**{'; '.join(more)}** of rows' {'; '.join(map(_time, rows))}",
-        commits([*ours, *rows]),
-    ]
+    }
+    about = {"found": found, "passes": PASSES.values(), "packed": packing(documents)}
+    return render.filled("summary.md.jinja", **about, **forms, time=_time, commits=commits)
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
@@ -387,16 +368,12 @@ def solved(setting: str, runs: str) -> str:
     """Return the share of records that each run solves, by distance. A second row has `hit` and
     `chance` (`bench.lm.tasks`), if the model has a selection.
     """
-    rows, distances = [], list(map(str, DISTANCES[:-1]))
+    found, distances = [], list(map(str, DISTANCES[:-1]))
     for run in runs.split(","):
         for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl")):
             (end,) = (x for x in train_log.read(path) if isinstance(x, train_log.Summary))
-            at = [(end.records_at or {})[x] for x in distances]
-            rows.append([f"`{run}`", "solved", *(f"{x['solved']:.2f}" for x in at)])
-            if "hit" in at[-1]:
-                hits = (f"{x['hit']:.2f} / {x['chance']:.2f}" for x in at)
-                rows.append([f"`{run}`", "hit / chance", *hits])
-    return table(["run", "share", *distances], rows)
+            found.append((run, [(end.records_at or {})[x] for x in distances]))
+    return render.filled("solved.md.jinja", found=found, distances=distances)
 
 
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -246,8 +246,9 @@ def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
     ]
     lines = [line | {"status": "ok", "commit": None} for line in lines]
     lines[0] |= {"status": "wrong", "time_ms": None}
-    monkeypatch.setattr(doc_tables, "chosen", lambda _: lines)
-    found = doc_tables._packed_summary()
+    monkeypatch.setattr(doc_tables, "chosen", lambda *given, **options: lines)
+    monkeypatch.setitem(doc_tables.KINDS, "summary", {})
+    found = doc_tables.summary().splitlines()[-1].strip("| ").split(" | ")
     assert found[2] == "wrong; 2.00" and found[4].startswith("**-; +0.0%** of rows' 2.00; 2.00")
 
 
@@ -258,8 +259,12 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.USUAL]
     sizes = {"B": 1, "H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
     monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": sizes})
-    monkeypatch.setattr(doc_tables, "_packed_summary", lambda: ["-"] * 6)
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
+    shown, packed = doc_tables.chosen, [{"documents": [8]}]
+    none = lambda name, *given, **how: (
+        packed if name == "packed" else shown(name, *given, **how)
+    )
+    monkeypatch.setattr(doc_tables, "chosen", none)
 
     def times(name="attention"):
         row = [*tables(rows, name)[0].values()]

@@ -24,10 +24,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..harness.markdown import length
 from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
 from ..lm.log import Line, Speed
+from . import render
 
 QUESTIONS = {
     "forward": "forward",
@@ -105,6 +105,12 @@ class Point:
         return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
 
     @property
+    def gain(self) -> str:
+        """The ratio of our kernel, or its status."""
+        ratio = self.ratio(self.ours)
+        return self.ours.row.status if ratio is None else f"{ratio:.2g}x"
+
+    @property
     def faster(self) -> bool | None:
         """Whether NSA is faster, or None if that is not known."""
         best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
@@ -127,10 +133,14 @@ class Panel:
         return QUESTIONS[self.question]
 
     @property
+    def known(self) -> list[Point]:
+        """The points at which it is known whether NSA is faster."""
+        return [point for point in self.points if point.faster is not None]
+
+    @property
     def crossover(self) -> int | None:
         """The length from which NSA is faster at every length for which this is known, or None."""
-        known = [point for point in reversed(self.points) if point.faster is not None]
-        wins = list(itertools.takewhile(lambda point: point.faster, known))
+        wins = list(itertools.takewhile(lambda point: point.faster, reversed(self.known)))
         return wins[-1].tokens if wins else None
 
     @property
@@ -170,22 +180,7 @@ class Panel:
     @property
     def answer(self) -> str:
         """The answer as text, to follow the name of the question."""
-        known = [point for point in self.points if point.faster is not None]
-        if not known:
-            return "not measured together with dense attention"
-        first, last = known[0], known[-1]
-        if first is last:
-            return f"not known, measured at {length(last.tokens)} tokens only ({_gain(last)})"
-        if self.crossover is None:
-            return f"not up to {length(last.tokens)} tokens ({_gain(last)} there)"
-        shortest = ", the shortest measured" if self.crossover == first.tokens else ""
-        at = "" if self.crossover == last.tokens else f" at {length(last.tokens)}"
-        return f"from {length(self.crossover)} tokens{shortest} ({_gain(last)}{at})"
-
-
-def _gain(point: Point) -> str:
-    ratio = point.ratio(point.ours)
-    return point.ours.row.status if ratio is None else f"{ratio:.2g}x"
+        return render.filled("answer.txt.jinja", panel=self)
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import tables
-from ..harness.markdown import number
+from ..harness.markdown import length, number
 from ..harness.records import FIELDS, Record
 
 COLUMNS = tuple(tables.KINDS["compared"]["cells"])
@@ -38,7 +38,7 @@ def _templates() -> Any:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters.update(number=number)
+    found.filters.update(number=number, tokens=length)
     return found
 
 

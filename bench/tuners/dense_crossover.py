@@ -31,7 +31,6 @@ def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:
     found: dict[str, dict[str, policy.Length]] = {}
     for (heads, mode), each in groups.items():
         for panel in itertools.chain.from_iterable(crossover.asked(each).values()):
-            known = [point for point in panel.points if point.faster is not None]
-            if len(known) > 1 or (known and not known[0].faster):
+            if len(panel.known) > 1 or (panel.known and not panel.known[0].faster):
                 found.setdefault(heads, {})[mode] = panel.crossover or policy.NEVER
     return dict(sorted(found.items()))
