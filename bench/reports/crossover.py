@@ -39,11 +39,10 @@ QUESTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One kernel at one length of one problem; `about` describes the problem on the page."""
+    """One kernel at one length of one problem."""
 
     question: str
     problem: tuple
-    about: str
     tokens: int
     dense: bool
     row: Record | Speed
@@ -51,6 +50,11 @@ class Run:
     @property
     def kernel(self) -> str:
         return self.row.implementation
+
+    @property
+    def about(self) -> str:
+        """The problem on the page."""
+        return render.filled("problem.txt.jinja", row=self.row)
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
@@ -61,19 +65,11 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
             config = json.dumps(r.config, sort_keys=True)
             queries = r.T if r.T < r.S else None
             shape = r.framework, r.B, queries, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
-            width = f"{r.D}" if r.D == r.Dv else f"{r.D}/{r.Dv}"
-            batch = f"{r.B} sequences, " if r.B > 1 else ""
-            batch += f"{queries} queries each, " if queries and queries > 1 else ""
-            about = (
-                f"{r.framework}, {batch}{r.H}/{r.Hkv} heads of {width}, {r.dtype}, {r.input}"
-            )
-            yield Run(r.mode, (r.bench, *shape, config), about, r.S, r.branch == "dense", r)
+            yield Run(r.mode, (r.bench, *shape, config), r.S, r.branch == "dense", r)
     for x in lines:
         if isinstance(x, Speed):
-            step = x.batch * x.seq_len
-            problem = x.framework, x.model, x.dtype, step
-            about = f"{x.framework}, {x.model} model, {step} tokens per step, {x.dtype}"
-            yield Run("step", problem, about, x.seq_len, x.attention == "dense", x)
+            problem = x.framework, x.model, x.dtype, x.batch * x.seq_len
+            yield Run("step", problem, x.seq_len, x.attention == "dense", x)
 
 
 def _is_plain(implementation: str) -> bool:
