@@ -193,13 +193,9 @@ def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], lis
                 continue
             # The length that the automatic choice uses (`policy.Device.limit`).
             value = about.get("over_portable_path", about["value"])
-            pays = value != policy.NEVER
-            said = f"lifted, it pays from {value} on" if pays else f"stays, {name} is never"
-            if value != about["value"]:
-                said += " over the portable path, by which it is chosen; over masked SDPA "
-                said += f"{name} is {about['value']}"
-            told.append(f"policy {rule['kernel']} {step}: {said}")
-            if pays:
+            found = {"rule": rule, "step": step, "name": name, "about": about, "value": value}
+            told.append(render.filled("lifted.txt.jinja", **found))
+            if value != policy.NEVER:
                 steps.remove(step)
         if steps:
             left.append(rule | {"steps": steps})

@@ -18,6 +18,7 @@ from nsa_core import policy
 
 from ..harness import command, records
 from ..harness.records import Record, Values
+from ..reports import render
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
@@ -60,11 +61,7 @@ class Pair:
 
     @property
     def problem(self) -> str:
-        r = self.row
-        sizes = f"B={r.B} T={r.T} H={r.H}/{r.Hkv} D={r.D}/{r.Dv}"
-        window = f" w={r.config['window']}" if r.branch == "sliding" else ""
-        failed = "" if self.kernel_ms else f"{r.status}: {r.reason}; "
-        return f"{failed}{r.framework} {r.mode} {r.dtype} {sizes}{window}"
+        return render.filled("pair.txt.jinja", row=self.row, kernel_ms=self.kernel_ms)
 
     @property
     def speed_up(self) -> float:
