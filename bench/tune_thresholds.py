@@ -193,7 +193,7 @@ def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], lis
                 continue
             # The length that the automatic choice uses (`policy.Device.limit`).
             value = about.get("over_portable_path", about["value"])
-            found = {"rule": rule, "step": step, "name": name, "about": about, "value": value}
+            found = {"rule": rule, "step": step, "limit": name, "about": about, "value": value}
             told.append(render.filled("lifted.txt.jinja", **found))
             if value != policy.NEVER:
                 steps.remove(step)
