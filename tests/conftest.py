@@ -59,7 +59,6 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import capability, interpreter
 from nsa_core import policy
-from nsa_jax import eager
 from tests import kept_builders
 from tests.oracles import warps
 
@@ -146,10 +145,9 @@ def no_thresholds(request):
     if not request.node.get_closest_marker("gpu"):
         yield
         return
-    from nsa_torch import plans
+    from tests import limits  # a test may be of what it imports
 
-    eager.forget()
-    plans.forget()
+    limits.forget()
     with policy.overridden(policy.Thresholds(0, 0, 0), "tests/conftest.py"):
         yield
 

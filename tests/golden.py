@@ -17,6 +17,7 @@ functions and files may move; a line ends in the name, for people. It is no test
 import argparse
 import collections
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -117,22 +118,16 @@ def plans() -> Iterator[str]:
 def _plans() -> Iterator[tuple[str, Plan]]:
     from nsa_core.config import NSAConfig
     from nsa_interop import build
-    from nsa_torch import mosaic as mosaic_path
-    from nsa_torch import triton as triton_path
-    from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
-    from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
     from tests import planned
 
-    modes = {"shared": SHARED_KV, "apart": SEPARATE_KV, "given": PRECOMPRESSED}
-    paths = {"mosaic": (mosaic_path.PATH, modes), "triton": (triton_path.PATH, modes)}
     for preset in build.PRESETS:
         layer = build.layer_of(preset)
         layer["config"] = NSAConfig(**layer["config"])
-        for name, (path, of_path) in paths.items():
-            for (mode_name, mode), packed in (
-                (x, y) for x in of_path.items() for y in (False, True)
+        for name, path in planned.PATHS.items():
+            for (mode_name, mode), packed in itertools.product(
+                planned.MODES.items(), (False, True)
             ):
-                for keep in (FORWARD, SAVING, RECOMPUTING):
+                for keep in ("forward", "saving", "recomputing"):
                     call = planned.described(mode, 1, 4096, packed=packed, **layer)
                     for part, plan in enumerate(path.planned(mode, keep).plans(call, None)):
                         rows = "packed" if packed else "rows"

@@ -6,6 +6,7 @@ import functools
 import importlib
 
 from nsa_jax import eager
+from nsa_torch import plans
 from tests.tables import table
 
 LIMITS = table("limits")
@@ -15,9 +16,17 @@ def set_limits(monkeypatch, **values):
     """Of a test, by the names of `LIMITS`. Programs of JAX are compiled again: what was compiled
     before has other limits.
     """
-    program = functools.lru_cache(eager._program.__wrapped__)
-    monkeypatch.setattr(eager, "_program", program)
-    for name, value in values.items():
-        for place in LIMITS[name]:
-            module, _, attribute = place.rpartition(".")
-            monkeypatch.setattr(importlib.import_module(module), attribute, value)
+    for place in [*LIMITS["remembered"], *(x for name in values for x in LIMITS[name])]:
+        module, _, attribute = place.rpartition(".")
+        module = importlib.import_module(module)
+        if place in LIMITS["remembered"]:
+            value = functools.lru_cache(getattr(module, attribute).__wrapped__)
+        else:
+            value = next(x for name, x in values.items() if place in LIMITS[name])
+        monkeypatch.setattr(module, attribute, value)
+
+
+def forget():
+    """What calls left for later ones: programs of JAX, and plans."""
+    eager.forget()
+    plans.forget()

@@ -12,11 +12,26 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.plan.kernels import SEQUENCES
 from nsa_interop import dlpack
-from nsa_torch import operators, plans
+from nsa_torch import mosaic, operators, plans, triton
 from nsa_torch.torch_ops import TorchOps
-from tests import pretend
-from tests.limits import set_limits
+from tests import limits, pretend
 from tests.torch_inputs import on_the_cpu as chunks_on_the_cpu
+
+MODES = {
+    "shared": operators.SHARED_KV,
+    "apart": operators.SEPARATE_KV,
+    "given": operators.PRECOMPRESSED,
+}
+PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
+# Operators of kernels, by the kinds that they have as an argument.
+KINDS = {
+    x: operators.kind_of(x) for x in operators._kinds if x.split("/")[1] in ("mosaic", "triton")
+}
+
+
+def layout(config, kv_len, bounds=None):
+    """The last arguments of an operator."""
+    return operators.pack_layout(config, kv_len, bounds, None)
 
 
 def described(
@@ -42,7 +57,7 @@ def described(
     ]
     tokens = [tokens[1], tokens[4]] if mode.shared else tokens
     borders = Array((SEQUENCES + 1,), "int32")
-    place = operators.pack_layout(config, length, borders if packed else None, None)
+    place = layout(config, length, borders if packed else None)
     return (
         array(length, heads, key_width),
         *tokens,
@@ -63,6 +78,11 @@ class Eager(TorchOps):
 
     def join(self, running):
         pass
+
+
+def by_steps(ops=None):
+    """Within: no plans; steps run on `ops`."""
+    return plans.unplanned(ops or Eager())
 
 
 def _write(place, found, kernel):
@@ -155,7 +175,7 @@ def on_the_cpu(monkeypatch, run):
 
     gpu = {"launch": launch, "launch_triton": run, "launcher": launcher}
     pretend.machine(monkeypatch, **gpu, launch_sequence=sequence, current_stream=0)
-    set_limits(monkeypatch, alignment=16, planned_devices=("cpu",))
-    plans.forget()
+    limits.set_limits(monkeypatch, alignment=16, planned_devices=("cpu",))
+    limits.forget()
     yield ran
-    plans.forget()
+    limits.forget()

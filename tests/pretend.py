@@ -76,6 +76,11 @@ def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: argume
     return found
 
 
+def original(name):
+    """A function of the library, by a name of `ASKED`."""
+    return getattr(*place_of(name))
+
+
 def watched(monkeypatch, name, *note):
     """`calls_of` a function of the library, by a name of `ASKED`."""
     return calls_of(monkeypatch, *place_of(name), *note)

@@ -12,19 +12,19 @@ from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
 from nsa_core.plan import kernels
-from nsa_torch import NSAConfig, mosaic, operators, plans
+from nsa_torch import NSAConfig
 from tests import planned, pretend
-from tests.planned import Eager
 from tests.problems import TABLE
 
 LAYERS = TABLE["any length"]
-MODES = {"wide": operators.SEPARATE_KV}  # of the others: SHARED_KV
+MODES = {"wide": planned.MODES["apart"]}  # of the others: `SHARED`
+SHARED = planned.MODES["shared"]
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 
 
 def kernels_of(name, length, gradients, batch=1):
-    mode = MODES.get(name, operators.SHARED_KV)
+    mode = MODES.get(name, SHARED)
     return kernels.kernels_of(
         batch=batch,
         length=length,
@@ -44,8 +44,8 @@ def generic(kernels):
 @by_pass
 @by_layer
 def test_an_operator_of_torch_runs_these_kernels(name, gradients):
-    mode = MODES.get(name, operators.SHARED_KV)
-    function = mosaic.PATH.planned(mode, "saving" if gradients else "forward")
+    mode = MODES.get(name, SHARED)
+    function = planned.PATHS["mosaic"].planned(mode, "saving" if gradients else "forward")
     given = planned.described(mode, 1, 9000, **LAYERS[name], config=NSAConfig())
     found = [x for plan in function.plans(given, None) for x in plan.kernels]
     assert ("compress_means" in {x.name for x in found}) == mode.compresses
@@ -130,7 +130,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         return [plain, *with_gradients(tensors, do, bounds)]
 
     watch, graphs = Watch(), pretend.watched(monkeypatch, "graph_launch")
-    with plans.unplanned(watch):
+    with planned.by_steps(watch):
         both(tensors)
     assert bool(watch.gathered_tiles) == (name == "gathered")
     for _ in range(24):
@@ -151,7 +151,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = both(tensors)
     graph.replay()
-    with plans.unplanned(Eager()):
+    with planned.by_steps():
         decided = both(tensors)
     for found in (listed, apart, captured):
         assert all(torch.equal(a, b) for a, b in zip(found, decided, strict=True))

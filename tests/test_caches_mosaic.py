@@ -20,7 +20,7 @@ from kernels_pallas.specs import decode as specs
 from kernels_pallas.specs.decode import Variant
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.steps import mosaic_decode
-from nsa_torch import NSAConfig, PoolParams, paged, plans
+from nsa_torch import NSAConfig, PoolParams, paged
 from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,
@@ -40,6 +40,7 @@ from tests.caches import (
     tables,
 )
 from tests.devices import needs_gpu
+from tests.limits import forget
 from tests.oracles.clusters import ClusterWarps
 from tests.oracles.warps import GARBAGE
 from tests.refusals import words
@@ -281,7 +282,7 @@ def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch
         ({"implementation": None}, [False]),
     ):
         pretend.machine(monkeypatch, mosaic_appends=False)
-        plans.forget()
+        forget()
         ran.clear()
         want = step(**options)
         assert [x.spec.append for x in ran if x.name == "decode"] == names

@@ -10,8 +10,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
-from nsa_torch import mosaic, operators, triton  # noqa: F401  whose calls are looked at
-from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+from tests import planned
+from tests.planned import KINDS
 from tests.stand_in_kernels import stand_ins
 
 CONFIGS = (
@@ -19,12 +19,7 @@ CONFIGS = (
     NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20),
     NSAConfig(num_selected=4, window=64),
 )
-KINDS = [x for x in operators._kinds if x.split("/")[1] in ("mosaic", "triton")]
-MODES = {
-    x.name: x
-    for mode in (PRECOMPRESSED, SEPARATE_KV, SHARED_KV)
-    for x in (mode, mode.with_joined_gates())
-}
+MODES = {x.name: x for mode in planned.MODES.values() for x in (mode, mode.with_joined_gates())}
 
 
 def arguments(kind, pick, real=False):
@@ -34,7 +29,7 @@ def arguments(kind, pick, real=False):
     S, packed = pick.randint(1, 30 if real else pick.choice([30, 3000])), pick.random() < 0.3
     B, T = (1, S) if packed else (pick.randint(1, 3), pick.choice([S, pick.randint(1, S)]))
     C, dtype = config.num_compressed(S), pick.choice([torch.bfloat16, torch.float16])
-    gate_dtype, learns = pick.choice([dtype, torch.float32]), operators.kind_of(kind).backward
+    gate_dtype, learns = pick.choice([dtype, torch.float32]), KINDS[kind].backward
 
     def array(*shape, dtype=dtype, batch=B):
         x = torch.ones(batch, *shape, dtype=dtype, device="cpu" if real else "meta")
@@ -68,13 +63,13 @@ def arguments(kind, pick, real=False):
         tensors += [indices] if name == "selected" else []
     kv_len = S if packed or pick.random() < 0.7 else lengths
     borders = array(dtype=torch.int32, batch=pick.randint(2, 9)) if packed else None
-    place = operators.pack_layout(config, kv_len, borders, None)
+    place = planned.layout(config, kv_len, borders)
     return tensors, (pick.random() < 0.5, *place)
 
 
 def promised(kind, tensors, rest):
     """The results of an operator and of its gradient."""
-    operator, call = kind.partition("/")[0], operators.kind_of(kind)
+    operator, call = kind.partition("/")[0], KINDS[kind]
     found = list(getattr(torch.ops.nsa, operator)(kind, tensors, *rest))
     if call.backward is None:
         return found, []
@@ -85,7 +80,7 @@ def promised(kind, tensors, rest):
 
 def made(kind, tensors, rest, found):
     """The same by plans."""
-    call, given = operators.kind_of(kind), [*tensors, *rest]
+    call, given = KINDS[kind], [*tensors, *rest]
     plans = [call.run.plan(given, None)]
     if call.backward is not None:
         first = torch.empty_like(found[0]), *found[call.kept]

@@ -12,7 +12,7 @@ from flax import nnx
 import nsa_torch
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
-from nsa_torch import NSAAttention, heads
+from nsa_torch import NSAAttention
 from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
@@ -53,7 +53,7 @@ def check(results):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_of_torch(kind, how, monkeypatch):
     """Behind sequences, and behind `new_lengths`: in a prompt and in what follows it."""
-    set_limits(monkeypatch, fused_heads_from=1 if how == "fused" else heads.FUSED_FROM)
+    set_limits(monkeypatch, **{"fused_heads_from": 1} if how == "fused" else {})
     layer = NSAAttention(**SIZES | LAYERS[kind])
 
     def results(number):

@@ -27,20 +27,17 @@ from nsa_core import debug
 from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Memory
 from nsa_core.plan.kernels import kernels_of
-from nsa_torch import NSAAttention, NSAConfig, batch_tables, mosaic, operators, triton
-from nsa_torch.kernel_path import SAVING
-from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
+from nsa_torch import NSAAttention, NSAConfig, batch_tables
 from tests import planned, pretend
 from tests.cross_compile import compile_report
 from tests.devices import BOTH
 from tests.limits import set_limits
-from tests.planned import interpret
+from tests.planned import MODES, PATHS, interpret
 from tests.problems import SMALL
 from tests.tables import table
 from tests.test_mosaic_compiled import ALLOWED
 from tests.test_plan import call
 
-PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
 T = 90
 TABLE = table("packed")
 BATCHES = TABLE["batches"]
@@ -263,8 +260,8 @@ def test_tables_of_a_layer(name):
             assert same(again, tables(make(numbers)))
         assert not same(before, again)
         sizes = 1, T, T, 4, 2, 16, 16, SMALL
-        arguments = call(PRECOMPRESSED, sizes, cu_seqlens=borders(BATCHES["documents"]))
-        function = PATHS[name].planned(PRECOMPRESSED, SAVING)
+        arguments = call(MODES["given"], sizes, cu_seqlens=borders(BATCHES["documents"]))
+        function = PATHS[name].planned(MODES["given"], "saving")
         plans = function.plans(arguments, torch.device("cpu"))
     for plan in plans:
         of_batch = Memory.CONSTANT, Memory.BATCH
@@ -283,10 +280,10 @@ def test_memory_of_many_documents():
     def bytes_of(sequences, length=4096):
         array = lambda *shape: Array((1, length, *shape), "bfloat16")
         numbers = Array((sequences + 1,), "int32")
-        place = operators.pack_layout(NSAConfig(), length, numbers, None)
+        place = planned.layout(NSAConfig(), length, numbers)
         tensors = array(16, 64), array(2, 64), array(2, 64), *[array(16)] * 3
         with capability.interpreted(True):
-            function = mosaic.PATH.planned(SHARED_KV, SAVING)
+            function = PATHS["mosaic"].planned(MODES["shared"], "saving")
             plans = function.plans([*tensors, None, False, *place], None)
         return sum(x.bytes for plan in plans for x in plan.buffers)
 

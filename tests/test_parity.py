@@ -16,7 +16,6 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.specs import scores
 from kernels_pallas.specs.stored_ds import array as stored_array
-from nsa_core.steps import mosaic_backward
 from tests import interpreted_triton, planned, pretend, problems
 from tests.devices import needs_gpu
 from tests.limits import set_limits
@@ -54,9 +53,6 @@ def token_by_token(monkeypatch):
 def in_pieces(monkeypatch):
     """Partial sums of Mosaic kernels are many, so that there is something to add up."""
     set_limits(monkeypatch, min_interval=1, item_entries=4)
-    mosaic_backward._interval_split.cache_clear()
-    yield
-    mosaic_backward._interval_split.cache_clear()
 
 
 @pytest.fixture

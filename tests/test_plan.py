@@ -5,17 +5,16 @@ import torch
 
 from kernels_pallas.mosaic import capability
 from nsa_core.plan import planner
-from nsa_torch import NSAConfig, mosaic, operators, triton
-from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
-from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+from nsa_torch import NSAConfig
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.limits import set_limits
+from tests.planned import MODES, PATHS
 from tests.problems import TABLE
 from tests.stand_in_kernels import stand_in
 
 SIZES = {name: (*x, NSAConfig(**config)) for name, (*x, config) in TABLE["plans"].items()}
-ROWS = SIZES["rows"]
+ROWS, GIVEN = SIZES["rows"], MODES["given"]
 WHERE = {
     "rows": {},
     "packed": {"cu_seqlens": torch.tensor([0, 1, 15, 15, 20], dtype=torch.int32)},
@@ -23,10 +22,6 @@ WHERE = {
     "lengths": {"kv_len": torch.tensor([20, 9])},
     "a length": {"kv_len": torch.tensor(19)},
 }
-MODES = {"shared": SHARED_KV, "apart": SEPARATE_KV, "given": PRECOMPRESSED}
-
-
-PATHS = "mosaic", "triton"
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -47,7 +42,7 @@ def call(mode, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=to
     if indices:
         chosen = torch.full((B, T, Hkv, config.num_selected), -1, dtype=torch.int32)
         chosen[..., 0] = 0
-    place = operators.pack_layout(config, S if kv_len is None else kv_len, cu_seqlens, None)
+    place = planned.layout(config, S if kv_len is None else kv_len, cu_seqlens)
     return [normal(B, T, H, D), *tokens, *gates, chosen, False, *place]
 
 
@@ -77,13 +72,13 @@ def path(request, monkeypatch):
         planned.on_the_cpu(monkeypatch, stand_in),
         capability.interpreted(request.param == "mosaic"),
     ):
-        yield (mosaic if request.param == "mosaic" else triton).PATH
+        yield PATHS[request.param]
 
 
 def check_all(path, mode, arguments):
     """Forward alone, with residuals and gradients, and with branches computed again."""
-    both_ways(path.planned(mode, FORWARD), arguments)
-    for keep in SAVING, RECOMPUTING:
+    both_ways(path.planned(mode, "forward"), arguments)
+    for keep in "saving", "recomputing":
         function = path.planned(mode, keep)
         out, *kept = both_ways(function, arguments)
         grads = both_ways(function.backward, [out.flip(1), *kept, *arguments])
@@ -102,30 +97,28 @@ def test_sizes(mode, sizes, path):
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 @pytest.mark.parametrize("indices", [False, True], ids=["selected", "given indices"])
 def test_where(where, indices, path):
-    check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, ROWS, indices=indices, **where))
+    check_all(path, GIVEN, call(GIVEN, ROWS, indices=indices, **where))
 
 
 @pytest.mark.parametrize("most", [0, 2**12])
 def test_a_workspace_of_any_size(most, path, monkeypatch):
     set_limits(monkeypatch, workspace_bytes=most)
-    check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, SIZES["gathered"]))
+    check_all(path, GIVEN, call(GIVEN, SIZES["gathered"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["rows", "packed"])
 def test_gates_in_one_tensor(dtype, where, path):
-    arguments = call(PRECOMPRESSED, ROWS, gate_dtype=dtype, **WHERE[where])
-    check_all(path, PRECOMPRESSED, arguments)
-    *before, a, b, c = arguments[: PRECOMPRESSED.count]
-    joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
-    mode = PRECOMPRESSED.with_joined_gates()
+    arguments = call(GIVEN, ROWS, gate_dtype=dtype, **WHERE[where])
+    check_all(path, GIVEN, arguments)
+    *before, a, b, c = arguments[: GIVEN.count]
+    joined = [*before, torch.stack([a, b, c], -1), *arguments[GIVEN.count :]]
+    mode = GIVEN.with_joined_gates()
     check_all(path, mode, joined)
-    outs = path.planned(mode, FORWARD)(*joined) + path.planned(PRECOMPRESSED, FORWARD)(
-        *arguments
-    )
+    outs = path.planned(mode, "forward")(*joined) + path.planned(GIVEN, "forward")(*arguments)
     assert torch.equal(*outs)
-    for keep in SAVING, RECOMPUTING:
-        apart, together = path.planned(PRECOMPRESSED, keep), path.planned(mode, keep)
+    for keep in "saving", "recomputing":
+        apart, together = path.planned(GIVEN, keep), path.planned(mode, keep)
         out, *kept = together(*joined)
         assert torch.equal(out, apart(*arguments)[0])
         *grads, dgates = together.backward(out.flip(1), *kept, *joined)
@@ -171,9 +164,9 @@ def test_large_buffers_do_not_lie_between_small_ones():
 def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeypatch):
     length, heads, kv_heads, width = sizes
     layer = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
-    mode = SHARED_KV.with_joined_gates()
+    mode = MODES["shared"].with_joined_gates()
     arguments = planned.described(mode, 1, length, **layer, config=NSAConfig())
-    function = mosaic.PATH.planned(mode, SAVING)
+    function = PATHS["mosaic"].planned(mode, "saving")
     with_workspace = function.plans(arguments, None)
     set_limits(monkeypatch, workspace_bytes=0)
     for plan, without in zip(with_workspace, function.plans(arguments, None), strict=True):
@@ -184,8 +177,8 @@ def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeyp
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 def test_arrays_are_made_where_those_are_that_they_follow_from(where, path):
     """Whatever torch's default device is: constants, batch buffers, derived steps."""
-    arguments = call(PRECOMPRESSED, ROWS, **where)
-    function = path.planned(PRECOMPRESSED, SAVING)
+    arguments = call(GIVEN, ROWS, **where)
+    function = path.planned(GIVEN, "saving")
     with torch.device("meta"):
         out, *kept = function(*arguments)
         grads = function.backward(out.flip(1), *kept, *arguments)

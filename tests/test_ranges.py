@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+import nsa_torch
 from bench import ranges as bench_ranges
 from nsa_jax import ranges as jax_ranges
-from nsa_torch import NSAConfig, fa2, functional, geometry, packing, ranges
+from nsa_torch import NSAConfig, geometry, packing, ranges
 from tests import pretend
 from tests.problems import SMALL
-from tests.torch_inputs import on_the_cpu
+from tests.torch_inputs import on_the_cpu, run
 
 
 def in_jax(blocks, position, config):
@@ -88,7 +89,7 @@ def attended(lengths=None, n=4):
         for t, place in enumerate(local):
             blocks[0, t][blocks[0, t] > place // SMALL.select_block] = -1
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    out, lse = fa2.selected_attention(*leaves, torch.tensor(blocks), config=SMALL, **where)
+    out, lse = run("selected", "fa2", *leaves, torch.tensor(blocks), config=SMALL, **where)
     out.square().sum().backward()
     return out, lse, *(x.grad for x in leaves)
 
@@ -149,14 +150,14 @@ def test_ranges_change_nothing_on_a_gpu(mode):
     query = torch.randn(2, 700, 8, 64, **shape)
     key, value = torch.randn(2, 2, 700, 2, 64, **shape)
     config = NSAConfig()
-    blocks = functional.select_blocks(
-        query, functional.compress(key, config=config), config=config
+    blocks = nsa_torch.select_blocks(
+        query, nsa_torch.compress(key, config=config), config=config
     )
     results = []
     for how in ("none", mode):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         with ranges.using(how):
-            out, lse = functional.selected_attention(
+            out, lse = nsa_torch.selected_attention(
                 *leaves, blocks, config=config, implementation="fa2"
             )
             out.float().square().sum().backward()

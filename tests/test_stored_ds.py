@@ -9,17 +9,16 @@ import pytest
 import torch
 
 import nsa_jax
-import nsa_torch.mosaic
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
-from nsa_jax import eager, ffi, mosaic, xla_call
+from nsa_jax import ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import Branches, operators, plans
+from nsa_torch import Branches, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned, pretend
 from tests.devices import needs_gpu
-from tests.limits import set_limits
+from tests.limits import forget, set_limits
 from tests.problems import CASES, PAPER, array, problem
 from tests.tables import table
 
@@ -28,8 +27,9 @@ def plan_of_backward(monkeypatch):
     """Torch's, of a row of the paper's heads: a chunk of dS for each of four."""
     set_limits(monkeypatch, ds_chunk_bytes=1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    given = planned.described(operators.SHARED_KV, 1, 2048, **sizes, config=PAPER)
-    function = nsa_torch.mosaic.PATH.planned(operators.SHARED_KV, "saving")
+    mode = planned.MODES["shared"]
+    given = planned.described(mode, 1, 2048, **sizes, config=PAPER)
+    function = planned.PATHS["mosaic"].planned(mode, "saving")
     return function.plans(given, None)[1]
 
 
@@ -187,8 +187,7 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     want = of(p, "mosaic")
     set_limits(monkeypatch, ds_chunk_bytes=1)
     rows = pretend.watched(monkeypatch, "stored_ds_dq", lambda spec: spec.stored_rows)
-    plans.forget()
-    eager.forget()
+    forget()
     found = of(p, "mosaic")
     assert rows.count(1) >= 4  # of [B, Hkv]
     for name, x in found.items():

@@ -9,12 +9,10 @@ import torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
-from nsa_torch import batch_tables, mosaic
+from nsa_torch import batch_tables
 from nsa_torch.batch_tables import PlanTables
-from nsa_torch.kernel_path import FORWARD, SAVING
-from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from tests.interpreted_triton import DEVICE, kernel
-from tests.planned import described
+from tests.planned import MODES, PATHS, described
 from tests.problems import TABLE
 
 CASES = TABLE["tables of packed rows"]
@@ -25,8 +23,8 @@ BY_TORCH_OF_PLACES = {"end", "causal_end", "window", "by_row"}
 
 def plans(length, ends, config, layer, queries=None, gap=0):
     """Of a call with residuals and its gradient; in e4m3, which has none, of a call."""
-    pass_ = SAVING if config.compute_dtype is None else FORWARD
-    mode = SHARED_KV if queries is None else PRECOMPRESSED
+    pass_ = "saving" if config.compute_dtype is None else "forward"
+    mode = MODES["shared" if queries is None else "given"]
     heads, kv_heads, width = layer
     sizes = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
     arguments = list(described(mode, 1, length, **sizes, config=config, packed=True))
@@ -37,7 +35,7 @@ def plans(length, ends, config, layer, queries=None, gap=0):
     arguments[-3] = gap
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        return mosaic.PATH.planned(mode, pass_).plans(arguments, torch.device("cpu"))
+        return PATHS["mosaic"].planned(mode, pass_).plans(arguments, torch.device("cpu"))
 
 
 @kernel

@@ -19,12 +19,11 @@ from nsa_torch import (
     NSAConfig,
     dispatch,
     plan_runs,
-    plans,
 )
 from nsa_torch.shared import SHARED
 from tests import planned, pretend
 from tests.devices import BOTH, HOPPER
-from tests.limits import set_limits
+from tests.limits import forget, set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, SMALL, TABLE, TINY, problem
 from tests.reach import NUMBERS, check_torch
@@ -321,7 +320,7 @@ def way(request, monkeypatch):
     """Query, key, value and gates of 1000 tokens, and borders."""
     heads, ends, limits = TABLE["ways"][request.param]
     set_limits(monkeypatch, **limits)
-    plans.forget()
+    forget()
     tensors = inputs(1000, 1000, *heads, 64, 64, device="cuda")
     return tensors, ends and torch.tensor(ends, device="cuda")
 
@@ -365,7 +364,7 @@ def test_threads_on_streams_of_their_own(implementation):
 
     wanted = {n: gradients(given[n]) for n in lengths}
     torch.cuda.synchronize()
-    plans.forget()
+    forget()
     SHARED.clear()
 
     def work(number):

@@ -14,8 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_torch
-from nsa_torch import NSAConfig, operators
-from tests import pretend
+from nsa_torch import NSAConfig
+from tests import planned, pretend
 from tests.model_sizes import MODELS
 from tests.oracles.nsa import BRANCHES
 from tests.torch_inputs import Inputs, on_the_cpu, run
@@ -170,7 +170,7 @@ def test_gradients_lie_as_compiled_programs_are_told(branch):
         turned.append(nsa_torch.select_blocks(x.query, keys[0], config=x.config))
     grad = torch.randn(*x.query.shape[:3], x.value.shape[-1], dtype=x.query.dtype)
     kind = f"branch_attention/sdpa/{branch}/without_lse"
-    given = kind, grad, [], turned, False, *operators.pack_layout(x.config, 40, None, None)
+    given = kind, grad, [], turned, False, *planned.layout(x.config, 40)
     operator = torch.ops.nsa.branch_attention_backward
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = operator(*given)

@@ -32,7 +32,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.triton.descriptions import Heads
 from nsa_jax import context
 from nsa_jax.jax_ops import compiled_for
-from nsa_torch import NSAConfig, dispatch, heads
+from nsa_torch import NSAConfig, dispatch
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.plain import MESSAGE
 from tests import pretend, refusals
@@ -528,7 +528,7 @@ def test_second_derivatives_of_the_reference(call, monkeypatch):
 @pytest.mark.parametrize(("phi", "fused"), [("avg", False), ("mlp", False), ("mlp_pe", True)])
 def test_second_derivatives_of_a_layer(phi, fused, monkeypatch):
     """Of input and weights, by `reference`, of packed rows too; refused by default."""
-    set_limits(monkeypatch, fused_heads_from=1 if fused else heads.FUSED_FROM)
+    set_limits(monkeypatch, **{"fused_heads_from": 1} if fused else {})
     sizes = dict(phi=phi, l=4, d=2, l_sel=4, n_sel=2, w=3, num_local=1)
     x, made = hidden(20, 1).double(), layer("reference", **sizes).double()
     names, weights = zip(*made.named_parameters(), strict=True)
