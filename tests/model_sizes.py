@@ -2,9 +2,12 @@
 
 import torch
 from transformers import GenerationConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.tables import table
 
+# The name that transformers gives a cache in outputs; it has changed in 5.24.
+(CACHE,) = {"past_key_values", "cache"} & CausalLMOutputWithPast.__dataclass_fields__.keys()
 MODELS = table("models")
 SERVED, SMALLEST = MODELS["served"], MODELS["smallest"]
 

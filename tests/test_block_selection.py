@@ -19,10 +19,9 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
-from nsa_torch.huggingface.cache import CACHE
 from tests import refusals
 from tests.limits import set_limits
-from tests.model_sizes import MODELS
+from tests.model_sizes import CACHE, MODELS
 from tests.torch_sizes import Sizes
 
 SIZES = MODELS["blocks"]

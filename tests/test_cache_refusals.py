@@ -18,13 +18,11 @@ from torch.utils import checkpoint
 
 import nsa_jax
 import nsa_torch
-from nsa_core import rotation
 from nsa_torch import (
     Branches,
     MLPParams,
     NSAAttention,
     PoolParams,
-    functional,
     paged_attend,
     plan_runs,
 )
@@ -35,6 +33,7 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
 )
+from tests import pretend
 from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, by_separate, check
 from tests.devices import needs_gpu
 from tests.model_sizes import MODELS
@@ -135,9 +134,10 @@ def other_makers():
             yield functools.partial(used, pages), own, other, said, False
         yield used, {"kinds": ("avg", "mlp")}, {}, made("phi_v", "'avg'", "'mlp'"), False
         for changed in REFUSED["layers"]:
-            ((name, value),) = changed.items()
-            value = rotation.scaling(value) if name == "rope_scaling" else value
-            said = made(name, repr(value), repr(getattr(layer_of(framework).spec, name)))
+            (name,) = changed
+            spec = layer_of(framework).spec
+            theirs = getattr(dataclasses.replace(spec, **changed), name)
+            said = made(name, repr(theirs), repr(getattr(spec, name)))
             yield layer, {}, changed, said, False
         for name, field, mine, theirs in (("d", "stride", 4, 8), ("l", "block", 8, 16)):
             user = functools.partial(layer, **{name: theirs})
@@ -299,7 +299,7 @@ def test_a_step_that_fails_appends_nothing(options, error, said, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(error, match=said):
         if error is MemoryError:
-            patch.setattr(functional, "attend", fails)
+            pretend.machine(patch, attend=fails)
         run(slice(30, 63), caches[0], **options)
     assert caches[0].longest == 30 and caches[0].length.tolist() == [30, 30]
     options = options if error is MemoryError else {}

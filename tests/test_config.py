@@ -1,57 +1,42 @@
-"""The YAML files of configurations and their loader; what values are refused is in
-`test_refusals.py`.
-"""
+"""The YAML files of configurations; what values are refused is in `test_refusals.py`."""
 
-import dataclasses
+from pathlib import Path
 
 import pytest
 
-from nsa_core import config_files
+from bench.harness import problems
 from nsa_jax import NSAConfig
 from tests import refusals
 
 
-@dataclasses.dataclass(frozen=True)
-class Inner:
-    lr: float = 1.0
-    steps: int = 1
-    name: str = "x"
-    fast: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    inner: Inner = Inner()
-    limit: int | None = None
-
-
-def test_yaml_numbers_are_read_by_type(tmp_path):
+def settings(tmp_path, text):
     path = tmp_path / "a.yaml"
-    path.write_text("inner: {lr: 1e-4, steps: 3, fast: true}\nlimit: null\n")
-    built = config_files.build(Outer, config_files.load(path))
-    assert built == Outer(Inner(lr=1e-4, steps=3, fast=True), None)
-    assert isinstance(built.inner.lr, float)
+    path.write_text(text)
+    return problems.settings(path)
+
+
+def test_numbers_are_read_by_type_over_those_of_the_base_file(tmp_path):
+    text = "model: {rope_base: 1e4, d_k: 16}\nruntime: {seq_len: 64, sel_min_len: null}\n"
+    found, base = settings(tmp_path, text), problems.settings("base")
+    assert (found.model.rope_base, found.model.d_k, found.model.d_v) == (
+        1e4,
+        16,
+        base.model.d_v,
+    )
+    assert (found.runtime.seq_len, found.runtime.sel_min_len) == (64, None)
+    assert isinstance(settings(tmp_path, "model: {rope_base: 3}").model.rope_base, float)
+    assert found.nsa == base.nsa == NSAConfig()
 
 
 @pytest.mark.parametrize("row, message, _", refusals.rows("settings"))
 def test_yaml_errors_name_the_key(row, message, _, tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text(row["text"])
     with pytest.raises(ValueError) as error:
-        config_files.build(Outer, config_files.load(path))
+        settings(tmp_path, row["text"])
     assert message in str(error.value)
 
 
 def test_yaml_files_of_the_folder():
     with pytest.raises(FileNotFoundError, match="base"):
-        config_files.load("no_such_config")
-    for path in config_files.FOLDER.glob("*.yaml"):
-        merged = config_files.overlay(config_files.load("base"), config_files.load(path))
-        NSAConfig(**merged["nsa"])
-    assert NSAConfig(**config_files.load("base")["nsa"]) == NSAConfig()
-
-
-def test_overlay_goes_by_section():
-    base = {"a": {"x": 1, "y": 2}, "b": 3}
-    assert config_files.overlay(base, {"a": {"y": 5}}) == {"a": {"x": 1, "y": 5}, "b": 3}
-    assert base["a"]["y"] == 2
+        problems.settings("no_such_config")
+    names = [x.stem for x in (Path(__file__).parents[1] / "configs").glob("*.yaml")]
+    assert {"base", "paper", "seed"} <= {*names} and all(map(problems.settings, names))

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import nsa_jax
 import nsa_torch
 from nsa_core import context_layout as layouts
-from nsa_torch import fa2, reference, sdpa
 from nsa_torch.context import local_graph
+from nsa_torch.dispatch import REGISTRY
 from tests import context_devices, spawned, torch_inputs
 from tests import context_worker as worker
 from tests.context_worker import CASES, CONFIG, Case
@@ -181,7 +181,7 @@ def test_eight_devices_of_jax_equal_one_of_torch(name):
 @pytest.mark.parametrize("name", ["fa2", "sdpa", "reference"])
 def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatch):
     """A chunk's call gives what the whole row gives there."""
-    case, module = CASES["packed"], {"fa2": fa2, "sdpa": sdpa, "reference": reference}[name]
+    case = CASES["packed"]
     x = worker.tensors(case)
     query, key, value = x["query"], x["key"][0], x["value"][0]
     borders = torch.tensor([0, 20, 21, 64, 72, 86])
@@ -189,17 +189,18 @@ def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatc
     k_cmp, v_cmp = (nsa_torch.compress(t, **place) for t in (key, value))
     indices = nsa_torch.select_blocks(query, k_cmp, **place)
     steps = {
-        "compressed_attention": (k_cmp, v_cmp),
-        "selected_attention": (key, value, indices),
-        "sliding_attention": (key, value),
+        "compressed": (k_cmp, v_cmp),
+        "selected": (key, value, indices),
+        "sliding": (key, value),
     }
     part, count = slice(start, end), CONFIG.num_compressed(end)
     for step, (*pair, rest) in ((k, (*v[:2], v[2:])) for k, v in steps.items()):
-        whole = getattr(sdpa, step)(query, *pair, *rest, kv_len=96, **place)[0]
+        by = lambda name, step=step: REGISTRY.entry(step, name).load()
+        whole = by("sdpa")(query, *pair, *rest, kv_len=96, **place)[0]
         pair = [t[:, : count if t.shape[1] < 96 else end] for t in pair]
         with torch_inputs.on_the_cpu(monkeypatch):
             given = query[:, part], *pair, *(t[:, part] for t in rest)
-            found = getattr(module, step)(*given, kv_len=end, **place)[0]
+            found = by(name)(*given, kv_len=end, **place)[0]
         torch.testing.assert_close(found, whole[:, part], rtol=1e-5, atol=1e-5)
 
 

@@ -13,18 +13,18 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import CBGenerateManager
+from transformers.generation.continuous_batching import cache as batches
 from transformers.generation.continuous_batching import continuous_api
 
 from nsa_torch import Branches, PagedCache
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
-    cache,
-    continuous,
+    NSAPagedModelCache,
     continuous_batching_config,
     serve,
 )
-from tests import refusals
+from tests import pretend, refusals
 from tests.devices import BOTH
 from tests.model_sizes import MODELS, SERVED, alone, log_probabilities
 
@@ -33,7 +33,7 @@ SIZES |= dict(kv="separate", pad_token_id=0)
 GPU = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
 devices = pytest.mark.parametrize("device", BOTH)
 served = pytest.mark.skipif(
-    not hasattr(continuous.FullAttentionCacheAllocator, "layer_type"),
+    not hasattr(getattr(batches, "FullAttentionCacheAllocator", None), "layer_type"),
     reason="generate_batch is refused below transformers 5.19 (test_another_manager_is_refused)",
 )
 TOKENS = 6  # that are asked for
@@ -89,9 +89,9 @@ def replaced(monkeypatch, name, own):
     """Of the allocator; `own(original, *arguments)`: what the manager does with it is seen in no
     result.
     """
-    original = getattr(continuous.NSACacheAllocator, name)
+    original = pretend.original(name)
     call = lambda self, *arguments: own(functools.partial(original, self), *arguments)
-    monkeypatch.setattr(continuous.NSACacheAllocator, name, call)
+    pretend.machine(monkeypatch, **{name: call})
 
 
 ANSWERS = [
@@ -217,6 +217,13 @@ def test_all_that_is_kept_is_counted(kinds, monkeypatch):
     generated(lm, prompts()[:1], tokens=2, blocks=11)
     ((allocator, memory),) = made
     assert allocator.num_blocks in (11, 12)
+    sizes = dict(cache_dtype=torch.float32, layer_indices=[0, 1], allow_block_sharing=True)
+    for given, message in (
+        (dict(num_key_value_heads=2, page_size=8), "page_size must be select_block=16, got 8"),
+        (dict(num_key_value_heads=1, page_size=16), "all 2 key/value heads, got 1"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            type(allocator)(index=0, config=lm.config, **sizes, **given)
     begin, arrays = memory.data_ptr(), []
     for pages in allocator.pages.values():
         arrays += pages.tensors().values() if isinstance(pages, PagedCache) else pages
@@ -235,7 +242,7 @@ def test_all_that_is_kept_is_counted(kinds, monkeypatch):
 
 def test_another_manager_is_refused(monkeypatch):
     """One whose allocators have other methods, or none; `generate` runs with it."""
-    monkeypatch.setattr(continuous, "FullAttentionCacheAllocator", object)
+    pretend.machine(monkeypatch, cache_allocator=object)
     lm, given = model(), ["checkpoint", "--continuous-batching"]
     for kind, call in (
         (NotImplementedError, lambda: lm.generate_batch([[1, 2]])),
@@ -284,30 +291,16 @@ def test_what_is_refused():
     for changed, sentence, _ in refusals.rows("continuous batching"):
         with pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence)):
             continuous_batching_config(lm.config, **refusals.given(changed))
-    make = functools.partial(
-        continuous.NSACacheAllocator,
-        index=0,
-        config=lm.config,
-        cache_dtype=torch.float32,
-        layer_indices=[0, 1],
-        allow_block_sharing=True,
-    )
-    mixed = Branches(None, "sdpa", None)
-    for message, call in (
-        (
-            "num_beams must be 1",
-            lambda: lm.generate_batch([[1, 2]], **options(lm, num_beams=2)),
-        ),
-        ("one name for all branches", lambda: cache.one_name(mixed)),
-        (
-            "page_size must be select_block=16, got 8",
-            lambda: make(num_key_value_heads=2, page_size=8),
-        ),
-        ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
-    ):
-        with pytest.raises((ValueError, NotImplementedError), match=message):
-            call()
-    assert cache.one_name(Branches.each("sdpa")) == "sdpa"
+    with pytest.raises(ValueError, match="num_beams must be 1"):
+        lm.generate_batch([[1, 2]], **options(lm, num_beams=2))
+    lm = on("cpu")
+    step = lambda: lm(torch.ones(1, 2).long(), cache=NSAPagedModelCache(lm.config, 1, 44))
+    lm.set_nsa_implementation(Branches.each("sdpa"))
+    with torch.no_grad():
+        assert step()
+        lm.set_nsa_implementation(Branches(None, "sdpa", None))
+        with pytest.raises(NotImplementedError, match="one name for all branches"):
+            step()
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bench.judge.parity import check_parity
 from bench.lm.jax_lm import LM
 from bench.lm.spec import ModelSpec
-from nsa_core import rotation
+from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_jax import nn
 from nsa_torch import heads
@@ -192,7 +192,8 @@ def test_rates_are_those_of_transformers(rope, width):
         wanted = LlamaRotaryEmbedding(config).inv_freq
     else:
         wanted, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-        scaling = rotation.scaling({k: x for k, x in rope.items() if k != "rope_theta"})
+        own = {k: x for k, x in rope.items() if k != "rope_theta"}
+        scaling = LayerSpec(8, 1, 1, 8, 8, rope_scaling=own).rope_scaling
         assert scaling.attention_scaling == pytest.approx(factor)
         # They divide by the product of the factor and the power: where the factor is no power of
         # two that is another rounding.

@@ -39,9 +39,8 @@ from nsa_torch.huggingface import (
     from_safetensors,
     to_safetensors,
 )
-from nsa_torch.huggingface.cache import CACHE
 from tests import refusals
-from tests.model_sizes import MODELS
+from tests.model_sizes import CACHE, MODELS
 
 SIZES, KINDS = MODELS["huggingface"], MODELS["kinds"]
 ROOM, FP8 = 64, torch.float8_e4m3fn

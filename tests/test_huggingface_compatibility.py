@@ -13,8 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModel, NSAModelCache, NSAPagedModelCache
-from nsa_torch.huggingface.cache import CACHE
-from tests.model_sizes import MODELS
+from tests.model_sizes import CACHE, MODELS
 from tests.test_huggingface import model, tokens
 
 OURS = {

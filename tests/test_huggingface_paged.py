@@ -17,8 +17,6 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
     StepGraph,
-    generation,
-    step_graph,
 )
 from tests import pretend, refusals
 from tests.devices import BOTH
@@ -38,6 +36,7 @@ from tests.test_huggingface import (
 )
 
 gpu = pytest.mark.gpu
+WARMUP = 3  # steps before one is captured
 GPU = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, head_dim=64, pad_token_id=0)
 GPU |= dict(num_attention_heads=8, num_key_value_heads=2)
 
@@ -70,7 +69,7 @@ def captured(device, monkeypatch):
     """The tokens that a cache has at each capture of a graph. On a CPU it is `traced`; what a CPU
     alone checks is left out.
     """
-    found, capture = [], step_graph.capture
+    found, capture = [], pretend.original("graph_capture")
     if device == "cpu":
         capture = traced
         set_limits(monkeypatch, graph_device="cpu")
@@ -196,14 +195,14 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(device, phi, kv, dty
         assert len({x.get_seq_length() for x in caches}) == 1
 
     start()
-    for count in range(step_graph.WARMUP + (24 if device == "cuda" else 14)):
+    for count in range(WARMUP + (24 if device == "cuda" else 14)):
         step(count)
         if count == 9:
             for cache in caches:
                 cache.crop(-2)
     start()
     step(0)
-    assert captured == [WIDTH + step_graph.WARMUP]
+    assert captured == [WIDTH + WARMUP]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -211,7 +210,7 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(device, phi, kv, dty
 def test_a_capture_that_fails_appends_nothing(device, captured, monkeypatch):
     made = one_layer(device)
     cache, new = paged(made, 2), torch.ones(2, 1, dtype=torch.int64)
-    graph, capture, begun = StepGraph(made, cache), step_graph.capture, step_graph.WARMUP
+    graph, capture, begun = StepGraph(made, cache), pretend.original("graph_capture"), WARMUP
     for _ in range(begun):
         graph(new)
 
@@ -270,7 +269,7 @@ def test_generate_sees_what_python_changed(device, captured):
         found.append(logits_of(made, cache, ids))
         close(found[-1], logits_of(made, cache, ids, disable_compile=True), msg=name)
     assert all(not torch.allclose(x, y, atol=0.01) for x, y in itertools.pairwise(found))
-    assert captured == [WIDTH + step_graph.WARMUP] * len(CHANGES)
+    assert captured == [WIDTH + WARMUP] * len(CHANGES)
 
 
 class RowScaled(torch.nn.Module):
@@ -320,7 +319,7 @@ def test_forward_hooks_are_called_at_each_step(device, captured):
         finally:
             handle.remove()
     close(logits_of(made, cache, ids), plain)
-    assert len(calls) == 2 * expected and captured == [WIDTH + step_graph.WARMUP]
+    assert len(calls) == 2 * expected and captured == [WIDTH + WARMUP]
 
 
 def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch):
@@ -341,7 +340,7 @@ def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch)
         options = dict(attention_mask=mask, max_new_tokens=count, **GREEDY) | options
         return made.generate(ids, **options)
 
-    monkeypatch.setattr(generation, "NSAPagedModelCache", Seen)
+    pretend.machine(monkeypatch, cache_of_generate=Seen)
     if device == "cpu":
         free = [1 << 30]
         assert generate() is not None and not seen  # no kernels here
@@ -360,7 +359,7 @@ def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch)
         assert torch.equal(generate(**options)[::copies], want), options
         assert seen == [(2 * copies, WIDTH + count - 1)], options
     for options in (
-        dict(max_new_tokens=generation.MIN_NEW_TOKENS - 1),
+        dict(max_new_tokens=1),
         dict(cache_implementation="dynamic"),
         dict(use_cache=False),
         dict(num_beams=2),
@@ -433,6 +432,6 @@ def test_a_capture_goes_on_beside_other_threads():
         thread.join()
         return x + 1
 
-    replay, found = step_graph.capture(call, x.device)
+    replay, found = pretend.original("graph_capture")(call, x.device)
     replay()
     assert not failed and bool((found == 2).all())

@@ -11,10 +11,8 @@ import transformers
 import nsa_torch.huggingface
 from nsa_torch import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
-from nsa_torch.huggingface.cache import CACHE
-from nsa_torch.huggingface.llama_nsa import best_by_halves
 from tests import refusals
-from tests.model_sizes import MODELS
+from tests.model_sizes import CACHE, MODELS
 from tests.oracles import nsa
 
 SIZES = MODELS["llama nsa"]
@@ -75,10 +73,14 @@ def attention_by_loops(layer, x, selection):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("selection", ["exact", "trained"])
-def test_a_layer_is_the_loops(selection):
+def test_a_layer_is_the_loops(selection, ties):
+    """Of equal scores the lower block; half the places are the last chunk's."""
     made, seen = model(selection), {}
     layer = made.model.layers[1].self_attn
+    if ties:
+        layer.q_proj.weight.zero_()
     keep = lambda module, given, named, out: seen.update(named, out=out[0])
     layer.register_forward_hook(keep, with_kwargs=True)
     made(torch.arange(59)[None] % 40)
@@ -88,14 +90,6 @@ def test_a_layer_is_the_loops(selection):
     assert (
         attention_by_loops(layer, seen["hidden_states"][0], other) - want
     ).abs().max() > 1e-3
-
-
-def test_the_trained_selection_is_no_top_n():
-    """Of equal scores the lower block; half the places are the last chunk's."""
-    scores = torch.tensor([9.0, 8, 7, 6, 1, 1, 1, 1, 5, 2, 2, -1])
-    assert best_by_halves(scores, 4).tolist() == [0, 1, 8, 9]
-    assert best_by_halves(scores[:8], 4).tolist() == [0, 1, 4, 5]
-    assert best_by_halves(scores[:3], 4).tolist() == [0, 1, 2, -1]
 
 
 @torch.no_grad()

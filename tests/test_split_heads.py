@@ -17,6 +17,7 @@ from bench.judge.parity import assert_parity
 from kernels_pallas.triton.descriptions import Heads
 from nsa_core import rotation
 from nsa_torch import NSAAttention, heads
+from tests import pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
 from tests.problems import TABLE
@@ -84,10 +85,6 @@ def listed(apart):
     """The same tensors, of what `split` gives."""
     query, keys, values, *rest = apart
     return [query, *keys, *values, *(x for x in rest if x is not None)]
-
-
-def angles(position, sizes):
-    return heads._angles(position, sizes.D, BASE, SCALE)
 
 
 @by_norms
@@ -291,14 +288,14 @@ def test_heads_by_the_kernel(sizes, dtype, normed, rows, monkeypatch):
     norms = [x.to(DEVICE) for x in norms_of(sizes, kind)] if normed else None
     product = torch.from_numpy(drawn(2, length, sizes.row)).to(DEVICE, kind)
     position = torch.arange(length * rows, device=DEVICE).view(rows, length) * 50
-    assert INTERPRETED or heads._by_kernel(product, sizes)
+    assert INTERPRETED or pretend.original("heads_by_kernel")(product, sizes)
     results = []
     # The kernel, the same by torch's operators, and these in float64.
     for by_kernel, wide in ((True, kind), (False, kind), (False, torch.float64)):
         leaf = product.detach().to(wide).requires_grad_()
         own = norms and [copy.deepcopy(x).to(wide) for x in norms]
         with monkeypatch.context() as patch:
-            patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
+            pretend.machine(patch, heads_by_kernel=by_kernel)
             apart = listed(heads.split(leaf, position, sizes, norms=own))
         assert all(x.is_contiguous() and x.dtype == leaf.dtype for x in apart)
         if by_kernel and not INTERPRETED:  # which attention's kernels need
@@ -312,6 +309,10 @@ def test_heads_by_the_kernel(sizes, dtype, normed, rows, monkeypatch):
         size = max(np.sqrt(np.mean(exact**2)), 1.0)
         assert_parity(str(name), found / size, exact / size, rough / size, dtype=dtype)
     if not INTERPRETED:
-        tables = (x.expand(2, -1, -1) for x in angles(position, sizes))
+        rates = BASE ** -(torch.arange(sizes.D // 2, device=DEVICE) * 2 / sizes.D) / SCALE
+        turns = (position[..., None] * rates).expand(2, -1, -1)
+        tables = turns.cos(), turns.sin()
         rest = [x.weight for x in norms or ()], EPS, list(dataclasses.astuple(sizes))
-        torch.library.opcheck(heads._split, (product.requires_grad_(), *tables, *rest))
+        torch.library.opcheck(
+            torch.ops.nsa.split_heads.default, (product.requires_grad_(), *tables, *rest)
+        )

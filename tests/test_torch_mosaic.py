@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_torch
 from nsa_torch import (
     Branches,
     NSAConfig,
-    dispatch,
     plan_runs,
 )
 from nsa_torch.shared import SHARED
@@ -288,15 +288,17 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
 
 
 def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
-    given = *inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False, {}
-    problem = dispatch.problem_of(*dispatch.problem_key(*given))
-    hopper = {"platform": "cuda", "capability": (9, 0), "step": "selected"}
-    problem = problem._replace(**hopper)
     missing = "needs a C compiler and the compiler in JAX's CUDA plugin"
-    for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
-        pretend.machine(monkeypatch, can_build=compiler)
-        monkeypatch.setattr(dispatch, "on_disk", lambda *layer, there=on_disk: there)
-        assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
+    pretend.gpu(monkeypatch)
+    for compiler, on_disk in ((True, False), (False, False), (False, True)):
+        pretend.machine(monkeypatch, can_build=compiler, torch_on_disk=on_disk)
+        with FakeTensorMode():
+            x = torch.empty(1, 20, 4, 16, dtype=torch.bfloat16, device="cuda:63")
+            found = nsa_torch.explain(x, x, x, config=SMALL).selected
+        if compiler or on_disk:
+            assert found.implementation == "mosaic"
+        else:
+            assert found.refused["mosaic"].startswith(missing)
 
 
 # On a Hopper GPU

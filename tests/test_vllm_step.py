@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nsa_core.layer import LayerSpec
-from nsa_torch import vllm
-from nsa_torch.key_convolution import KeyConvolution
+from nsa_torch import NSAAttention, vllm
 from nsa_torch.vllm import step as vllm_step
 from tests import vllm_steps
 from tests.model_sizes import MODELS
@@ -114,7 +113,7 @@ def test_convolved_keys_of_the_engines_steps(case):
     """Those of whole rows. Memory begins as NaN."""
     spec = spec_of(key_taps=4)
     columns = spec.kept_keys[1]
-    convolution = KeyConvolution(4, columns)
+    convolution = NSAAttention(32, 4, 2, 8, 8, key_taps=4).key_conv
     tables = torch.randn(2, 512, columns, generator=torch.Generator().manual_seed(3))
     shape = BLOCKS, spec.n_kv_groups, BLOCK, vllm_step.elements_of_token(spec)
     pages, newest = vllm_step.pages_in(torch.full(shape, torch.nan), spec)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nsa_torch.huggingface import NSAModelCache
-from nsa_torch.huggingface.cache import CACHE
 from tests.canaries import canary
+from tests.model_sizes import CACHE
 from tests.test_huggingface import model, tokens
 
 MEND = "nsa_torch/huggingface/cache.py"
