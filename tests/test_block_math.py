@@ -1,38 +1,19 @@
 """Sizes, and what a compressed token weighs in a selection block (Eqs. 9 and 10)."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-from nsa_core import selection
-from nsa_jax import reference
-from nsa_jax.jax_ops import JAX_OPS
 from nsa_torch import NSAConfig
-from nsa_torch.torch_ops import TORCH_OPS
-from tests.problems import TABLE
+from tests.oracles import nsa
+from tests.paths import steps_of_jax, steps_of_torch
+from tests.problems import TABLE, Case, check_selection, problem
 
 SIZES = TABLE["windows"]
 
 
 def config_of(block, stride, select_block):
     return NSAConfig(block, stride, select_block, num_selected=3, window=7)
-
-
-def weights(path, config, length):
-    """w(i, j) [C, N]: what token `i` of probability 1 gives the blocks."""
-    count, blocks = config.num_compressed(length), config.num_blocks(length)
-    if path != "reference":
-        ops = {"jax": JAX_OPS, "torch": TORCH_OPS}[path]
-        one = ops.xp.eye(count, dtype=ops.xp.float32)
-        return np.asarray(selection.map_to_blocks(ops, one, blocks, config))
-    query = jnp.ones((count, 1, 1, 1), jnp.float32)
-    key = 1000 * jnp.eye(count, dtype=jnp.float32)[..., None, None]
-    how = {"config": config, "kv_len": length, "scale": 1.0}
-    scores = jax.jit(functools.partial(reference.block_scores, **how))
-    return np.asarray(scores(query, key)[:, 0, 0])
 
 
 def shared_tokens(config, i, j):
@@ -49,20 +30,30 @@ def equation_9(config, i, j):
     return named.count(i + 1)
 
 
-PATHS = [(path, x) for path in ("jax", "torch") for x in SIZES]
-PATHS += [("reference", x) for x in SIZES[4:6]]
-
-
-@pytest.mark.parametrize(("path", "sizes"), PATHS, ids=str)
-def test_weights_count_shared_stride_blocks(path, sizes):
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_weights_count_shared_stride_blocks(sizes):
+    """w(i, j) of the oracle: what token `i` of probability 1 gives the blocks."""
     config = config_of(*sizes)
     length = 3 * config.select_block + config.compress_block + 1
-    got = weights(path, config, length)
+    one = torch.eye(config.num_compressed(length))
+    got = nsa.scores(one[None, None, None], config, nsa.Rows(length, length, (length,)))
+    got = got.reshape(len(one), -1).numpy()
     for (i, j), w in np.ndenumerate(got):
         assert w * config.compress_stride == shared_tokens(config, i, j)
         assert w == equation_9(config, i, j)
     # No part of a token is lost.
     assert (got.sum(axis=1) == config.compress_block // config.compress_stride).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("path", ["torch sdpa", "torch reference", "jax xla", "jax reference"])
+def test_selection_is_by_these_weights(path, sizes):
+    framework, implementation = path.split()
+    steps = {"torch": steps_of_torch, "jax": steps_of_jax}[framework]
+    config = NSAConfig(*sizes, num_selected=3, num_initial=0, num_local=1, window=7)
+    length = 6 * config.select_block + 1
+    p = problem(Case(length, length, H=2, Hkv=1, config=config, own=True))
+    check_selection(p, steps(p, implementation, only=["scores"])["block_indices"])
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
