@@ -1,5 +1,6 @@
 """JAX's custom call: what XLA hands over, what it asks for, what is built when."""
 
+import collections
 import ctypes
 import json
 import re
@@ -16,11 +17,11 @@ from jax.sharding import Mesh, PartitionSpec
 import nsa_jax
 import nsa_torch
 from kernels_pallas.runtime import description, loaded
-from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from nsa_core.plan import kernels
-from nsa_jax import Branches, ffi, mosaic, warm_up, xla_call
+from nsa_jax import ffi, xla_call
 from nsa_torch import NSAConfig
 from tests import pretend
+from tests.limits import set_limits
 from tests.problems import TABLE
 
 CONFIG = NSAConfig(window=64, num_selected=4)
@@ -92,41 +93,38 @@ def test_threads_call_at_once(target):
 @pytest.fixture
 def hopper(monkeypatch):
     """JAX lowers for a Hopper GPU whose kernels lie on disk."""
-    pretend.machine(monkeypatch, is_hopper=True, ffi_registered=True, on_disk=True)
-    monkeypatch.setattr(ffi, "_launches", {})
-    ffi._prefetch.clear()
+    asked = {"is_hopper": True, "ffi_registered": True, "on_disk": True}
+    pretend.machine(monkeypatch, **asked, jax_capability=(9, 0), jax_device_name="a GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    set_limits(monkeypatch, launches={}, traced_kernels=collections.OrderedDict())
 
 
 def layer(length, heads=4, kv_heads=2, width=32):
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    count = CONFIG.num_compressed(length)
-    keys = Branches(array(1, count, kv_heads, width), *[array(1, length, kv_heads, width)] * 2)
-    return (
-        array(1, length, heads, width),
-        keys,
-        keys,
-        Branches.each(array(1, length, heads)),
-    )
+    """Types of query, key, value, gates and compressed tokens."""
+    shapes = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
+    found = [(length, *x) for x in shapes]
+    found += [(CONFIG.num_compressed(length), kv_heads, width)] * 2
+    return [jax.ShapeDtypeStruct((1, *x), jnp.bfloat16) for x in found]
 
 
-def program(query, key, value, gates, segment_ids=None):
-    options = {"config": CONFIG, "segment_ids": segment_ids}
+def program(*arrays):
+    """The gradients; `arrays`: of `layer`, and segment ids of a packed row."""
 
-    def loss(query, key, value, gates):
-        compressed = key.compressed, value.compressed
-        out = mosaic.attention(query, key, value, gates, compressed, None, **options)
+    def loss(*given):
+        ids = arrays[6] if len(arrays) > 6 else None
+        options = {"compressed": arrays[4:6], "config": CONFIG, "segment_ids": ids}
+        out = nsa_jax.attention(*given, **options, implementation="mosaic")
         return out.astype(jnp.float32).sum()
 
-    return jax.grad(loss, (0, 1, 2, 3))(query, key, value, gates)
+    return jax.grad(loss, (0, 1, 2, 3))(*arrays[:4])
 
 
-def test_a_program_names_its_kernels(hopper):
-    """Forward and backward lower to custom calls, each with a description from which any process
-    makes the same kernel; nothing is compiled for a length."""
-    types = layer(96)
-    lowered = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",))
+def lowered(function, types):
+    return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+
+
+def calls_of(function, types):
+    """The key and the description of each kernel of a program."""
     found = []
 
     def visit(operation):
@@ -135,13 +133,23 @@ def test_a_program_names_its_kernels(hopper):
             assert "mosaic_gpu" not in name
             if name == ffi.TARGET:
                 config = operation.attributes["mhlo.backend_config"]
-                found.append(description.kernel_of(json.loads(config["kernel"].value)))
+                found.append((config["key"].value, config["kernel"].value))
         for region in operation.regions:
             for block in region.blocks:
                 for inner in block.operations:
                     visit(inner.operation)
 
-    visit(lowered.compiler_ir().operation)
+    visit(lowered(function, types).compiler_ir().operation)
+    return found
+
+
+def kernel_of(text):
+    return description.kernel_of(json.loads(text))
+
+
+def test_a_program_names_its_kernels(hopper):
+    """Forward and backward lower to custom calls, each with a description from which any process
+    makes the same kernel; nothing is compiled for a length."""
     want = kernels.kernels_of(
         length=96,
         heads=4,
@@ -152,7 +160,7 @@ def test_a_program_names_its_kernels(hopper):
         config=CONFIG,
         gradients=True,
     )
-    assert set(found) == set(want) == set(ffi._prefetch)
+    assert {kernel_of(text) for _, text in calls_of(program, layer(96))} == set(want)
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "packed", "has"), TABLE["programs"])
@@ -162,13 +170,17 @@ def test_a_program_has_no_loops(length, heads, kv_heads, packed, has, hopper):
     """
     types = layer(length, heads, kv_heads, width=64)
     if packed:
-        types += (jax.ShapeDtypeStruct((1, length), jnp.int32),)
-    text = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        types.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
+    text = lowered(program, types).as_text()
     assert has in text
     assert "stablehlo.while" not in text
     assert "stablehlo.scatter" not in text
     # To compile the work items of intervals takes as long as all the rest.
     assert ("searchsorted" in text) == packed
+
+
+def sliding(*arrays):
+    return nsa_jax.sliding_attention(*arrays, config=CONFIG, implementation="mosaic")
 
 
 @pytest.mark.parametrize(("kv_heads", "copied"), [(1, True), (2, False)])
@@ -178,21 +190,19 @@ def test_slices_that_start_anywhere_are_copied(kv_heads, copied, hopper):
     """
 
     def sliced(query, key, value):
-        return mosaic.sliding_attention(query, key[:, 1:], value[:, 1:], config=CONFIG)
+        return sliding(query, key[:, 1:], value[:, 1:])
 
     types = [jax.ShapeDtypeStruct((1, 96, 4, 64), jnp.bfloat16)]
     types += [jax.ShapeDtypeStruct((1, 97, kv_heads, 64), jnp.bfloat16)] * 2
-    text = jax.jit(sliced).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(sliced, types).as_text()
     names = re.search(
         r"custom_call @nsa_launch_mosaic_kernel\(%\w+, (%\w+), (%\w+)", text
     ).groups()
     assert all((f"{x} = stablehlo.optimization_barrier" in text) == copied for x in names)
 
 
-def test_chunks_of_context_parallelism_copy_no_tokens(hopper, monkeypatch):
+def test_chunks_of_context_parallelism_copy_no_tokens(hopper):
     """Tokens behind a chunk are those of other devices: they need not become zeros."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    pretend.machine(monkeypatch, jax_capability=(9, 0), jax_device_name="a GPU")
     mesh = Mesh(np.array(jax.devices()[:1]), ("context",))
 
     def loss(*arrays):
@@ -204,17 +214,15 @@ def test_chunks_of_context_parallelism_copy_no_tokens(hopper, monkeypatch):
     function = jax.grad(
         jax.shard_map(loss, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
     )
-    shapes = (4, 32), (2, 32), (2, 32), (4, 3)
-    types = [jax.ShapeDtypeStruct((1, 256, *x), jnp.bfloat16) for x in shapes]
-    text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(function, layer(256)[:4]).as_text()
     assert ffi.TARGET in text
     chosen = re.findall(r"stablehlo.select [^\n]*tensor<(\w+)>$", text, re.MULTILINE)
     assert not [x for x in chosen if x.count("x") == 4]  # [1, T, heads, D]
 
 
-def call_of(kernel, device=0):
-    text, key = ffi.text_and_key(kernel)
-    return xla_call.Call(int(key), [1, 2, 3], 77, device, lambda: text)
+def run_kernel(key, text, device=0):
+    """As XLA does."""
+    ffi._run(xla_call.Call(key, [1, 2, 3], 77, device, lambda: text))
 
 
 def test_what_was_traced_is_built_together(hopper, monkeypatch):
@@ -230,34 +238,33 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
         return Bound()
 
     pretend.machine(monkeypatch, bound=bound)
-    kernels = [row_stats(RowStats(1, length, 8, 2, 16, 64)) for length in (40, 41)]
-    for kernel in kernels:
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
-        jax.eval_shape(lambda *x, kernel=kernel: ffi.call(kernel, *x), *arrays)
-    for kernel in (kernels[0], kernels[0], kernels[1]):
-        ffi._run(call_of(kernel))
-    ffi._run(call_of(kernels[0], device=1))
-    both, none = kernels, []
-    first, second, other = (kernels[0], 0, both), (kernels[1], 0, none), (kernels[0], 1, none)
-    assert asked == [first, second, other]
+    (one,), (two,) = (calls_of(sliding, layer(length)[:3]) for length in (40, 41))
+    for call in (one, one, two):
+        run_kernel(*call)
+    run_kernel(*one, device=1)
+    first, second = (kernel_of(text) for _, text in (one, two))
+    assert first != second
+    assert asked == [(first, 0, [first, second]), (second, 0, []), (first, 1, [])]
     assert launched == [(77, [1, 2, 3])] * 4
 
 
 def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
-    kernel = row_stats(RowStats(1, 40, 8, 2, 16, 64))
-    for there, missing, found in (
-        (True, "no compiler", True),
-        (False, None, True),
-        (False, "no compiler", False),
+    call = None
+    for length, there, missing, found in (
+        (42, True, "no compiler", True),
+        (43, False, None, True),
+        (44, False, "no compiler", False),
     ):
         pretend.machine(monkeypatch, on_disk=there, build_why_not=missing)
         loaded.can_build.cache_clear()
-        assert ffi.serves(kernel) == found
+        text = lowered(sliding, layer(length)[:3]).as_text()
+        assert (ffi.TARGET in text) == found == ("mosaic_gpu" not in text)
+        call = calls_of(sliding, layer(length)[:3])[0] if found else call
     loaded.can_build.cache_clear()
     assert "each kernel for each length, in each process, because no compiler" in caplog.text
-    monkeypatch.setattr(loaded, "_loaded", {})
-    with pytest.raises(RuntimeError, match=f"{kernel.name} is not stored on disk"):
-        ffi._run(call_of(kernel))
+    set_limits(monkeypatch, loaded_kernels={})
+    with pytest.raises(RuntimeError, match="interval_forward is not stored on disk"):
+        run_kernel(*call)
 
 
 def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
@@ -265,13 +272,13 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     load = lambda kernels, *_: wanted.extend(kernels)
     pretend.machine(monkeypatch, jax_capability=(9, 0), load=load)
     given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
-    count = warm_up.prepare(**given, lengths=(512, 640))
+    count = nsa_jax.prepare(**given, lengths=(512, 640))
     assert count == len(wanted) == len(set(wanted)) > 10
     assert all(kernel.any_length for kernel in wanted)
     pretend.machine(monkeypatch, jax_capability=(8, 0))
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
-        warm_up.prepare(**given)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        nsa_jax.prepare(**given)
+    pretend.gpu(monkeypatch, None)
     with pytest.raises(NotImplementedError, match="need a Hopper GPU, but torch finds none"):
         nsa_torch.prepare(**given)
 
