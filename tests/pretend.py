@@ -9,6 +9,7 @@ import importlib.metadata
 import pkgutil
 import sys
 
+import jax
 import torch
 
 from tests.tables import table
@@ -23,6 +24,12 @@ def gpu(monkeypatch, capability=(9, 0), name="a GPU", count=1):
         "get_device_capability": capability,
     }.items():
         monkeypatch.setattr(torch.cuda, attribute, lambda *_, found=found: found)
+
+
+def jax_gpu(monkeypatch, capability=(9, 0), **answers):
+    """The library takes JAX's default device for a GPU of a compute capability."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    machine(monkeypatch, jax_capability=capability, jax_device_name="a GPU", **answers)
 
 
 def words(monkeypatch, *argv):

@@ -16,8 +16,7 @@ import torch
 
 import nsa_jax
 from nsa_core.dispatch import Problem
-from nsa_core.steps import triton_decode as steps
-from nsa_jax.jax_ops import JAX_OPS, compiled_for
+from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, paged_attend
 from tests import interpreted_triton, pretend, refusals, triton_compile
 from tests.caches import (
@@ -175,12 +174,13 @@ def test_no_length_compiles_anything():
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-def test_jax_lowers_a_decode_step():
+def test_jax_lowers_a_decode_step(monkeypatch):
     """Of a cache in fp8, whose kernels have more arrays."""
+    pretend.jax_gpu(monkeypatch, kernels_why_not=None)
     cache = nsa_jax.PagedCache(8, 1, 32, 32, dtype=jnp.float8_e4m3fn)
     query, gates = (jnp.zeros((2, 16, width), jnp.bfloat16) for width in (32, 3))
     given = query, gates, cache, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
-    step = jax.jit(lambda *arrays: steps.attention(JAX_OPS, *arrays, None))
+    step = jax.jit(functools.partial(nsa_jax.paged_attention, implementation="triton"))
     with compiled_for((9, 0)):
         lowered = step.trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@triton_kernel_call") == 2

@@ -94,8 +94,7 @@ def test_threads_call_at_once(target):
 def hopper(monkeypatch):
     """JAX lowers for a Hopper GPU whose kernels lie on disk."""
     asked = {"is_hopper": True, "ffi_registered": True, "on_disk": True}
-    pretend.machine(monkeypatch, **asked, jax_capability=(9, 0), jax_device_name="a GPU")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    pretend.jax_gpu(monkeypatch, **asked)
     set_limits(monkeypatch, launches={}, traced_kernels=collections.OrderedDict())
 
 

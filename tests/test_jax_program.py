@@ -21,6 +21,7 @@ from bench.lm.jax_lm import LM
 from bench.lm.jax_parallel import Layout
 from nsa_jax import Branches, ffi, xla_call
 from tests import pretend
+from tests.limits import set_limits
 
 # What XLA asks of a GPU, as it prints it of an H100.
 H100 = """
@@ -53,12 +54,10 @@ def h100(monkeypatch):
     """JAX takes the first device for one, whose kernels lie on disk."""
     monkeypatch.setattr(ffi, "TARGET", "test_jax_program")
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
-    monkeypatch.setattr(ffi, "serves", lambda kernel: True)
-    pretend.machine(monkeypatch, jax_capability=(9, 0), jax_device_name="NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(
-        ffi, "_prefetch", type(ffi._prefetch)()
-    )  # nobody builds what is named here
+    pretend.jax_gpu(monkeypatch, ffi_serves=True)
+    pretend.machine(monkeypatch, jax_device_name="NVIDIA H100 80GB HBM3")
+    # Nobody builds what is named here.
+    set_limits(monkeypatch, traced_kernels=collections.OrderedDict())
     # What is compiled for no device cannot be read again.
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
 

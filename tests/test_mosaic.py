@@ -21,8 +21,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
-from nsa_jax import kernel_path, mosaic
-from nsa_jax.jax_ops import JaxOps
+from nsa_jax.dispatch import REGISTRY
 from tests import pretend, refusals
 from tests.devices import needs_gpu
 from tests.jaxprs import equations
@@ -90,24 +89,16 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
     mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
     where = "segment_ids" if name == "segment_ids" else "kv_len"
     option = jnp.full(2, length) if where == "kv_len" else jnp.zeros((2, length), jnp.int32)
-    ran = []
-
-    class Recording(JaxOps):
-        def run(self, kernel, *arrays):
-            ran.append(kernel.name)
-            return super().run(kernel, *arrays)
-
-    monkeypatch.setattr(kernel_path, "JAX_OPS", Recording())
 
     def attend(query, key, value, gates, option):
+        """All steps at once, which know the lengths of a cache."""
         at = {where: option}
         segments = {"segment_ids": at.get("segment_ids")}
         compressed = [nsa_jax.compress(x, config=config, **segments) for x in (key, value)]
         each = nsa_jax.Branches.each
         gates = nsa_jax.Branches(*(gates[..., i] for i in range(3)))
-        return mosaic.attention(
-            query, each(key), each(value), gates, compressed, None, config=config, **at
-        )
+        run = REGISTRY.entry("attention", "mosaic").load()
+        return run(query, each(key), each(value), gates, compressed, None, config=config, **at)
 
     specs = (*[spec] * 4, PartitionSpec("batch"))
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
@@ -116,8 +107,8 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
     arrays = [jax.ShapeDtypeStruct((2, length, *x), jnp.bfloat16) for x in shapes]
     gradients = loss if name == "e4m3" else jax.grad(loss, (0, 1, 2, 3))
     traced = jax.jit(gradients).trace(*arrays, option)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert kernel in ran
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and kernel in text
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
@@ -135,15 +126,14 @@ def test_recomputed(implementation):
     assert kept[0] >= kept[1] + 3
 
 
-def test_nothing_is_larger_than_the_output():
+def test_nothing_is_larger_than_the_output(monkeypatch):
     """Outside of the kernels, in the whole program; and no call back to the host."""
+    pretend.jax_gpu(monkeypatch)
     length = 2048
-    shape = lambda *s: jax.ShapeDtypeStruct((1, length, *s), jnp.bfloat16)
-    key, gate = nsa_jax.Branches.each(shape(4, 64)), nsa_jax.Branches.each(shape(16))
-    compressed = [jax.ShapeDtypeStruct((1, 127, 4, 64), jnp.bfloat16)] * 2
-    jaxpr = jax.make_jaxpr(functools.partial(mosaic.attention, config=PAPER, kv_len=length))(
-        shape(16, 64), key, key, gate, compressed, None
-    )
+    shapes = (16, 64), (4, 64), (4, 64), (16, 3)
+    given = [jax.ShapeDtypeStruct((1, length, *x), jnp.bfloat16) for x in shapes]
+    attend = functools.partial(nsa_jax.attention, config=PAPER, implementation="mosaic")
+    jaxpr = jax.make_jaxpr(attend)(*given)
     found = list(equations(jaxpr.jaxpr))
     sizes = [v.aval.size for e in found for v in e.outvars if hasattr(v.aval, "size")]
     assert max(sizes) <= length * 16 * 64

@@ -12,9 +12,9 @@ import nsa_jax
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
-from nsa_jax import ffi, mosaic, xla_call
+from nsa_jax import ffi, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import Branches, plans
+from nsa_torch import plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned, pretend
 from tests.devices import needs_gpu
@@ -125,17 +125,12 @@ HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process 
 def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
     """By XLA's count of the memory between its custom calls."""
     set_limits(monkeypatch, ds_chunk_bytes=1)
-    pretend.machine(monkeypatch, ffi_serves=lambda kernel: bool(kernel.source))
+    pretend.jax_gpu(monkeypatch, ffi_serves=lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
     length, heads, kv_heads, width = 4096, 64, 4, 128
 
-    def attend(query, key, value, gates):
-        compressed = [nsa_jax.compress(x, config=PAPER) for x in (key, value)]
-        keys = Branches.each(key), Branches.each(value)
-        gates = Branches(*(gates[..., i] for i in range(3)))
-        options = {"config": PAPER, "kv_len": length}
-        return mosaic.attention(query, *keys, gates, compressed, None, **options)
+    attend = functools.partial(nsa_jax.attention, config=PAPER, implementation="mosaic")
 
     def gradients(do, *arrays):
         return jax.vjp(attend, *arrays)[1](do)

@@ -574,8 +574,7 @@ def test_second_derivatives_of_split_heads(normed):
 def test_second_derivatives_are_refused_in_jax(name, outer, monkeypatch):
     """Of the queries; of the gradient that comes in alone, where Mosaic kernels are interpreted."""
     if name == "triton":
-        pretend.machine(monkeypatch, jax_capability=(9, 0), kernels_why_not=None)
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        pretend.jax_gpu(monkeypatch, kernels_why_not=None)
     query, *rest = (jnp.asarray(x, jnp.bfloat16) for x in arrays(40, 1, (4, 2), 16))
     options = dict(config=SMALL, implementation=name)
     calls = (
@@ -746,8 +745,7 @@ def on_triton(name):
 def test_kernels_on_lists_are_mapped(name, monkeypatch):
     """For a GPU that need not be there: as many launches as for one."""
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
-    pretend.machine(monkeypatch, jax_capability=(9, 0))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    pretend.jax_gpu(monkeypatch)
     function, given = on_triton(name)
     both = jax.tree.map(lambda x: np.stack([x, x]), given)
     with compiled_for((9, 0)):

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 import kernels_pallas
+import nsa_jax
 import nsa_torch
 from kernels_pallas.triton import capability
 from kernels_pallas.triton import tiling as tilings
 from nsa_core.dispatch import Problem
 from nsa_jax import dispatch as jax_dispatch
-from nsa_jax import reference
-from nsa_jax import triton as jax_triton
-from nsa_jax.jax_ops import JaxOps, compiled_for
-from nsa_torch import Branches, NSAConfig, dispatch
+from nsa_jax.jax_ops import compiled_for
+from nsa_torch import NSAConfig, dispatch
 from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
@@ -303,10 +302,7 @@ def test_tiles_fit_every_architecture(kind):
 
 
 def attend(query, key, value, gates):
-    """The sum of branches, of compressed tokens that JAX makes."""
-    compressed = [reference.compress(x, config=SMALL) for x in (key, value)]
-    three = map(Branches.each, (key, value, gates))
-    return jax_triton.attention(query, *three, compressed, None, config=SMALL)
+    return nsa_jax.attention(query, key, value, gates, config=SMALL, implementation="triton")
 
 
 def gradient(function):
@@ -316,7 +312,7 @@ def gradient(function):
 
 def sizes(*batch):
     """Of query, key, value and gates."""
-    heads = (4, 16), (2, 16), (2, 16), (4,)
+    heads = (4, 16), (2, 16), (2, 16), (4, 3)
     return [jax.ShapeDtypeStruct((*batch, *x), jnp.bfloat16) for x in heads]
 
 
@@ -326,6 +322,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     """The kernels of all steps, compiled into what JAX would run on a GPU."""
     fast = tilings.Tiling(16, 16, 1, 1)  # to compile
     set_limits(monkeypatch, triton_tiles=lambda *given: fast)
+    pretend.jax_gpu(monkeypatch, (8, 0), kernels_why_not=None)
     gradients = jax.jit(jax.vmap(gradient(attend)))
     with compiled_for((8, 0)):
         lowered = gradients.trace(*sizes(2, 1, 64)).lower(lowering_platforms=("cuda",))
@@ -335,11 +332,10 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
 
 
 @EVERYWHERE
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_shard_map_is_traced_over_heads(monkeypatch):
     """Kernels are whole on each device; nothing is compiled here."""
-    unwritten = lambda self, launch, *_: [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
-    monkeypatch.setattr(JaxOps, "capability", lambda self, x: (8, 0))
-    monkeypatch.setattr(JaxOps, "run", unwritten)
+    pretend.jax_gpu(monkeypatch, (8, 0), kernels_why_not=None)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     by_head = jax.sharding.PartitionSpec(None, None, "heads")
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
