@@ -418,8 +418,8 @@ class NSAAttention(nnx.Module):
           x: `[B, T, dim]`.
           kv: a cache from `init_cache`. None means that the rows are whole sequences, and the
             returned `kv` is None. The given cache is unchanged, or invalid if it is donated.
-          prefill: False declares that `x` continues a cache, which must then be given. Chunks of
-            any length may be appended in either case.
+          prefill: False declares that `x` continues a cache, which must then contain tokens
+            (not checked in traced code). Chunks of any length may be appended in either case.
           segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). It must be None if a
             cache is given.
           varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make it once
@@ -435,6 +435,9 @@ class NSAAttention(nnx.Module):
         padding = "mark padding by negative segment_ids; rows of a cache have no padding"
         packed = {"segment_ids": segment_ids, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
+        known = kv is not None and not isinstance(kv.length, jax.core.Tracer)
+        if known and not (prefill or np.any(np.asarray(kv.length))):
+            raise ValueError("kv must hold tokens if prefill=False, got an empty cache")
         batch, length, _ = x.shape
         shards: dict[str, Any] = {}
         if self.context_axis is None:
