@@ -131,13 +131,33 @@ def lists_of(indices: Tensor) -> Tensor:
     return turned(indices).to(torch.int32).contiguous()
 
 
-def random_blocks(
-    batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str
+def blocks_of(
+    batch: int,
+    kv_heads: int,
+    length: int,
+    block: int,
+    chosen: int,
+    device: str,
+    overlap: float = 0.0,
 ) -> Tensor:
     """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random
-    earlier blocks.
+    earlier blocks. With `overlap` each of these is drawn again only with probability
+    `1 - overlap`. Otherwise it is that of the previous query.
     """
     draw = torch.Generator(device).manual_seed(0)
+    if overlap:
+        shape = batch, kv_heads, length, chosen - 1
+        token = torch.arange(length, device=device)[:, None]
+        redrawn = torch.rand(shape, generator=draw, device=device) >= overlap
+        last = torch.where(redrawn, token, 0).cummax(dim=2).values
+        place = torch.rand(shape, generator=draw, device=device).gather(2, last)
+        # One block from each of `chosen - 1` equal parts of the earlier ones: few coincide.
+        part = torch.arange(chosen - 1, device=device)
+        found = ((part + place) / (chosen - 1) * (last // block)).long()
+        own = (token // block).expand(batch, kv_heads, length, 1)
+        found = found.masked_fill(found >= own, -1).sort(dim=-1).values
+        twice = torch.nn.functional.pad(found[..., 1:] == found[..., :-1], (1, 0))
+        return torch.cat([found.masked_fill(twice, -1), own], dim=-1)
     count = -(-length // block)
     blocks = torch.arange(count, device=device)
     rows = []
@@ -152,26 +172,21 @@ def random_blocks(
     return torch.cat(rows, dim=2)
 
 
-def similar_blocks(
-    batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
-) -> Tensor:
-    """Return blocks as `random_blocks` does, except that each block other than the query's own
-    is drawn again only with probability `1 - overlap`. Otherwise it is that of the previous
-    query.
-    """
-    draw = torch.Generator(device).manual_seed(0)
-    shape = batch, kv_heads, length, chosen - 1
-    token = torch.arange(length, device=device)[:, None]
-    redrawn = torch.rand(shape, generator=draw, device=device) >= overlap
-    last = torch.where(redrawn, token, 0).cummax(dim=2).values
-    place = torch.rand(shape, generator=draw, device=device).gather(2, last)
-    # One block from each of `chosen - 1` equal parts of the earlier blocks, so that few coincide.
-    part = torch.arange(chosen - 1, device=device)
-    found = ((part + place) / (chosen - 1) * (last // block)).long()
-    own = (token // block).expand(batch, kv_heads, length, 1)
-    found = found.masked_fill(found >= own, -1).sort(dim=-1).values
-    twice = torch.nn.functional.pad(found[..., 1:] == found[..., :-1], (1, 0))
-    return torch.cat([found.masked_fill(twice, -1), own], dim=-1)
+def made_indexer() -> Any:
+    """Return the indexer of a layer of MiniMax-M3, with random weights."""
+    from transformers import MiniMaxM3VLTextConfig
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+
+    config: Any = MiniMaxM3VLTextConfig(
+        hidden_size=HIDDEN,
+        num_attention_heads=FLAGS.heads,
+        num_key_value_heads=FLAGS.kv_heads,
+        index_n_heads=FLAGS.kv_heads,
+        index_head_dim=FLAGS.dk,
+        index_block_size=FLAGS.block,
+        index_topk_blocks=FLAGS.n_sel,
+    )
+    return MiniMaxM3VLIndexer(config, 0)
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> Any:
@@ -204,11 +219,7 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
         index = [torch.randn_like(key), torch.randn_like(key[:, :1])]
         return lambda q, k, v: block_peers.on_flash_msa(q, k, v, index, FLAGS.n_sel)
     # A layer of MiniMax-M3 with only the attributes that the attention functions read.
-    indexer: Any = model.MiniMaxM3VLIndexer.__new__(model.MiniMaxM3VLIndexer)
-    torch.nn.Module.__init__(indexer)
-    indexer.block_size, indexer.topk_blocks = FLAGS.block, FLAGS.n_sel
-    indexer.config = SimpleNamespace(num_attention_heads=FLAGS.heads)
-    groups = FLAGS.heads // FLAGS.kv_heads
+    indexer, groups = made_indexer(), FLAGS.heads // FLAGS.kv_heads
     layer: Any = SimpleNamespace(
         indexer=indexer, num_key_value_groups=groups, training=False, is_causal=True
     )
@@ -236,13 +247,13 @@ class Mode:
       results: Names of the results of `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
       lists_apart: The share of our lists, or of their blocks, that may differ from the expected
-        ones. None if the mode has no lists.
+        ones.
     """
 
     names: tuple[str, ...] = "nsa_torch", "plain"
     beside, results = "plain", ("out",)
     elsewhere = ("flash_msa",)
-    lists_apart: float | None = None
+    lists_apart = 0.0
 
     def call(self, name: str) -> Call:
         """Return the call that is timed."""
@@ -250,28 +261,27 @@ class Mode:
 
     def checked(self, name: str, to: To = same) -> list[Tensor]:
         """Return the results of the last queries. `to` converts the inputs to a precision."""
-        raise NotImplementedError
+        return []
 
     def exact(self) -> list[Tensor]:
         return self.checked("plain", wide)
 
-    def apart(self) -> float:
+    def apart(self) -> float | None:
         """Return the share of our lists, or of their blocks, that differ from the expected
-        ones.
+        ones. None if the mode has no lists.
         """
-        raise NotImplementedError
+        return None
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
         """Return the errors of each requested implementation, and the reasons why ours is wrong."""
         found = {name: ({}, "") for name in FLAGS.implementation if name in self.names}
-        lists = {} if self.lists_apart is None else {"lists": self.apart()}
-        exact = self.exact() if self.results else []
-        beside = self.checked(self.beside) if self.results else []
+        apart = self.apart()
+        exact, beside = self.exact(), self.checked(self.beside)
         for name in found:
             if name in self.elsewhere or why_not(name):
                 continue
             try:
-                results = self.checked(name) if self.results else []
+                results = self.checked(name)
             except ValueError:  # its row has the reason
                 continue
             errors, parts = {}, []
@@ -280,11 +290,13 @@ class Mode:
                 arrays = (wide(each.detach()).cpu().numpy() for each in (x, y, z))
                 errors[of] = error.sqrt().item()
                 parts.append(parity.check_parity(of, *arrays, dtype=FLAGS.dtype).reason)
-            if lists and not lists["lists"] <= (self.lists_apart or 0):
-                parts.append(
-                    f"lists: a share of {lists['lists']:.3g} differs from the expected lists"
-                )
-            found[name] = errors | lists, "; ".join(filter(None, parts)) if name in OURS else ""
+            if apart is not None:
+                errors["lists"] = apart
+                if not apart <= self.lists_apart:
+                    parts.append(
+                        f"lists: a share of {apart:.3g} differs from the expected lists"
+                    )
+            found[name] = errors, "; ".join(filter(None, parts)) if name in OURS else ""
         return found
 
 
@@ -300,14 +312,12 @@ class Attention(Mode):
         make = drawn()
         heads = FLAGS.heads, FLAGS.kv_heads, FLAGS.kv_heads
         self.tensors = [make(FLAGS.B, n, length, FLAGS.dk) for n in heads]
-        sizes = FLAGS.B, FLAGS.kv_heads, length, FLAGS.block, FLAGS.n_sel, device()
-        of = functools.partial(similar_blocks, overlap=FLAGS.overlap)
-        self.blocks = (of if FLAGS.overlap else random_blocks)(*sizes)
+        sizes = FLAGS.B, FLAGS.kv_heads, length, FLAGS.block, FLAGS.n_sel
+        self.blocks = blocks_of(*sizes, device(), FLAGS.overlap)
 
     def run(self, name: str, tensors: list[Tensor], indices: Tensor) -> Call:
         leaves = [x.detach().requires_grad_(self.gradients) for x in tensors]
-        query, key, value = leaves
-        function = attention(name, query, key, value, indices)
+        function = attention(name, *leaves, indices=indices)
         if not self.gradients:
             return lambda: [function(*leaves)]
 
@@ -344,24 +354,12 @@ class Indexer(Mode):
     names, results, lists_apart = (*OURS, "eager"), (), LISTS_APART
 
     def __init__(self, length: int):
-        from transformers import MiniMaxM3VLTextConfig
-        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
-
         from nsa_torch.huggingface import block_selection
 
         block_selection.take_over()
-        config: Any = MiniMaxM3VLTextConfig(
-            hidden_size=HIDDEN,
-            num_attention_heads=FLAGS.heads,
-            num_key_value_heads=FLAGS.kv_heads,
-            index_n_heads=FLAGS.kv_heads,
-            index_head_dim=FLAGS.dk,
-            index_block_size=FLAGS.block,
-            index_topk_blocks=FLAGS.n_sel,
-        )
         torch.manual_seed(0)
         how: Values = {"device": device(), "dtype": getattr(torch, FLAGS.dtype)}
-        self.module = MiniMaxM3VLIndexer(config, 0).to(**how)
+        self.module = made_indexer().to(**how)
         self.hidden = torch.randn(FLAGS.B, length, HIDDEN, **how)
         ones = torch.ones(1, length, FLAGS.dk, **how)
         self.embedding = ones, torch.zeros_like(ones)

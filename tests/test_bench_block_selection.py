@@ -71,7 +71,7 @@ def test_what_vllm_reads():
     """A page a block of each row, and lists a key/value head of all rows' queries."""
     make = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 2, 3, 384, 16, generator=make).unbind()
-    lists = block_selection.random_blocks(2, 3, 384, 128, 2, "cpu")[:, :, -200:]
+    lists = block_selection.blocks_of(2, 3, 384, 128, 2, "cpu")[:, :, -200:]
     read = block_peers.pages_of(key, value, lists)
     page = read["block_table"][1, lists[1, 2, 7, 0]]
     block = slice(lists[1, 2, 7, 0] * 128, lists[1, 2, 7, 0] * 128 + 128)
@@ -123,8 +123,8 @@ def test_without_ours_nothing_was_measured(tmp_path):
 
 
 def test_blocks_are_distinct_and_may_be_seen():
-    found = block_selection.random_blocks(1, 2, 45, 8, 3, "cpu")
-    alike = block_selection.similar_blocks(1, 2, 200, 8, 5, "cpu", 0.9)
+    found = block_selection.blocks_of(1, 2, 45, 8, 3, "cpu")
+    alike = block_selection.blocks_of(1, 2, 200, 8, 5, "cpu", 0.9)
     own = torch.arange(200)[:, None] // 8
     assert alike.shape == (1, 2, 200, 5) and (alike[..., -1:] == own).all()
     ordered = alike.sort(dim=-1).values

@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from nsa_core.layer import LayerSpec
 
 from ..harness import cost
+from ..harness.records import Values
 
 type Attention = Literal["nsa", "dense"]
 
@@ -63,7 +67,7 @@ class ModelSpec:
                 f"{self.layer.bias} and {self.layer.qk_norm_eps}"
             )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Values:
         """Return all values by name, for the metadata of a checkpoint. Values of `UNSTATED` are
         omitted if they are the default.
         """
@@ -102,22 +106,8 @@ class ModelSpec:
 TORCH_ONLY = ("dense_first", "dense_every", "selection_loss")
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
-# The MLP of "125m" is wider than usual, since the embedding of bytes is small. The model has 124
-# million parameters with NSA and 120 million with dense attention.
-_TINY = LayerSpec(
-    dim=64, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=32, n_sel=6, w=128
-)
-_SEED = LayerSpec(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
-MODELS = {
-    "tiny": {"layer": _TINY, "layers": 2, "hidden": 192},
-    "13m": {
-        "layer": LayerSpec(dim=384, n_heads=6, n_kv_groups=1, d_k=64, d_v=64),
-        "layers": 4,
-        "hidden": 1024,
-    },
-    "52m": {"layer": _SEED, "layers": 6, "hidden": 2048},  # with NSA and a vocabulary of 8192
-    "125m": {"layer": _SEED, "layers": 12, "hidden": 3712},
-}
+_SIZES = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
+MODELS: Values = {name: x | {"layer": LayerSpec(**x["layer"])} for name, x in _SIZES.items()}
 
 
 def model(
@@ -197,7 +187,7 @@ class Task:
     training: Training
     dtype: str
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Values:
         """Return the settings that must not change between a checkpoint and later steps."""
         model = self.model.as_dict() | self.model.layer.start()
         return model | dataclasses.asdict(self.training) | {"dtype": self.dtype}

@@ -13,24 +13,17 @@ import os
 import sys
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .data import PACKS, Batch, Batches, drawn
+from .hub import Hub
 from .packing import Packed
 from .tokens import Documents, Tokenizer, gathered
 
 BUFFER = 4096  # documents of a block
 HELD_OUT_EVERY = 16
-
-
-class Source(Protocol):
-    """A source of documents (`hub.Hub`). Sources with equal `repr` must have equal documents."""
-
-    def take(
-        self, state: dict[str, Any] | None, count: int
-    ) -> tuple[list[str], dict[str, Any] | None]: ...
 
 
 class Position(NamedTuple):
@@ -58,7 +51,7 @@ class Streamed(Batches):
     no row is dropped.
 
     Args:
-      source: The source of the documents.
+      source: The source of the documents. Sources with equal `repr` must have equal documents.
       by: The tokenizer.
       batch: See `Batches`.
       length: See `Batches`.
@@ -77,7 +70,7 @@ class Streamed(Batches):
 
     def __init__(
         self,
-        source: Source,
+        source: Hub,
         by: Tokenizer,
         batch: int,
         length: int,

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import filelock
 import numpy as np
@@ -42,15 +41,6 @@ class Documents:
     vocabulary: int
     sha256: str
     held_out: int | None = None
-
-
-class Tokenizer(Protocol):
-    """Converts text to tokens. Equal names mean equal tokens."""
-
-    name: str
-    vocabulary: int
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
 
 class Bytes:
@@ -113,6 +103,10 @@ class FromFile:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self.tokenizer.encode_batch(list(texts))
         return [np.array(each.ids, self.dtype) for each in found]
+
+
+# Converts text to tokens. Equal names mean equal tokens.
+type Tokenizer = Bytes | FromFile
 
 
 def tokenizer(path: str | None) -> Tokenizer:
