@@ -340,6 +340,7 @@ class TorchPages:
         options.setdefault("implementation", self.implementation if call.most <= 8 else name)
         options.setdefault("max_seqlen_q", None if starts is None else call.most)
         out = nsa_torch.paged_attention(query, gates, self.cache, *at, starts, **options)
+        assert out.dtype is query.dtype
         return out.double().cpu().numpy()
 
     def step(self, call: Call):

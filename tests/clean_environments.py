@@ -4,14 +4,14 @@
     python tests/clean_environments.py base jax    # these
     python tests/clean_environments.py --wheel dist/x.whl torch
 
-Everything lies under build/clean. Each environment runs a program, away from the checkout, and
-must not have the packages that its extras do not bring. The examples of README.md run there.
-They run in a project that has packages called `bench`, `configs`, `interop` and `tests` of its own,
-before the library on the path and behind it. `tests/test_extras.py` runs the same programs in the
-test suite, where absence is simulated.
+The environments lie under build/clean. Each runs a program, away from the checkout, and must not
+have the frameworks that its extras do not bring. In `jax` and `torch` it has the examples of
+README.md. Programs run in a project that has packages called `bench`, `configs`, `interop` and
+`tests` of its own, before the library on the path and behind it. `tests/test_extras.py` runs the
+same programs in the test suite, where absence is simulated.
 
-`--wheel` takes one that was built before, or an sdist, which has no kernels: `base`, `jax` and
-`nnx` run with it.
+`--wheel` takes one that was built before, or an sdist. A wheel that is built from an sdist has no
+kernels, which `torch` and `both` need; the others run with it.
 """
 
 import argparse

@@ -10,8 +10,9 @@
                  Hopper and for Ada
     plans.txt    calls of the presets: what each step reads and writes, and where
 
-Neither needs a GPU. Locations in sources and names of kernels are no part of a hash, so that
-functions and files may move; a line ends in the name, for people. It is no test of the suite.
+None of them needs a GPU. Locations in sources and names of kernels are no part of a hash, so that
+functions and files may move; the line of a kernel ends in its name, for people. This is no test of
+the suite.
 """
 
 import argparse

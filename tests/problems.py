@@ -19,7 +19,7 @@ from tests.oracles import nsa
 from tests.tables import table
 
 SMALL, PAPER = NSAConfig(8, 4, 16, num_selected=4, window=10), NSAConfig()
-RESOLUTION = 1e-4  # of a score, relatively: what float32 on a chip may leave undecided
+RESOLUTION = 1e-4  # of a score, relatively: what float32 may leave undecided on a CPU
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 STEP_NAMES = "out", "lse", "dquery", "dkey", "dvalue"
 # Of the score of the last block taken, how much more than the next it must be: rounded compressed
@@ -37,9 +37,10 @@ class Case:
 
     `documents`: lengths of packed sequences, what is left over is padding, where all is NaN; `own`:
     keys and values of their own for each branch; `blocks`: `own`, as the path selects, else
-    `given`, those of the oracle, or `any`, of any place and in any order; `ties`: all scores of a
-    compressed token are equal; `only`: the token whose output alone has a gradient; `loud`: the
-    size of that gradient, of which dO . V is beyond float16, and no gradient of tokens.
+    `given`, those of the oracle, or `any`, of any place and in any order; `ties`: queries are 0, so
+    that a query scores all compressed tokens that it sees alike; `only`: the token whose output
+    alone has a gradient; `loud`: the size of the output's gradient, with which dO . V is beyond
+    float16, and no gradient of tokens is.
     """
 
     T: int

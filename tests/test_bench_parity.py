@@ -46,7 +46,7 @@ def test_exact_result_passes(oracle):
         assert result.ok and result.error_max == 0 and result.share == 0
 
 
-def test_four_roundings_pass_and_eight_fail(many):
+def test_three_roundings_pass_and_eight_fail(many):
     exact = many.astype(np.float16).astype(np.float64)
     peak = np.unravel_index(np.abs(exact).argmax(), exact.shape)
     eps = np.finfo(np.float16).eps

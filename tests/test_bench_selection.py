@@ -193,7 +193,7 @@ def test_a_matrix_that_cannot_be_is_named(changes, message):
 TINY = ("--preset=tiny", "--device=cpu")
 
 
-def test_a_matrix_without_a_gpu_measures_nothing(tmp_path, capsys):
+def test_a_matrix_without_a_gpu_times_sdpa_alone(tmp_path, capsys):
     code, found, table = run(selection, tmp_path, *TINY)
     assert code == exit_status.NOT_MEASURED
     assert [(row["mode"], row["nspans"], row["streams"]) for row in table] == [

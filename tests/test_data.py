@@ -16,7 +16,7 @@ from bench.lm.packing import Packed
 
 WIDTH = 9
 PACKS = ("documents", "none")
-# Documents that hold each byte triple but once, so that a row tells where it is from.
+# Of documents, shorter and longer than a row.
 LENGTHS = (5, 40, 1, 12, 7, 23, 3, 30, 8, 16, 2, 19, 11, 6, 28, 14, 9, 21, 4, 17)
 
 
@@ -67,7 +67,7 @@ def documents(total=60):
 
 @pytest.fixture
 def texts(tmp_path):
-    """The same documents in files of two kinds."""
+    """A folder of `documents()`: the first 40 in a file of JSON lines, each other in a file."""
     found, folder = documents(), tmp_path / "texts"
     folder.mkdir()
     lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(found)]

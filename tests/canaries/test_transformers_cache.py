@@ -16,7 +16,7 @@ MEND = "nsa_torch/huggingface/cache.py"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The hooks of our cache and of its layers that were called, by name."""
+    """The names of the hooks of our cache that were called."""
     found = set()
     for name in ("get_seq_length", "get_mask_sizes", "reorder_cache", "crop", "update"):
         if original := getattr(NSAModelCache, name, None):
