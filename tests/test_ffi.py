@@ -23,6 +23,7 @@ from nsa_torch import NSAConfig
 from tests import pretend
 from tests.limits import set_limits
 from tests.problems import TABLE
+from tests.tables import table
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3
@@ -282,62 +283,19 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
         nsa_torch.prepare(**given)
 
 
-# Of a structure of XLA's header: the words at which fields stand that `xla_call` reads or writes.
-WORDS = {
-    "CallFrame": {
-        "extension_start": xla_call.EXTENSION,
-        "api": xla_call.API,
-        "ctx": xla_call.CONTEXT,
-        "args.size": xla_call.ARGS,
-        "args.args": xla_call.ARGS + 2,
-        "rets.size": xla_call.RETS,
-        "rets.rets": xla_call.RETS + 2,
-        "attrs.size": xla_call.ATTRS,
-        "attrs.types": xla_call.ATTRS + 1,
-        "attrs.attrs": xla_call.ATTRS + 3,
-    },
-    "Api": {
-        "XLA_FFI_Error_Create": xla_call.ERROR_CREATE,
-        "XLA_FFI_Error_Destroy": xla_call.ERROR_DESTROY,
-        "XLA_FFI_Stream_Get": xla_call.STREAM_GET,
-        "XLA_FFI_DeviceOrdinal_Get": xla_call.DEVICE_GET,
-    },
-    "Buffer": {"data": xla_call.DATA},
-    "ByteSpan": {"ptr": 0, "len": 1},
-    "Scalar": {"value": xla_call.VALUE},
-    "Metadata": {
-        "api_version.major_version": xla_call.MAJOR,
-        "api_version.minor_version": xla_call.MAJOR + 1 / 2,
-        "traits": xla_call.TRAITS,
-    },
-    "Metadata_Extension": {
-        "extension_base.type": xla_call.TYPE,
-        "metadata": xla_call.FACTS,
-    },
-    "Error_Create_Args": {"message": xla_call.GIVEN, "errc": xla_call.GIVEN + 1},
-    "Error_Destroy_Args": {"error": xla_call.GIVEN},
-    "Stream_Get_Args": {"ctx": xla_call.GIVEN, "stream": xla_call.GIVEN + 1},
-    "DeviceOrdinal_Get_Args": {"ctx": xla_call.GIVEN, "device_ordinal": xla_call.GIVEN + 1},
-}
-NUMBERS = {
-    # A later minor version has more at the end of structures, and takes what this one says.
-    f"XLA_FFI_API_MAJOR == {xla_call.VERSION[0]}": 1,
-    f"XLA_FFI_API_MINOR >= {xla_call.VERSION[1]}": 1,
-    "XLA_FFI_Extension_Metadata": xla_call.METADATA,
-    "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE": xla_call.CAN_BE_CAPTURED,
-    "XLA_FFI_Error_Code_INTERNAL": xla_call.INTERNAL,
-    "XLA_FFI_AttrType_SCALAR": xla_call.SCALAR,
-    "XLA_FFI_AttrType_STRING": xla_call.STRING,
-}
+HEADER = table("test_ffi")
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_structures_are_those_of_the_header(tmp_path):
-    numbers, want = [*NUMBERS], [*NUMBERS.values()]
-    for kind, fields in WORDS.items():
-        numbers += [f"offsetof(XLA_FFI_{kind}, {name})" for name in fields]
-        want += [int(at * xla_call.WORD) for at in fields.values()]
-    prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in numbers)
+    ours = lambda text: eval(text, vars(xla_call))
+    want = {name: ours(x) for name, x in HEADER["numbers"].items()}
+    # A later minor version has more at the end of structures, and takes what this one says.
+    want[f"XLA_FFI_API_MINOR >= {ours('VERSION[1]')}"] = 1
+    for kind, fields in HEADER["words"].items():
+        for name, word in fields.items():
+            want[f"offsetof(XLA_FFI_{kind}, {name})"] = int(ours(word) * ours("WORD"))
+    prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in want)
     source, program = tmp_path / "offsets.c", tmp_path / "offsets"
     source.write_text(
         '#include <stdio.h>\n#include "xla/ffi/api/c_api.h"\nint main(void) {' + prints + "}"
@@ -345,4 +303,4 @@ def test_structures_are_those_of_the_header(tmp_path):
     include = f"-I{jax.ffi.include_dir()}"
     subprocess.run(["cc", "-w", include, str(source), "-o", str(program)], check=True)
     found = subprocess.run([program], stdout=subprocess.PIPE, check=True).stdout.split()
-    assert [*map(int, found)] == want
+    assert [*map(int, found)] == [*want.values()]
