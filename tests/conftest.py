@@ -145,7 +145,7 @@ def no_thresholds(request):
     if not request.node.get_closest_marker("gpu"):
         yield
         return
-    from tests import limits  # a test may be of what it imports
+    from tests import limits  # imports what the hook above checks
 
     limits.forget()
     with policy.overridden(policy.Thresholds(0, 0, 0), "tests/conftest.py"):

@@ -176,7 +176,7 @@ def test_no_length_compiles_anything():
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_jax_lowers_a_decode_step(monkeypatch):
     """Of a cache in fp8, whose kernels have more arrays."""
-    pretend.jax_gpu(monkeypatch, kernels_why_not=None)
+    pretend.jax_gpu(monkeypatch)
     cache = nsa_jax.PagedCache(8, 1, 32, 32, dtype=jnp.float8_e4m3fn)
     query, gates = (jnp.zeros((2, 16, width), jnp.bfloat16) for width in (32, 3))
     given = query, gates, cache, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)

@@ -322,7 +322,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     """The kernels of all steps, compiled into what JAX would run on a GPU."""
     fast = tilings.Tiling(16, 16, 1, 1)  # to compile
     set_limits(monkeypatch, triton_tiles=lambda *given: fast)
-    pretend.jax_gpu(monkeypatch, (8, 0), kernels_why_not=None)
+    pretend.jax_gpu(monkeypatch, (8, 0))
     gradients = jax.jit(jax.vmap(gradient(attend)))
     with compiled_for((8, 0)):
         lowered = gradients.trace(*sizes(2, 1, 64)).lower(lowering_platforms=("cuda",))
@@ -335,7 +335,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_shard_map_is_traced_over_heads(monkeypatch):
     """Kernels are whole on each device; nothing is compiled here."""
-    pretend.jax_gpu(monkeypatch, (8, 0), kernels_why_not=None)
+    pretend.jax_gpu(monkeypatch, (8, 0))
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     by_head = jax.sharding.PartitionSpec(None, None, "heads")
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
