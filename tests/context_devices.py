@@ -6,7 +6,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import nsa_jax
-from nsa_core import context_layout as layouts
 from nsa_jax import Branches, context
 from tests import context_worker as worker
 from tests.context_worker import CASES, CONFIG, Case, axes_of
@@ -98,7 +97,7 @@ def compared(name: str) -> tuple[dict[str, float], int]:
     entry, and the all-gathers of the backward pass.
     """
     case, differences = CASES[name], {}
-    with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+    with worker.units(case):
         found, gathers = several(case, CHOSEN[name])
     for quantity, one in worker.run(case, worker.tensors(case)).items():
         one, many = np.asarray(one), found[quantity]

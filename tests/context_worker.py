@@ -1,11 +1,11 @@
 """What the ranks of `test_context` do; four processes are started once for all cases."""
 
-import contextlib
 import dataclasses
 import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -157,6 +157,12 @@ def mine(case: Case, mesh: DeviceMesh, heads: DeviceMesh | None = None) -> dict:
     return found
 
 
+def units(case: Case):
+    """Within: bytes of heads that are gathered together are as the case has them."""
+    size = 1 if case.apart else layouts.UNIT_BYTES
+    return mock.patch.object(layouts, "UNIT_BYTES", size)
+
+
 def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """`run` on shards, the results put together again."""
     heads = None
@@ -165,7 +171,7 @@ def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
         both = init_device_mesh("cpu", sizes, mesh_dim_names=("context", "heads"))
         mesh, heads = both["context"], both["heads"]
     with (
-        changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES),
+        units(case),
         torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
     ):
         found = run(case, mine(case, mesh, heads), mesh)
@@ -181,16 +187,6 @@ def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
             t = put(t, heads, dim=axes[1], context_layout="contiguous")
         found[name] = t
     return found
-
-
-@contextlib.contextmanager
-def changed(where, name: str, value):
-    kept = getattr(where, name)
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, kept)
 
 
 def raised(call) -> str:
@@ -282,17 +278,18 @@ def known_calls(group) -> dict[str, object]:
     something else: as on a GPU, where a rank decides nothing anew.
     """
     mesh = DeviceMesh.from_group(group, "cpu")
-    x, odd, asked = mine(Case(96), mesh), mesh.get_local_rank() == 2, []
+    x, odd = mine(Case(96), mesh), mesh.get_local_rank() == 2
     apart = x | {"query": x["query"].transpose(1, 2).contiguous().transpose(1, 2)}
-    agree = context_ranks.agree
-    counted = lambda *given: asked.append(given) or agree(*given)
-    with changed(call, "DEVICE_TYPES", ("cpu",)), changed(context_ranks, "agree", counted):
+    with (
+        mock.patch.object(call, "DEVICE_TYPES", ("cpu",)),
+        mock.patch.object(context_ranks, "agree", wraps=context_ranks.agree) as agree,
+    ):
         first, again = plain(mesh, x), plain(mesh, x)
         plain(mesh, x, scale=0.5), plain(mesh, cut(x, 12))
-        seen = len(asked)
+        seen = agree.call_count
         # One rank's tensors lie otherwise: it asks anew, the others tell it.
         mixed = plain(mesh, apart if odd else x)
-        more = len(asked) - seen
+        more = agree.call_count - seen
         # All ranks know both calls, and one makes the other one.
         scale = raised(lambda: plain(mesh, x, **({"scale": 0.5} if odd else {})))
         after = plain(mesh, x)
@@ -338,7 +335,7 @@ def scaling(mesh: DeviceMesh) -> dict[str, dict]:
         about = {"framework": "torch", "mode": mode, "layout": "zigzag", "dtype": "float32"}
         problem = Problem(**about, **sizes, checked=96, config=CONFIG)
         rows[mode] = Measured(problem, mesh, 2).row()
-    with changed(context_ranks.Ranks, "scatter_sum", own_share):
+    with mock.patch.object(context_ranks.Ranks, "scatter_sum", own_share):
         rows["mutant"] = Measured(problem, mesh, 1).parity()
     return rows
 
