@@ -25,7 +25,8 @@ from nsa_core.config import FLOAT8
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
-from nsa_torch import Branches, NSAConfig, reference
+from nsa_torch import Branches, NSAConfig
+from nsa_torch.dispatch import REGISTRY
 from tests import paths, refusals
 from tests.devices import needs_gpu
 from tests.jaxprs import equations
@@ -234,7 +235,8 @@ def test_a_branch(branch):
     indices, where = [], {"config": SMALL, "kv_len": 75}
     if branch == "selected":
         compressed = nsa_torch.compress(key, config=SMALL)
-        indices = [reference.select_blocks(query, compressed, **where)]
+        by = {"implementation": "reference"}
+        indices = [nsa_torch.select_blocks(query, compressed, **where, **by)]
     given, name = [*map(to_jax, (query, key, value, *indices))], f"{branch}_attention"
     function = functools.partial(getattr(nsa_jax, name), implementation="mosaic", **where)
     made = (
@@ -242,7 +244,8 @@ def test_a_branch(branch):
     )
     sizes = {(str(x.dtype), x.size) for x in made if hasattr(x, "size")}
     assert ("float32", query.numel()) not in sizes  # the query is rounded within kernels
-    judge, low = getattr(reference, name), {"compute_dtype": torch.bfloat16}
+    judge = REGISTRY.entry(branch, "reference").load()
+    low = {"compute_dtype": torch.bfloat16}
     exact = map(array, judge(*(x.double() for x in (query, key, value)), *indices, **where))
     rough = map(array, judge(query, key, value, *indices, **where, **low))
     for part, mine, want, low in zip(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_jax import reference as jax_reference
-from nsa_torch import reference
+from nsa_jax import dispatch as jax_dispatch
+from nsa_torch import dispatch
 from tests import loops
 from tests.oracles import nsa
 from tests.paths import to_jax
@@ -62,11 +62,11 @@ def test_references_are_yardsticks(framework, branch):
     bounds errors of paths in `bench`: as the oracle's own arithmetic in that dtype.
     """
     p = problem(Case(61, 61, H=2, dtype="bfloat16", blocks="given"))
-    module, convert, dtype = {
-        "jax": (jax_reference, to_jax, "bfloat16"),
-        "torch": (reference, lambda x: x, torch.bfloat16),
+    registry, convert, dtype = {
+        "jax": (jax_dispatch.REGISTRY, to_jax, "bfloat16"),
+        "torch": (dispatch.REGISTRY, lambda x: x, torch.bfloat16),
     }[framework]
-    run = getattr(module, f"{branch}_attention")
+    run = registry.entry(branch, "reference").load()
     given, where = map(convert, p.steps[branch]), {"config": p.case.config, "kv_len": 61}
     out, lse = map(array, run(*given, **where, compute_dtype=dtype))
     exact, rough = p.expected_steps()

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from nsa_torch import fa2
+from nsa_torch import NSAConfig
 from nsa_torch import shared as shared_module
 from nsa_torch.shared import Shared
 from tests import pretend
 from tests.limits import set_limits
+from tests.torch_inputs import on_the_cpu, run
 
 CPU = torch.device("cpu")
 
@@ -49,22 +50,24 @@ def test_they_can_be_read_by_kernels_and_in_any_mode():
     x.clone().requires_grad_().sum().backward()
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding"])
+MADE = {"compressed": "fa2_classes", "sliding": "fa2_bounds"}
+
+
+@pytest.mark.parametrize("branch", MADE)
 def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
-    monkeypatch.setattr(fa2, "SHARED", Shared())
-    make, calls = counted([1])
+    calls = pretend.watched(monkeypatch, MADE[branch])
+    config = NSAConfig(window=33)  # of this test alone
 
     def get(length, kv_len, packed=None):
-        sizes = 2, length, 64
-        return fa2._once(make, branch, sizes, kv_len, packed, CPU)
+        before, keys = len(calls), torch.zeros(1, 64, 2, 8)
+        query = torch.zeros(1, length, 2, 8)
+        run(branch, "fa2", query, keys, keys, config=config, kv_len=kv_len, cu_seqlens=packed)
+        return len(calls) - before
 
-    get(64, 64), get(64, 64)
-    assert len(calls) == 1
-    get(32, 32)
-    assert len(calls) == 2
-    for case in ((64, 65), (64, torch.tensor([64, 64])), (64, 64, torch.tensor([0, 64]))):
-        get(*case), get(*case)
-    assert len(calls) == 8
+    with on_the_cpu(monkeypatch):
+        assert [get(64, 64), get(64, 64), get(32, 32)] == [1, 0, 1]
+        for case in ((64, 63), (64, torch.tensor([64])), (64, 64, torch.tensor([0, 64]))):
+            assert [get(*case), get(*case)] == [1, 1]
 
 
 @pytest.mark.gpu
