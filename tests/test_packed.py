@@ -27,7 +27,7 @@ from nsa_core import debug
 from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Memory
 from nsa_core.plan.kernels import kernels_of
-from nsa_torch import NSAAttention, NSAConfig, batch_tables
+from nsa_torch import NSAAttention, NSAConfig
 from tests import planned, pretend
 from tests.cross_compile import compile_report
 from tests.devices import BOTH
@@ -288,22 +288,6 @@ def test_memory_of_many_documents():
         return sum(x.bytes for plan in plans for x in plan.buffers)
 
     assert bytes_of(256) < 1.25 * bytes_of(8)
-
-
-def test_a_gap_has_tables_of_its_own():
-    """Of the two chunks of a rank of context parallelism: made once, renewed with the others."""
-    meta = metadata(BATCHES["one"], padded=True)
-    gap, other = (batch_tables.with_gap(meta.cu_seqlens, x) for x in (8, 16))
-    assert batch_tables.with_gap(meta.cu_seqlens, 8) is gap
-    known = batch_tables.sizes_of(meta.cu_seqlens)[:2]
-    alone = [batch_tables.of_one(24, size, torch.device("cpu")) for size in (8, 16)]
-    sizes = [batch_tables.sizes_of(x) for x in (gap, other, *alone)]
-    assert sizes == [(*known, 8), (*known, 16), (24, False, 8), (24, False, 16)]
-    shifted = lambda ends: [ends + 1]
-    (found,) = batch_tables.made(shifted, gap)
-    meta.update(borders(BATCHES["documents"]))
-    assert batch_tables.made(shifted, gap)[0] is found
-    assert torch.equal(found, meta.cu_seqlens + 1)
 
 
 @pytest.mark.parametrize("phi", ["avg", "mlp", "mlp_rope"])

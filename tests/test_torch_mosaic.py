@@ -107,7 +107,8 @@ class Rank:
 @pytest.mark.parametrize("ends", [None, [0, 20, 21, 50, 60]], ids=["row", "documents"])
 def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
     """Each rank's output, and the sum of their gradients of keys and values, beside the whole row;
-    a rank's steps run once, not once a chunk: there is a gap between its queries.
+    a rank's steps run once, not once a chunk: there is a gap between its queries. Tables of
+    metadata for it are made once, and renewed with the others.
     """
     tokens, borders = 64, ends and torch.tensor(ends)
     whole = inputs(tokens, tokens, 4, 1, 16, 16)
@@ -122,16 +123,27 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
     places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
     cut = lambda x, at: x.detach()[:, at].contiguous()
     payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
+    ranks = [Rank(rank, payloads) for rank in range(2)]
+
+    def call(rank, at):
+        monkeypatch.setattr(nsa_torch.context, "Ranks", lambda *_: ranks[rank])
+        own = [cut(x, at).requires_grad_() for x in whole]
+        given = options | {"block_indices": cut(indices, at), "context_mesh": object()}
+        return own, nsa_torch.attention(*own, implementation="mosaic", **given)
+
+    made = pretend.watched(monkeypatch, "attached_tables")
+    if ends:
+        others = torch.tensor([0, 9, 40, 41, 61])
+        meta = nsa_torch.varlen_metadata(others, total=tokens, max_seqlen=64, config=SMALL)
+        options |= {"cu_seqlens": None, "varlen": meta}
+        call(0, places[0])
+        meta.update(borders)
+    made.clear()
     sums = 0
     for rank, at in enumerate(places):
-        ranks = Rank(rank, payloads)
-        monkeypatch.setattr(nsa_torch.context, "Ranks", lambda mesh, device, ranks=ranks: ranks)
-        own = [cut(x, at).requires_grad_() for x in whole]
         interpreted.clear()
-        options |= {"block_indices": cut(indices, at)}
-        out = nsa_torch.attention(
-            *own, implementation="mosaic", context_mesh=object(), **options
-        )
+        own, out = call(rank, at)
+        assert not ends or not made
         names = [kernel.name for kernel in interpreted]
         assert names.count("compress_means") == 1
         found = torch.autograd.grad(out, own, cut(weight, at))
@@ -139,7 +151,7 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
         close(out, want[:, at])
         close(found[0], wants[0][:, at])
         close(found[3], wants[3][:, at])
-        sums = sums + ranks.sent[-1]
+        sums = sums + ranks[rank].sent[-1]
     for i, x in enumerate(wants[1:3]):
         both = torch.stack([x[0, at] for at in places])
         error = sums[..., 16 * i : 16 * (i + 1)] - both.float()
