@@ -37,7 +37,7 @@ def test_what_the_last_calls_used_stays_however_large():
     for key in "abab":
         assert shared.get(key, CPU, make)[0].tolist() == [1, 2]
     assert len(calls) == 2 and shared.size == 16
-    for key in "ccca":  # b, then a is dropped
+    for key in "ccca":  # a, then b is dropped
         shared.get(key, CPU, make)
     assert len(calls) == 4 and shared.size == 16
 

@@ -65,7 +65,7 @@ def check(found, query, key, config, rows):
 @by_path
 @pytest.mark.parametrize("gap", [80, 95, 104, 150, 5000])
 def test_a_block_below_the_range_of_float32(api, name, gap):
-    """The third best of five logits is less than the best by `gap`."""
+    """The second best of five logits is less than the best by `gap`."""
     key = np.array([-1.5, -1, -1.2, 0, -9], np.float32).reshape(1, 5, 1, 1)
     query = np.full((1, 1, 1, 1), gap, np.float32)
     found = select(api, name, query, key, PLAIN, nsa.Rows(1, 5, (5,)))

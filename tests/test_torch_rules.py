@@ -1,7 +1,6 @@
-"""What torch tensors must obey, in several chunks and with a stand-in for FA-2, in float64.
+"""What torch tensors must obey on the CPU, in several chunks and with a stand-in for FA-2.
 
-No compilation, and errors near 1e-15 beside the dense reference, which `test_parity.py` ties to an
-oracle that shares nothing with it.
+`test_parity.py` ties the dense reference to an oracle that shares nothing with it.
 """
 
 import functools

@@ -88,7 +88,7 @@ def read() -> dict[str, list[dict[str, Any]]]:
 
 
 def write(case: str, steps: list[dict[str, Any]]) -> None:
-    """A line a step."""
+    """One line per step."""
     found = (read() if FILE.exists() else {}) | {case: steps}
     lines = [
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, each)) + "\n]"
