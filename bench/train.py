@@ -58,6 +58,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 DEFAULTED = "batch", "seq_len", "steps", "lr"
 DEFAULTS = {
     "tiny": (4, 512, 100, 3e-3),
+    "13m": (4, 2048, 3000, 1.5e-3),
     "52m": (16, 2048, 700, 1e-3),
     "125m": (8, 2048, 300, 6e-4),
 }

@@ -518,7 +518,10 @@ BAD = {
     "--seq_len=0": "lower bound|positive integer",
     "--model=7b": "should be one of",
     "--lr=0": r"lr must be > 0, got 0\.0",
-    "--warmup=9 --steps=3": r"warmup must be in 0\.\.steps=3, got 9",
+    **{
+        f"--model={name} --warmup=9 --steps=3": r"warmup must be in 0\.\.steps=3, got 9"
+        for name in spec.MODELS  # each has defaults
+    },
     "--dense=xla --framework=torch": "dense must be in .*'math'.* got 'xla'",
     "--gate=head,sigmoid": "several values of --gate require --throughput",
     "--gate=relu": "--gate must be in",
