@@ -37,8 +37,8 @@ else:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-# What was compiled once is read back, in this run and the next. A folder for each worker: an
-# entry is not written at once whole, and a damaged one is a warning, which is an error here.
+# What was compiled once is read back, in this run and the next. Each worker has its own folder,
+# since an entry that another worker has half written cannot be read, and is compiled again.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax" / WORKER
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

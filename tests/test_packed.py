@@ -292,7 +292,7 @@ def test_memory_of_many_documents():
 
 @pytest.mark.parametrize("phi", ["avg", "mlp", "mlp_rope"])
 def test_layers(phi):
-    """Two of a model, one of them checkpointed, without borders between the calls."""
+    """Two layers of a model, one of them checkpointed: metadata give the bits of bare borders."""
     torch.manual_seed(0)
     first, second = (NSAAttention(16, 4, 2, 8, 8, phi=phi, **LAYER) for _ in range(2))
     x, numbers = torch.randn(1, T, 16, requires_grad=True), BATCHES["documents"]
