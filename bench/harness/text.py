@@ -10,7 +10,6 @@ trained, but drawn from a fixed seed.
 import functools
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,10 +68,11 @@ def corpus(size: int, folder: Path | None = None) -> Corpus:
     return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest(), borders)
 
 
-def _sources(folder: Path) -> Iterator[Path]:
+@functools.lru_cache(1)  # half a second for the standard library
+def _sources(folder: Path) -> list[Path]:
     paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
     kept = (path for path in paths if not SKIPPED.intersection(path.parts[:-1]))
-    yield from (folder / path for path in sorted(kept, key=Path.as_posix))
+    return [folder / path for path in sorted(kept, key=Path.as_posix)]
 
 
 @functools.partial(jax.jit, static_argnames=(*SIZES, "num_queries", "dtype"))
