@@ -115,7 +115,7 @@ def step_of(name):
 def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu"):
     """Steps on the kernel of a variant; `more`: columns of the table."""
     chosen = lambda spec: dataclasses.replace(spec, variant=variant)
-    monkeypatch.setattr(mosaic_decode, "with_variant", chosen)
+    pretend.machine(monkeypatch, variant_of_step=chosen)
     pages = [-(-n // sizes.config.select_block) for n in lengths]
     return TorchPages(sizes, device, "mosaic", "torch", True, sum(pages) + 3, max(pages) + more)
 

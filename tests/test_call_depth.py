@@ -8,6 +8,7 @@ import torch
 
 import nsa_torch
 from nsa_torch import batch_tables
+from tests import pretend
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
 
@@ -39,8 +40,7 @@ def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
         pytest.importorskip("triton")
         made = batch_tables.PlanTables
         by_kernels = lambda *given: made(*given[:-1], True)
-        monkeypatch.setattr(batch_tables, "_plan_tables", by_kernels)
-        monkeypatch.setattr("nsa_torch.batch_tables.run_triton", lambda *_, **options: None)
+        pretend.machine(monkeypatch, plan_tables=by_kernels, kernels_of_tables=None)
     found = []
 
     def note(frame, event, _):

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kernels_pallas.runtime.description import canonical, describe, kernel_of
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile, kept_builders, pretend
+from tests.limits import set_limits
 from tests.runtime_kernels import Broken, Copy, Pair, Paired, broken, copy, ending, paired
 
 ANY_LENGTH = copy(Copy(2, 128, any_length=True))
@@ -132,7 +135,7 @@ def test_the_working_directory_lends_no_modules(tmp_path, monkeypatch):
 
 def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatch):
     """Kept processes are of tests on a GPU; this is one of them without it."""
-    monkeypatch.setattr(building, "started", kept_builders.kept)
+    pretend.machine(monkeypatch, builder=kept_builders.kept)
     ((_, refused),) = building.build([broken(Broken("too wide"))], 1)
     ((_, built),) = building.build([ANY_LENGTH], 1)
     assert str(refused) == "broken could not be built:\ntoo wide"
@@ -153,8 +156,7 @@ def test_what_is_missing_to_build(monkeypatch, what, words):
     elif what == "plugin":
         pretend.machine(monkeypatch, plugin=False)
     else:
-        monkeypatch.setattr(building, "PTXAS", ())
-        monkeypatch.setattr(building, "TOOLKIT", "nowhere")
+        set_limits(monkeypatch, ptxas=(), toolkit="nowhere")
         monkeypatch.setenv("PATH", str(Path(shutil.which("cc")).parent))
     with pytest.raises(RuntimeError, match=words):
         next(building.build([ANY_LENGTH]))
@@ -416,9 +418,9 @@ def test_one_cubin_is_right_for_every_length(results):
 def test_building_says_how_long_it_still_takes(terminal, monkeypatch, capsys):
     """On a terminal; elsewhere to one who waits for it."""
     times = iter([0.0, 5.0, 10.0])
-    monkeypatch.setattr(building.sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert (building.progress() is None) == (not terminal)
-    monkeypatch.setattr(building.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
     tell = building.progress(waited_for=True)
     tell(1, 2), tell(2, 2)
     told = [x.rstrip() for x in capsys.readouterr().err.replace("\r", "\n").split("\n")]
