@@ -21,6 +21,7 @@ from tests.problems import SMALL
 # What docs/kernels/README.md and docs/serving.md promise of kernels.
 PROMISED = {"called again", "other rows", "other pages"}
 STEP = 8
+SCHEDULES = {"cuda": 1000, "cpu": 10}
 
 
 class Tokens:
@@ -163,6 +164,15 @@ class Pages:
         )
         return out[:count]
 
+    def step(self, rows, used):
+        """Of row 0, the output of one more token of each of `rows`, after `used` tokens."""
+        ints = lambda x: torch.tensor(x, dtype=torch.int32, device=self.table.device)
+        new = {x: y[rows, used].contiguous() for x, y in self.given.items()}
+        table, lengths = self.table[rows], ints(used) + 1
+        nsa_torch.append(self.cache, new["key"], new["value"], table, lengths)
+        at = new["query"], new["gates"], self.cache, table, lengths
+        return nsa_torch.paged_attention(*at, implementation=self.implementation)[rows.index(0)]
+
     def steps(self, *counts):
         """Of the last tokens, after a prompt."""
         self.attend(tokens().length - STEP, "gathered")
@@ -176,6 +186,30 @@ def of_pages(implementation):
     yield "alone in the batch", steps(0, 1, 2), steps(0)
     yield "1 or 8 queries", steps(0), Pages(implementation, [0]).steps(STEP)
     yield "other pages", steps(0), steps(0, pages=5)
+
+
+def of_schedules(implementation):
+    """Row 0 alone, and in steps that other rows join and leave, in any order and of any lengths,
+    as in a server.
+    """
+    pages, random = Pages(implementation, range(8)), np.random.default_rng(0)
+    begin = tokens().length - STEP
+    pages.attend(begin, "gathered")
+    alone = lambda: torch.stack([pages.step([0], [begin + i]) for i in range(STEP)])
+
+    def schedule():
+        used, found = [begin, *random.integers(begin // 2, begin, pages.rows - 1)], []
+        for _ in range(STEP):
+            others = random.permutation(np.arange(1, pages.rows))[: random.integers(pages.rows)]
+            rows = random.permutation([0, *others]).tolist()
+            found.append(pages.step(rows, [int(used[row]) for row in rows]))
+            for row in rows:
+                used[row] += 1
+        return torch.stack(found)
+
+    yield "called again", [alone()], [alone()]
+    count = SCHEDULES[tokens().device]
+    yield "schedules", [schedule() for _ in range(count)], [alone()] * count
 
 
 def of_prompt(implementation):
@@ -226,6 +260,7 @@ CALLS = {
     "JAX `attention`": lambda name: of_attention(jax_attention, name, False),
     "JAX `attention`, gradients": lambda name: of_attention(jax_attention, name, True),
     "torch `paged_attention`, steps": of_pages,
+    "torch `paged_attention`, schedules": of_schedules,
     "torch `paged_attention`, a prompt": of_prompt,
     "torch `block_attention`": lambda name: of_blocks(name, False),
     "torch `block_attention`, gradients": lambda name: of_blocks(name, True),
