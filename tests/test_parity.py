@@ -16,6 +16,7 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.specs import scores
 from kernels_pallas.specs.stored_ds import array as stored_array
+from nsa_torch import sdpa
 from tests import interpreted_triton, planned, pretend, problems
 from tests.devices import needs_gpu
 from tests.limits import set_limits
@@ -27,7 +28,7 @@ from tests.problems import CASES, SMALL, Case, Ragged, array, problem
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Several chunks in every call, of which the last is not full."""
-    short = {"cpu": 5}  # less than a window
+    short = sdpa.SHORT_CHUNK | {"cpu": 5}  # less than a window
     limits = {"torch_chunk_bytes": 50_000, "jax_chunk_bytes": 20_000, "short_chunk": short}
     set_limits(monkeypatch, **limits)
 
@@ -35,7 +36,7 @@ def in_chunks(monkeypatch):
 @pytest.fixture
 def long_chunks(monkeypatch):
     """Longer than all queries, as on a GPU."""
-    set_limits(monkeypatch, short_chunk={"cpu": 1024})
+    set_limits(monkeypatch, short_chunk=sdpa.SHORT_CHUNK | {"cpu": 1024})
 
 
 @pytest.fixture
