@@ -85,18 +85,16 @@ def test_tokens_that_are_only_compressed_may_lie_anyhow():
 
 
 class Rank:
-    """One of two ranks of context parallelism; what the other one sends is known."""
-
-    size = 2
+    """A rank of context parallelism; what the others send is known."""
 
     def __init__(self, rank, payloads):
-        self.rank, self.payloads, self.sent = rank, payloads, []
-        self.group, self.gathered = f"two ranks, {rank}", []
+        self.rank, self.size, self.payloads, self.sent = rank, len(payloads), payloads, []
+        self.group, self.gathered = f"{self.size} ranks, {rank}", []
 
     def gather(self, x, what):
         self.gathered.append(what)
         assert what in ("keys and values", "the arguments' sizes")  # means need no others
-        found = self.payloads if what == "keys and values" else [x, x]
+        found = self.payloads if what == "keys and values" else [x] * self.size
         return lambda: torch.stack(found)
 
     def scatter_sum(self, x, what):
@@ -108,22 +106,27 @@ class Rank:
 def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
     """Each rank's output, and the sum of their gradients of keys and values, beside the whole row;
     a rank's steps run once, not once a chunk: there is a gap between its queries. Tables of
-    metadata for it are made once, and renewed with the others.
+    metadata for it are made once, and renewed with the others; those of another gap, as the first
+    of four ranks has, are others.
     """
     tokens, borders = 64, ends and torch.tensor(ends)
-    whole = inputs(tokens, tokens, 4, 1, 16, 16)
+    whole = inputs(tokens, tokens, 8, 1, 16, 16)
     packed = {"config": SMALL, "cu_seqlens": borders}
-    weight = normal(1, tokens, 4, 16).detach()
+    weight = normal(1, tokens, 8, 16).detach()
     pair = [nsa_torch.compress(x, **packed).detach() for x in whole[1:3]]
     indices = nsa_torch.select_blocks(whole[0], pair[0], implementation="sdpa", **packed)
     options = packed | {"block_indices": indices}
     want = nsa_torch.attention(*whole, implementation="sdpa", **options)
     wants = torch.autograd.grad(want, whole, weight)
 
-    places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
     cut = lambda x, at: x.detach()[:, at].contiguous()
-    payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
-    ranks = [Rank(rank, payloads) for rank in range(2)]
+
+    def ranks_of(size):
+        """Where the tokens of each rank are in the row, and the ranks."""
+        chunks = torch.arange(tokens).view(2 * size, -1)
+        places = [torch.cat([chunks[i], chunks[-1 - i]]) for i in range(size)]
+        payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
+        return places, [Rank(rank, payloads) for rank in range(size)]
 
     def call(rank, at):
         monkeypatch.setattr(nsa_torch.context, "Ranks", lambda *_: ranks[rank])
@@ -132,6 +135,8 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
         return own, nsa_torch.attention(*own, implementation="mosaic", **given)
 
     made = pretend.watched(monkeypatch, "attached_tables")
+    close = functools.partial(torch.testing.assert_close, rtol=3e-2, atol=3e-2)
+    places, ranks = ranks_of(2)
     if ends:
         others = torch.tensor([0, 9, 40, 41, 61])
         meta = nsa_torch.varlen_metadata(others, total=tokens, max_seqlen=64, config=SMALL)
@@ -147,7 +152,6 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
         names = [kernel.name for kernel in interpreted]
         assert names.count("compress_means") == 1
         found = torch.autograd.grad(out, own, cut(weight, at))
-        close = functools.partial(torch.testing.assert_close, rtol=3e-2, atol=3e-2)
         close(out, want[:, at])
         close(found[0], wants[0][:, at])
         close(found[3], wants[3][:, at])
@@ -156,6 +160,10 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
         both = torch.stack([x[0, at] for at in places])
         error = sums[..., 16 * i : 16 * (i + 1)] - both.float()
         assert error.square().mean() < 1e-4 * both.float().square().mean()
+    (at, *_), ranks = ranks_of(4)
+    interpreted.clear()
+    close(call(0, at)[1], want[:, at])
+    assert [kernel.name for kernel in interpreted].count("compress_means") == 1
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
