@@ -53,8 +53,10 @@ def read(table: Path = TABLE) -> list[dict]:
         known.add(label(row))
         mutated((ROOT / row["file"]).read_text(), row)
         for test in row["tests"]:
-            if not (ROOT / test.partition("::")[0]).is_file():
-                raise ValueError(f"{label(row)}: the file of {test} must exist")
+            file, _, node = test.partition("::")
+            text = (ROOT / file).read_text() if (ROOT / file).is_file() else None
+            if text is None or (node and f"def {node.partition('[')[0]}(" not in text):
+                raise ValueError(f"{label(row)}: the file of {test} must exist and have it")
     return rows
 
 

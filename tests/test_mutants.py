@@ -30,11 +30,12 @@ SAME = ROW | {"file": "tests/mutants.py", "old": '"""Small mistakes in the libra
         ([ROW | {"file": "pyproject.toml", "old": "["}], "old must occur once"),
         ([ROW | {"file": "none.py"}], "none.py"),
         ([SAME | {"tests": ["tests/test_none.py::test_it"]}], "the file of tests/test_none.py"),
+        ([SAME | {"tests": ["tests/test_oracle.py::test_it[x]"]}], "the file of tests/test_or"),
         ([SAME | {"tests": []}], "must be there once, with tests"),
         ([SAME, SAME], "must be there once, with tests"),
         ([ROW | {"kind": "x"}], "a mutant must have"),
     ],
-    ids=["no text", "several texts", "no file", "no test file", "no tests", "twice", "keys"],
+    ids="no text,several texts,no file,no test file,no test,no tests,twice,keys".split(","),
 )
 def test_rows_that_are_refused(rows, words, tmp_path, capsys):
     table = tmp_path / "mutants.toml"
