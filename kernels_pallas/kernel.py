@@ -44,10 +44,6 @@ def float32(*shape: int) -> Array:
     return Array(shape, "float32")
 
 
-def _plain(x: Any) -> Array:
-    return x if type(x) is Array else Array(tuple(x.shape), str(x.dtype))
-
-
 SCALAR = int32(64)
 DESCRIPTIONS = 4096  # number of cached descriptions per function, a few hundred lengths
 
@@ -142,8 +138,8 @@ class Kernel:
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):
-            arrays = tuple(map(_plain, getattr(self, name)))
-            object.__setattr__(self, name, arrays)
+            arrays = [Array(tuple(x.shape), str(x.dtype)) for x in getattr(self, name)]
+            object.__setattr__(self, name, tuple(arrays))
 
     @property
     def any_length(self) -> bool:

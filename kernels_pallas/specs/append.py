@@ -5,6 +5,7 @@ was appended before. The launch does not read anything that it writes.
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, int32
@@ -48,16 +49,16 @@ class Append(TokenWords, Spec):
     separate: bool
     means: bool
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return dict.fromkeys(("N", "B", "pages", "table_pages"), NOMINAL_LENGTH)
 
-    @property
+    @cached_property
     def per_page(self) -> int:
         """Number of compressed tokens per page."""
         return self.block // self.stride
 
-    @property
+    @cached_property
     def branches(self) -> tuple[str, ...]:
         """The branches whose raw tokens are stored."""
         return BRANCHES if self.separate else BRANCHES[:1]

@@ -5,6 +5,7 @@ forward, dq      kernels whose queries loop over the keys: `interval.py`, `selec
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import Array, Kernel, Spec, float32
@@ -34,7 +35,7 @@ class AttentionSizes(Spec):
         False  # whether keys and values are in e4m3; S then counts slots (`specs/fp8.py`)
     )
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Number of query heads per key/value head."""
         return self.H // self.Hkv
@@ -55,7 +56,7 @@ class AttentionSizes(Spec):
         """Describe a key, a value or a gradient of one, `[B, S, Hkv, width]`."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
-    @property
+    @cached_property
     def operands(self) -> dict[str, Array]:
         query = {"query": self.rows(self.D)}
         if self.fp8:

@@ -15,6 +15,7 @@ the entries are in the order of the queries, unless blocks end within tiles.
 """
 
 import dataclasses
+from functools import cached_property
 
 from kernels_pallas.kernel import Array, Kernel, Spec, described, int32
 from kernels_pallas.specs.selected import COUNTS
@@ -61,31 +62,31 @@ class BlockQueryLists(Spec):
 
     # Blocks and tiles of keys.
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Whether tiles and blocks are aligned: each tile is part of one block, or each block
         is part of one tile.
         """
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 
-    @property
+    @cached_property
     def clipped(self) -> bool:
         """Whether a block may end within a tile of keys."""
         return not self.aligned or self.block < ROWS
 
-    @property
+    @cached_property
     def has_token_bits(self) -> bool:
         """Whether an entry must state its tokens and its keys."""
         return self.tokens > 1 or self.clipped
 
-    @property
+    @cached_property
     def key_tiles_of_block(self) -> int:
         """The maximum number of key tiles that a block touches."""
         if self.aligned:
             return max(self.block // ROWS, 1)
         return (self.block + ROWS - 2) // ROWS + 1
 
-    @property
+    @cached_property
     def blocks_of_key_tile(self) -> int:
         """The maximum number of blocks of a sequence that touch a tile of keys."""
         if self.aligned:
@@ -94,70 +95,70 @@ class BlockQueryLists(Spec):
 
     # Sizes that grow with the number of keys.
 
-    @property
+    @cached_property
     def key_tiles(self) -> int:
         """Number of tiles of 64 keys."""
         return cdiv(self.S, ROWS)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Number of tiles of keys that a warp processes together."""
         return max(min(BITS, BITS * self.block // ROWS) // LANES, 1) * LANES
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """The maximum number of blocks that touch a window."""
         return (cdiv(self.window * ROWS, self.block) // LANES + 1) * LANES
 
     # Sizes that grow with the number of tokens.
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.B * self.Hkv
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """The maximum number of entries of all lists."""
         return self.rows * self.T * self.n * self.key_tiles_of_block
 
-    @property
+    @cached_property
     def query_tiles(self) -> int:
         return cdiv(self.T, self.tokens)
 
-    @property
+    @cached_property
     def query_tiles_of_word(self) -> int:
         """The number of query tiles whose tokens have their bits in the same word."""
         return LANES // self.tokens
 
-    @property
+    @cached_property
     def words_of_chunk(self) -> int:
         return cdiv(self.T, self.query_tiles_of_word * self.tokens * CHUNKS)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Number of query tiles per chunk."""
         return self.query_tiles_of_word * self.words_of_chunk
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return cdiv(self.T, self.chunk * self.tokens)
 
     # Arguments of the kernels.
 
-    @property
+    @cached_property
     def edges(self) -> Array:
         return int32(1 + self.rows * self.key_tiles * self.chunks)
 
-    @property
+    @cached_property
     def list(self) -> Array:
         return int32(self.entries)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Number of tiles that may be gathered, if `limit` is set."""
         return cdiv(self.T, self.tile) if self.limit else 0
 
-    @property
+    @cached_property
     def selection(self) -> dict[str, Array]:
         """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
         `counts`.

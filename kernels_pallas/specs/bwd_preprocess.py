@@ -13,6 +13,7 @@ log-sum-exp have a gradient dlse.
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Kernel, Spec, described, float32, int32
@@ -36,16 +37,16 @@ class RowStats(Spec):
     gated: bool = False
     lse_grad: bool = False
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return {"B": 2, "T": NOMINAL_LENGTH}
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.H // self.Hkv
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Number of query tiles per sequence."""
         return tile.cdiv(self.T, self.tokens)

@@ -5,6 +5,7 @@ deltas      delta_c = rowsum(dO * O_c) = dg_c, the gradient of gate c
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32
@@ -22,21 +23,21 @@ class Combine(Spec):
     branches: int
     dtype: str
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return {"rows": NOMINAL_LENGTH}
 
-    @property
+    @cached_property
     def launch(self) -> dict[str, Any]:
         """Return the sizes and the grid of a launch. Each CTA processes a tile of 64 rows."""
         return {"sizes": {"rows": self.rows}, "grid": (cdiv(self.rows, ROWS),)}
 
-    @property
+    @cached_property
     def out(self) -> Array:
         """The shape and dtype of O, of dO, and of the output O_c of a branch."""
         return Array((self.rows, self.width), self.dtype)
 
-    @property
+    @cached_property
     def per_row(self) -> Array:
         """The shape and dtype of a gate g_c and of delta_c. The first and last axis are those
         that `row_io.TileRows` needs.

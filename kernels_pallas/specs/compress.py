@@ -12,6 +12,7 @@ the tokens. In packed rows compressed tokens are in the slots of their sequences
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, int32
@@ -29,12 +30,12 @@ class TokenWords:
     D: int
     Dv: int
 
-    @property
+    @cached_property
     def words(self) -> tuple[int, int]:
         """Number of 32-bit words of the keys, and of the values, of a token."""
         return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
 
-    @property
+    @cached_property
     def columns(self) -> tuple[int, int]:
         """Number of adjacent warps that have these words, one word per lane."""
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
@@ -70,41 +71,41 @@ class Means(TokenWords, Spec):
     unit: int = 0
     placed: int = 0
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         places = NOMINAL_LENGTH // self.unit * self.unit if self.packed else self.places
         return {"B": 2, "S": NOMINAL_LENGTH, "places": places}
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """Whether a row has several sequences."""
         return self.unit > 0
 
-    @property
+    @cached_property
     def C(self) -> int:
         """The number of windows. There must be at least one."""
         return (self.S - self.block) // self.stride + 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of compressed tokens, including zeros."""
         if self.packed:
             return self.places // self.stride
         return tile.cdiv(self.C, self.multiple) * self.multiple
 
-    @property
+    @cached_property
     def key_tiles(self) -> int:
         """Number of tiles of 64 slots."""
         return self.places // tile.ROWS
 
-    @property
+    @cached_property
     def strides(self) -> int:
         """The number of stride blocks of a window. A window begins and ends at boundaries of
         stride blocks.
         """
         return self.block // self.stride
 
-    @property
+    @cached_property
     def windows(self) -> int:
         """The number of neighbouring windows of a warp. Tokens in several of these windows are
         read once.
@@ -116,12 +117,12 @@ class Means(TokenWords, Spec):
         slots = self.unit // self.stride
         return next(i for i in range(most, 0, -1) if slots % i == 0)
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[Array, Array]:
         """Keys and values, or their gradients."""
         return self._arrays(self.S)
 
-    @property
+    @cached_property
     def means(self) -> tuple[Array, Array]:
         """Keys and values of compressed tokens, or their gradients."""
         return self._arrays(self.rows)

@@ -13,6 +13,7 @@ of these pages.
 
 import dataclasses
 import functools
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
@@ -129,72 +130,72 @@ class Decode(Spec):
     fp8: bool = False
     rings: int = 0
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         lengths = dict.fromkeys(("B", "pages", "table_pages"), NOMINAL_LENGTH)
         return lengths | {"rings": NOMINAL_LENGTH if self.keeps else 0}
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.B * self.q_len
 
-    @property
+    @cached_property
     def G(self) -> int:
         """Query heads per key/value head."""
         return self.H // self.Hkv
 
-    @property
+    @cached_property
     def per_page(self) -> int:
         """Compressed slots of a page."""
         return self.block // self.stride
 
-    @property
+    @cached_property
     def cover(self) -> int:
         """The number of stride blocks per compressed token."""
         return self.compress_block // self.stride
 
-    @property
+    @cached_property
     def free(self) -> int:
         """The number of blocks that are selected by score."""
         return self.n - self.num_initial - self.num_local
 
-    @property
+    @cached_property
     def keeps(self) -> bool:
         """Whether the step also writes its tokens to ring buffers."""
         return self.append and self.fp8
 
-    @property
+    @cached_property
     def ring(self) -> int:
         """Number of tokens per ring."""
         return 2 * self.compress_block
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes per element of raw keys, raw values and compressed values."""
         return 1 if self.fp8 else 2
 
-    @property
+    @cached_property
     def scales_at(self) -> int:
         """Offset in a stage of the scales of a strip. They follow the tokens of the strip."""
         return STRIP * max(self.D, self.Dv)
 
-    @property
+    @cached_property
     def cluster_warps(self) -> int:
         return self.variant.cluster * self.variant.warps
 
     # Maximum numbers of strips per warp.
 
-    @property
+    @cached_property
     def compressed_strips(self) -> int:
         strips = cdiv(self.variant.capacity * self.per_page, STRIP)
         return cdiv(cdiv(strips, self.variant.cluster), self.variant.warps)
 
-    @property
+    @cached_property
     def sliding_strips(self) -> int:
         """The number of strips of the sliding branch, not counting `spare_strips`."""
         return cdiv(cdiv(self.window, STRIP), self.cluster_warps)
 
-    @property
+    @cached_property
     def spare_strips(self) -> int:
         """1 if a window that begins within a strip can have more strips than the `sliding_strips`
         of all warps, otherwise 0. The last warp of the cluster then has the additional strip.
@@ -202,42 +203,42 @@ class Decode(Spec):
         strips = cdiv(self.window + STRIP - 1, STRIP) if self.window else 0
         return cdiv(strips, self.cluster_warps) - self.sliding_strips
 
-    @property
+    @cached_property
     def selected_strips(self) -> int:
         return cdiv(self.n * self.block // STRIP, self.cluster_warps)
 
     # Shared memory of a CTA.
 
-    @property
+    @cached_property
     def kept_strips(self) -> int:
         """The number of strips whose logits a warp stores. The first are compressed strips,
         which selected strips replace later, and sliding strips follow.
         """
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         """The number of bytes of a stage, which holds a strip of keys or of values."""
         return STRIP * max(self.D, self.Dv) * 2
 
-    @property
+    @cached_property
     def ring_bytes(self) -> int:
         """Bytes of a warp's ring buffer."""
         return self.variant.stages * self.stage_bytes
 
-    @property
+    @cached_property
     def slice(self) -> int:
         """The number of elements of the output `[16, Dv]` that a CTA adds up. It is a multiple
         of 4, and the last CTA may have fewer.
         """
         return 4 * cdiv(HEADS * self.Dv // 4, self.variant.cluster)
 
-    @property
+    @cached_property
     def found_slots(self) -> int:
         """Number of slots for the best blocks of a warp."""
         return 16 if self.free <= 16 else LANES
 
-    @property
+    @cached_property
     def offsets(self) -> dict[str, int]:
         """The offset of each part of shared memory, and the end of all.
 
@@ -272,7 +273,7 @@ class Decode(Spec):
         found["barriers"] = max(at, found["partial_out"] + partial_out)
         return found | {"end": found["barriers"] + 8 * BARRIERS}
 
-    @property
+    @cached_property
     def resident(self) -> int:
         """The number of clusters that an H100 runs at once. An SM runs two CTAs if registers
         and shared memory allow it.

@@ -29,7 +29,7 @@ A work item has eight int32, or sixteen for an interval:
 """
 
 import dataclasses
-import functools
+from functools import cached_property
 from typing import Any, Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, float32, int32
@@ -82,7 +82,7 @@ class Dkv(AttentionSizes):
     selection_entries: int = 0
     stored_rows: int = 0
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         length = "list_entries" if self.gathered else "interval_partials"
         lengths = dict.fromkeys(("work_items", length), NOMINAL_LENGTH)
@@ -90,19 +90,19 @@ class Dkv(AttentionSizes):
 
     # Sizes of a CTA, which do not depend on lengths.
 
-    @property
+    @cached_property
     def gathered(self) -> bool:
         """Whether query tiles come from lists."""
         return self.list_entries > 0
 
-    @property
+    @cached_property
     def consumers(self) -> int:
         """The number of warpgroups that compute, with 64 keys each. They share the query tiles in
         shared memory.
         """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
-    @property
+    @cached_property
     def keys_in_registers(self) -> bool:
         """Whether the first two products read their left operands K and V from registers
         instead of shared memory. This requires enough registers in addition to those of the
@@ -110,17 +110,17 @@ class Dkv(AttentionSizes):
         """
         return self.D + self.Dv <= 128
 
-    @property
+    @cached_property
     def item_ints(self) -> int:
         """The number of int32 per work item."""
         return WORK_ITEM_INTS if self.gathered else INTERVAL_ITEM_INTS
 
-    @property
+    @cached_property
     def tile_keys(self) -> int:
         """The number of keys per work item."""
         return ROWS * self.consumers
 
-    @functools.cached_property
+    @cached_property
     def query_tile(self) -> Tile:
         """The tile of rows that one TMA copy per slab moves. The rows belong to adjacent
         tokens, or to a single token. Gathered tiles have the smallest number of rows that holds
@@ -131,17 +131,17 @@ class Dkv(AttentionSizes):
             return Tile(self.group, slab, self.group)
         return tile.gathered_tile(self.group, slab) if self.gathered else Tile(self.group, slab)
 
-    @property
+    @cached_property
     def copied_by_lanes(self) -> bool:
         """Whether lanes copy the rows of a step instead of TMA."""
         return self.single_token and tile.copied_by_lanes(self.group, self.query_tile.slab)
 
-    @property
+    @cached_property
     def tiles_per_step(self) -> int:
         """The number of query tiles per step of 64 rows."""
         return ROWS // self.query_tile.rows
 
-    @property
+    @cached_property
     def rows_at_once(self) -> int:
         """The number of rows of a step that are multiplied together. It is half of the rows if
         the sums of both gradients leave too few registers.
@@ -150,12 +150,12 @@ class Dkv(AttentionSizes):
         wide = self.D + self.Dv > WHOLE_STEP_WIDTHS
         return ROWS // 2 if both and wide else ROWS
 
-    @property
+    @cached_property
     def stats_rows(self) -> int:
         """The number of rows of statistics that are copied with a query tile."""
         return ROW_STATS_MIN_ROWS if self.single_token else self.query_tile.rows
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of pipeline stages. Gathered rows are scattered in memory, so that they
         use all stages with which two CTAs fit on an SM.
@@ -166,7 +166,7 @@ class Dkv(AttentionSizes):
         stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
         return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
 
-    @property
+    @cached_property
     def passes(self) -> list[Self]:
         """The specs of the kernels: one for dk and dv together, or one for each gradient. In
         the second case the kernel of dk writes dS.
@@ -176,34 +176,34 @@ class Dkv(AttentionSizes):
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
         return [dataclasses.replace(self, **part) for part in parts]
 
-    @property
+    @cached_property
     def gradients(self) -> list[Self]:
         """A spec for each gradient that is computed, which computes only this gradient."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
-    @property
+    @cached_property
     def widths(self) -> dict[str, int]:
         """The widths of the gradients that are computed, by name."""
         widths = {"dk": self.D} if self.want_dk else {}
         return widths | ({"dv": self.Dv} if self.want_dv else {})
 
-    @property
+    @cached_property
     def merged_slabs(self) -> int:
         """The number of slabs of the columns of these gradients. A CTA of `merge` has one slab."""
         return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
 
-    @property
+    @cached_property
     def query_tiles(self) -> int:
         return tile.cdiv(self.T, self.query_tile.tokens)
 
-    @property
+    @cached_property
     def key_tiles(self) -> int:
         return tile.cdiv(self.S, self.tile_keys)
 
-    @property
+    @cached_property
     def partials(self) -> dict[str, Array]:
         """The arrays of the float32 partial sums, by name. Lists have one partial per work item,
         and intervals have `interval_partials`.

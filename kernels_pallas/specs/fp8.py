@@ -19,6 +19,7 @@ Keys are indexed by slot. In packed rows each sequence begins at a multiple of 6
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
@@ -54,21 +55,21 @@ class Rounding(TokenWords, Spec):
     dtype: str
     packed: bool = False
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return {"B": 2, "S": NOMINAL_LENGTH, "places": NOMINAL_LENGTH}
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """The number of tokens per chunk, a multiple of `LOADS`."""
         return tile.cdiv(tile.cdiv(self.S, CHUNKS), LOADS) * LOADS
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles of 64 slots."""
         return self.places // tile.ROWS
 
-    @property
+    @cached_property
     def tokens(self) -> dict[str, Array]:
         shape = self.B, self.S, self.Hkv
         return {
@@ -77,7 +78,7 @@ class Rounding(TokenWords, Spec):
             "end": int32(self.B),
         }
 
-    @property
+    @cached_property
     def sums(self) -> dict[str, Array]:
         """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. They have the sums of the
         two columns of a word in a chunk, then the largest absolute values of these columns.

@@ -14,6 +14,7 @@ Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, float32, int32
@@ -54,45 +55,45 @@ class GatheredAttention(AttentionSizes):
     stays: bool = False  # the output already holds the rows that merge does not change
     stats_tile: tuple[int, int] = (0, 0)  # as in `SelectedAttention`
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         lengths = dict.fromkeys(("segment_tokens", "items"), NOMINAL_LENGTH)
         return super().nominal | lengths | {"segments": 1}
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Keys of a selection block."""
         return ROWS * self.parts
 
-    @property
+    @cached_property
     def token_tile(self) -> Tile:
         """The rows that are gathered together, which are the heads of one token."""
         return Tile(self.group, slab_width(self.D, self.Dv), self.group)
 
-    @property
+    @cached_property
     def copied_by_lanes(self) -> bool:
         """Whether lanes copy the rows of a step instead of TMA."""
         return copied_by_lanes(self.group, self.token_tile.slab)
 
-    @property
+    @cached_property
     def tile(self) -> Tile:
         """The tile of adjacent tokens that one CTA merges."""
         return Tile(self.group, slab_width(self.D, self.Dv))
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles of a segment."""
         return cdiv(self.segment_tokens, self.tile.tokens)
 
-    @property
+    @cached_property
     def all_tiles(self) -> int:
         return cdiv(self.T, self.tile.tokens)
 
-    @property
+    @cached_property
     def tile_grid(self) -> tuple[int, int]:
         return self.B * self.Hkv, cdiv(self.tiles, TILES_OF_CTA)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         return {
             "T": self.T,
@@ -103,7 +104,7 @@ class GatheredAttention(AttentionSizes):
             "row_items": self.items // (self.B * self.Hkv),
         }
 
-    @property
+    @cached_property
     def partial_lse(self) -> Array:
         """The array with lse_log2 of partial outputs, by slot and row of `tile`."""
         return float32(self.B, self.Hkv, self.n * self.tiles * ROWS)
@@ -113,15 +114,15 @@ class GatheredAttention(AttentionSizes):
         count = self.segment_tokens * self.Hkv * self.n
         return Array((self.B, count, self.group, width), self.dtype)
 
-    @property
+    @cached_property
     def _segment(self) -> Array:
         return int32(SEGMENT_WORDS)
 
-    @property
+    @cached_property
     def _items(self) -> Array:
         return int32(self.segments * self.items, WORK_ITEM_INTS)
 
-    @property
+    @cached_property
     def _partial_inputs(self) -> dict[str, Array]:
         return {
             **self.operands,
@@ -135,7 +136,7 @@ class GatheredAttention(AttentionSizes):
         shape = self.B, self.segment_tokens, self.Hkv * self.n, self.group, width
         return Array(shape, self.dtype)
 
-    @property
+    @cached_property
     def _selection(self) -> dict[str, Array | bool]:
         return {
             "items": self.stays and self._items,

@@ -7,7 +7,7 @@ Bodies: `mosaic/interval.py`.
 """
 
 import dataclasses
-import functools
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, int32
@@ -49,7 +49,7 @@ class IntervalAttention(AttentionSizes):
     sms: int = SMS
     before: bool = False
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         second = None if self.second_keys is None else NOMINAL_LENGTH
         return super().nominal | {
@@ -59,46 +59,46 @@ class IntervalAttention(AttentionSizes):
             "sms": SMS,
         }
 
-    @functools.cached_property
+    @cached_property
     def tile(self) -> Tile:
         return Tile(self.group, slab_width(self.D, self.Dv))
 
-    @property
+    @cached_property
     def stats_tile(self) -> tuple[int, int]:
         """Tokens and rows of a tile of the statistics of dq."""
         return self.tile.tokens, ROWS
 
-    @property
+    @cached_property
     def consumers(self) -> int:
         """The number of consumer warpgroups of a CTA. Each has one tile, and all share the
         keys.
         """
         return consumers(self.D, self.Dv)
 
-    @property
+    @cached_property
     def registers(self) -> tuple[int, int]:
         """The number of registers of a thread in a consumer warpgroup and in the producer."""
         if self.consumers == 3:
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
 
-    @functools.cached_property
+    @cached_property
     def tiles(self) -> int:
         """The number of tiles along the tokens, a multiple of `consumers`."""
         return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers
 
-    @property
+    @cached_property
     def rows_of_keys(self) -> int:
         """The number of rows of `[B, Hkv]` that are computed."""
         end = self.B * self.Hkv if self.end_row is None else self.end_row
         return end - self.first_row
 
-    @property
+    @cached_property
     def work_items(self) -> int:
         """The number of work items. Each consists of `consumers` adjacent tiles."""
         return self.rows_of_keys * self.tiles // self.consumers
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         first = {} if self.second_keys is None else {"first_row": self.first_row}
         return {
@@ -110,11 +110,11 @@ class IntervalAttention(AttentionSizes):
             **first,
         }
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         return (min(self.work_items, self.sms),)
 
-    @property
+    @cached_property
     def intervals(self) -> tuple[str, ...]:
         """The prefix of the array names of each interval."""
         return ("",) if self.second_keys is None else ("", SECOND)
@@ -125,22 +125,22 @@ class IntervalAttention(AttentionSizes):
         rows = 2 * self.consumers * ROWS * sum(widths)
         return ring + rows <= SMEM_BYTES - 1024
 
-    @property
+    @cached_property
     def has_room_for_dq(self) -> bool:
         """Whether `dq` has room for a tile of the result in addition to the tiles that it
         reads.
         """
         return self.has_room(self.D, self.Dv, self.D)
 
-    @property
+    @cached_property
     def _bounds(self) -> dict[str, Array]:
         return dict.fromkeys(("first_key", "key_end"), int32(self.B * self.tiles, ROWS))
 
-    @property
+    @cached_property
     def _inputs(self) -> dict[str, Array]:
         return {**self.operands, **self._bounds}
 
-    @property
+    @cached_property
     def _second_inputs(self) -> dict[str, Array]:
         if self.second_keys is None:
             return {}

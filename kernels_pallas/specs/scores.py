@@ -19,7 +19,7 @@ registers. Groups of up to 16 heads use Q K^T, larger groups K Q^T.
 """
 
 import dataclasses
-import functools
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
@@ -103,52 +103,52 @@ class Scores(Spec):
     stages: int = 4
     held: int = 1024
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         """The nominal number of candidates is the largest one with the same tiling."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
         query_tiles = NOMINAL_LENGTH if self.query_tiles else 0
         return lengths | {"query_tiles": query_tiles, "candidates": self.most_candidates}
 
-    @property
+    @cached_property
     def most_candidates(self) -> int:
         """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
         # The size of chunks is the same for all lengths that need several chunks.
         return most if self.swap_ab else min(most, 4 * self.held)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.H // self.Hkv
 
-    @property
+    @cached_property
     def free(self) -> int:
         """The number of blocks to select by score. If there are fewer candidates than forced
         blocks, all candidates are forced.
         """
         return self.n - self.num_initial - self.num_local
 
-    @property
+    @cached_property
     def swap_ab(self) -> bool:
         """Whether the product is K Q^T instead of Q K^T. This is so if a token has more rows
         than one warp.
         """
         return self.group > MAX_GROUP_QK
 
-    @functools.cached_property
+    @cached_property
     def tiling(self) -> Tiling:
         return tiling_kq(self) if self.swap_ab else tiling_qk(self)
 
-    @property
+    @cached_property
     def tile(self) -> Tile:
         return Tile(self.tiling.heads, slab_width(self.D), self.tiling.rows)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return self.query_tiles or cdiv(self.T, self.tile.tokens)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """The number of chunks of `most_candidates`."""
         return cdiv(self.most_candidates, self.tiling.chunk)

@@ -12,6 +12,7 @@ Bodies: `mosaic/selected.py`.
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, int32
@@ -68,20 +69,20 @@ class BlockListSizes(AttentionSizes):
     n: int  # number of selected blocks per token
     parts: int = 1  # blocks that are gathered or skipped together
 
-    @property
+    @cached_property
     def tile(self) -> Tile:
         raise NotImplementedError
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return cdiv(self.T, self.tile.tokens)
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """The capacity of a tile's block list, a multiple of `LIST_CHUNK`."""
         return cdiv(self.tile.tokens * self.n, LIST_CHUNK) * LIST_CHUNK
 
-    @property
+    @cached_property
     def words(self) -> int:
         """The number of int32 words that have a bit for each token of a tile."""
         return cdiv(self.tile.tokens, LANES)
@@ -105,20 +106,20 @@ class SelectedAttention(BlockListSizes):
     key_stages: int = 1  # stages of attention (`forward_stages`, `dq_stages`), not of the lists
     value_stages: int = 1
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return super().nominal | {"pages": self.pages and NOMINAL_LENGTH // self.block}
 
-    @property
+    @cached_property
     def tile(self) -> Tile:
         return Tile(self.group, slab_width(self.D, self.Dv, self.block))
 
-    @property
+    @cached_property
     def overlap_pv(self) -> bool:
         """Whether forward computes P V of a block during the work on the next block."""
         return overlap_pv(self.D, self.Dv, self.block)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         found = {"T": self.T, "tiles": self.tiles}
         return found | ({"pages": self.pages} if self.pages else {})
@@ -126,11 +127,11 @@ class SelectedAttention(BlockListSizes):
     def keys(self, width: int) -> Array:
         return Array((1 if self.pages else self.B, self.S, self.Hkv, width), self.dtype)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         return self.B * self.Hkv, self.tiles
 
-    @property
+    @cached_property
     def _inputs(self) -> dict[str, Array]:
         lists, pages = (self.B, self.Hkv, self.tiles), {}
         if self.pages:

@@ -16,7 +16,7 @@ Rows of `[B, Hkv]` are processed in chunks, since ds is 8.6 GB at B=1 T=65536 Hk
 """
 
 import dataclasses
-import functools
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import Array, Kernel, described, int32
@@ -52,11 +52,11 @@ class StoredDsQuery(BlockListSizes):
 
     block = KEYS
 
-    @property
+    @cached_property
     def nominal(self) -> dict[str, Any]:
         return super().nominal | {"stored_rows": 2}
 
-    @functools.cached_property
+    @cached_property
     def query_tile(self) -> Tile:
         """The tile of one token, whose rows are its heads and padding."""
         slab = slab_width(self.D, self.Dv)
@@ -64,7 +64,7 @@ class StoredDsQuery(BlockListSizes):
             return Tile(HEADS, slab, HEADS)
         return gathered_tile(self.group, slab)
 
-    @functools.cached_property
+    @cached_property
     def tile(self) -> Tile:
         """A tile of 64 rows, with `query_tile.rows` rows per token. The tokens share a block
         list.

@@ -5,8 +5,8 @@ Row `token * G + head` is one head of a token, so that padding heads use no rows
 """
 
 import dataclasses
-import functools
 import math
+from functools import cached_property
 from typing import Any
 
 from kernels_pallas.kernel import Array, float32
@@ -41,7 +41,7 @@ class Tile:
     slab: int
     rows: int = ROWS
 
-    @functools.cached_property
+    @cached_property
     def tokens(self) -> int:
         """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. It is
         0 if no number of tokens has this size.
@@ -50,7 +50,7 @@ class Tile:
         multiple = rows // math.gcd(rows, self.group)
         return self.rows // self.group // multiple * multiple
 
-    @property
+    @cached_property
     def used(self) -> int:
         """The number of rows that are query heads."""
         return self.tokens * self.group
@@ -93,7 +93,7 @@ def slab_width(*widths: int) -> int:
     common = math.gcd(*widths)
     if common % 16:
         raise ValueError(f"widths must be multiples of 16, got {widths}")
-    return next(slab for slab in (64, 32, 16) if common % slab == 0)
+    return min(64, common & -common)  # the largest power of two that divides it
 
 
 def copied_by_lanes(group: int, slab: int) -> bool:

@@ -23,9 +23,9 @@ within a segment.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -290,11 +290,11 @@ class WorkItems:
     first_query: int | None = None
     gap: int = 0
 
-    @property
+    @cached_property
     def any_length(self) -> bool:
         return self.lists.any_length
 
-    @property
+    @cached_property
     def interpret(self) -> Any:
         return self.lists.interpret
 
@@ -306,17 +306,17 @@ class WorkItems:
             numbers |= {"first_query": 0, "gap": 0}
         return dataclasses.replace(self, lists=lists, **numbers)
 
-    @property
+    @cached_property
     def placed(self) -> bool:
         """Whether tiles are indexed by slots, not by keys."""
         return self.first_query is not None
 
-    @property
+    @cached_property
     def square(self) -> bool:
         """Whether token t attends to no key after t."""
         return not self.placed and not self.lists.packed and self.lists.T == self.lists.S
 
-    @functools.cached_property
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """The first chunk of each segment, followed by the number of chunks."""
         lists = self.lists
@@ -328,11 +328,11 @@ class WorkItems:
             inner = range(step, lists.chunks, step)
         return 0, *inner, lists.chunks
 
-    @property
+    @cached_property
     def segments(self) -> int:
         return len(self.cuts) - 1
 
-    @functools.cached_property
+    @cached_property
     def capacities(self) -> tuple[int, ...]:
         """The maximum number of work items per row in each segment. No work item is empty. Each
         tile of keys to which the tokens of the segment attend has at most one work item that is
@@ -347,7 +347,7 @@ class WorkItems:
             capacities.append(tiles + (entries - tiles) // self.longest)
         return tuple(capacities if self.halving else [max(capacities)] * self.segments)
 
-    @property
+    @cached_property
     def items(self) -> int:
         """The distance between the work items of two neighbouring rows. If `halving`, a row's
         items are contiguous, and the distance is the number of its items in all segments.
@@ -355,7 +355,7 @@ class WorkItems:
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The index of the first work item of each segment in row 0. Each further row adds
         `items`.
@@ -363,7 +363,7 @@ class WorkItems:
         step = 1 if self.halving else self.lists.rows
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
 
-    @property
+    @cached_property
     def outputs(self) -> dict[str, Array]:
         """`table`; if `halving` also `first` and `count`."""
         lists = self.lists
@@ -371,7 +371,7 @@ class WorkItems:
         table = {"table": int32(lists.rows * sum(self.capacities), WORK_ITEM_INTS)}
         return table | ({"first": by_tile, "count": by_tile} if self.halving else {})
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of the lists and of the segments. If `halving`, they include the sizes of
         each segment, and the last segment is repeated.

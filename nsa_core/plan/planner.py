@@ -336,7 +336,7 @@ class PlanOps(ArrayOps):
         made = {x.buffer for step in first for x in step.writes}
         reads_none = lambda step: made.isdisjoint([x.buffer for x in step.reads])
         before = [*itertools.takewhile(reads_none, rest)]
-        moved = sum(x.bytes for step in before for x in (*step.reads, *step.writes))
+        moved = sum([x.bytes for step in before for x in (*step.reads, *step.writes)])
         at = len(before) if moved >= BUSY_BYTES and all(map(by_address, before)) else 0
         return rest[:at] + first + rest[at:]
 
