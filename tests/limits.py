@@ -3,7 +3,7 @@ small problems shall have all of it.
 """
 
 import functools
-import importlib
+import pkgutil
 
 from nsa_jax import eager
 from nsa_torch import plans
@@ -16,14 +16,11 @@ def set_limits(monkeypatch, **values):
     """Of a test, by the names of `LIMITS`. Programs of JAX are compiled again: what was compiled
     before has other limits.
     """
-    for place in [*LIMITS["remembered"], *(x for name in values for x in LIMITS[name])]:
-        module, _, attribute = place.rpartition(".")
-        module = importlib.import_module(module)
-        if place in LIMITS["remembered"]:
-            value = functools.lru_cache(getattr(module, attribute).__wrapped__)
-        else:
-            value = next(x for name, x in values.items() if place in LIMITS[name])
-        monkeypatch.setattr(module, attribute, value)
+    changes = {place: value for name, value in values.items() for place in LIMITS[name]}
+    for place in LIMITS["remembered"]:
+        changes[place] = functools.lru_cache(pkgutil.resolve_name(place).__wrapped__)
+    for place, value in changes.items():
+        monkeypatch.setattr(place, value)
 
 
 def forget():

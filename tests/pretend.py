@@ -4,8 +4,6 @@ One place for all names of ours and of others that tests replace for it.
 """
 
 import functools
-import importlib
-import importlib.metadata
 import pkgutil
 import sys
 
@@ -53,21 +51,15 @@ def machine(monkeypatch, **answers):
     """
     for name, answer in answers.items():
         told = answer if callable(answer) else lambda *_, answer=answer, **__: answer
-        monkeypatch.setattr(*place_of(name), told)
+        monkeypatch.setattr(ASKED[name], told)
 
 
-def place_of(name):
-    """The module of a name of `ASKED`, and its function."""
-    module, _, function = ASKED[name].rpartition(".")
-    return pkgutil.resolve_name(module), function
-
-
-FOLDERS = {"records": "bench.harness.records", "devices": "nsa_core.policy"}
+FOLDERS = {"records": "bench.harness.records.FOLDER", "devices": "nsa_core.policy.FOLDER"}
 
 
 def folder(monkeypatch, kind, path):
     """The repository's folder of `FOLDERS` is another one."""
-    monkeypatch.setattr(importlib.import_module(FOLDERS[kind]), "FOLDER", path)
+    monkeypatch.setattr(FOLDERS[kind], path)
 
 
 def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: arguments):
@@ -85,9 +77,10 @@ def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: argume
 
 def original(name):
     """A function of the library, by a name of `ASKED`."""
-    return getattr(*place_of(name))
+    return pkgutil.resolve_name(ASKED[name])
 
 
 def watched(monkeypatch, name, *note):
     """`calls_of` a function of the library, by a name of `ASKED`."""
-    return calls_of(monkeypatch, *place_of(name), *note)
+    place, _, function = ASKED[name].rpartition(".")
+    return calls_of(monkeypatch, pkgutil.resolve_name(place), function, *note)

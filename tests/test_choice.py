@@ -152,11 +152,10 @@ def test_the_seeds_rule_for_its_card():
             assert "not allowed on NVIDIA GeForce RTX 4090" in refused[name]
             assert "to be derived again" in refused[name]
     assert set(chosen(pose("scores", **card)).refused) == {"mosaic", "triton"}
-    files = [*(Path(__file__).parents[1] / "configs" / "devices").glob("*.yaml")]
-    for path in files:
-        named = yaml.safe_load(path.read_text())["device"]
-        assert chosen(pose("sliding", device=named))
-    assert files
+    folder = Path(__file__).parents[1] / "configs" / "devices"
+    files = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
+    assert all(chosen(pose("sliding", device=file["device"])) for file in files)
+    assert [file.get("runtime") for file in files if file["device"] == card["device"]] == [None]
 
 
 @pytest.fixture
