@@ -14,7 +14,8 @@ from kernels_pallas.runtime import lowering
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.steps import mosaic_forward
-from nsa_jax import Branches, kernel_path, mosaic
+from nsa_jax import Branches, kernel_path
+from nsa_jax.dispatch import REGISTRY
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import NSAConfig
 from tests.cross_compile import compile_report
@@ -72,15 +73,16 @@ def kernels(name, backward=False):
     gates = Branches.each(array(case.B, case.T, case.H))
     indices = array(case.B, case.T, case.Hkv, case.config.num_selected, dtype="int32")
     keys = Branches.each(key), Branches.each(value)
-    calls = [(mosaic.attention, query, *keys, gates, compressed, None)]
+    calls = [("attention", query, *keys, gates, compressed, None)]
     calls += EACH_STEP.count(name) * [
-        (mosaic.compressed_attention, query, *compressed),
-        (mosaic.select_blocks, query, compressed[0]),
-        (mosaic.selected_attention, query, key, value, indices),
-        (mosaic.sliding_attention, query, key, value),
+        ("compressed", query, *compressed),
+        ("scores", query, compressed[0]),
+        ("selected", query, key, value, indices),
+        ("sliding", query, key, value),
     ]
     with mock.patch.object(kernel_path, "JAX_OPS", Recording()):
-        for function, *arrays in calls:
+        for step, *arrays in calls:
+            function = REGISTRY.entry(step, "mosaic").load()
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)
     gradients = GRADIENTS | SUMS | FROM_STORED | BY_WALK | BACKWARD

@@ -5,7 +5,7 @@ import contextlib
 import jax
 import torch
 
-import nsa_torch.mosaic
+import nsa_torch
 from nsa_torch import fa2
 from tests import pretend
 from tests.limits import set_limits

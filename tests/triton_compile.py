@@ -31,9 +31,7 @@ from nsa_core.steps import triton_decode, triton_index
 from nsa_core.steps import triton_paged_blocks as paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_core.validate import dtype_name
-from nsa_torch import Branches, paged, plans, triton
-from nsa_torch.kernel_path import FORWARD, SAVING
-from nsa_torch.operators import PRECOMPRESSED
+from nsa_torch import Branches, paged, plans
 from nsa_torch.torch_ops import TorchOps
 from tests import planned
 from tests.problems import PAPER, Case
@@ -98,11 +96,12 @@ def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Laun
     """All kernels of a call without gradients, of one with them, and of their split heads."""
     layer = {"heads": case.H, "kv_heads": case.Hkv, "key_width": case.D, "value_width": case.Dv}
     sizes = {"config": case.config, "packed": packed, "dtype": case.dtype}
-    given = planned.described(PRECOMPRESSED, case.B, case.T, **layer, **sizes)
+    mode = planned.MODES["given"]
+    given = planned.described(mode, case.B, case.T, **layer, **sizes)
     found = []
     with mock.patch.object(plans, "capability_of", lambda _: capability):
-        for keep in FORWARD, SAVING:
-            planned_of = triton.PATH.planned(PRECOMPRESSED, keep)
+        for keep in "forward", "saving":
+            planned_of = planned.PATHS["triton"].planned(mode, keep)
             for plan in planned_of.plans(given, torch.device("cuda", 0)):
                 for step in plan.steps:
                     if isinstance(step, buffers.Launch):
