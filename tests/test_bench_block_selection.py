@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from absl import flags
 
 from bench import block_selection
 from bench.harness import block_peers, exit_status, flex_blocks, records
@@ -145,14 +144,3 @@ def test_a_length_below_the_queries_that_are_judged(tmp_path):
     """Each mode has a row of it: no error ends the command on the way."""
     status, rows = run(tmp_path / "rows.jsonl", "--mode=loss", "--mode=indexer")
     assert status == exit_status.OK and {row["S"] for row in rows} == {48, 64}
-
-
-@pytest.mark.parametrize("flag", ["--checked=0", "--seconds=-1", "--device=gpu"])
-def test_a_flag_of_no_sense_is_refused(tmp_path, flag):
-    with pytest.raises(flags.IllegalFlagValueError, match=flag):
-        run(tmp_path / "rows.jsonl", flag)
-
-
-def test_heads_that_no_group_divides_are_refused(tmp_path):
-    with pytest.raises(Exception, match="--heads must be a multiple of --kv_heads, got 4, 3"):
-        run(tmp_path / "rows.jsonl", "--kv_heads=3")

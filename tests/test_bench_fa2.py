@@ -123,21 +123,6 @@ def test_a_speed_up_needs_two_rows_that_count(tmp_path, capsys):
     assert printed.endswith("speedup n/a  sdpa 4.000 ms  (masked oom: no room)\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--S_list=63,x",), "S_list must be positive integers, got '63,x'"),
-        (("--w_list=0",), "w_list must be positive integers"),
-        (("--d=3",), "compress_block must be a multiple of compress_stride=3"),
-        (("--heads=3", "--groups=2"), "heads must be a multiple of groups=2, got 3"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(fa2, tmp_path, *SMALL, *arguments)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["varlen", "dense"])
 def test_both_calls_are_right_on_a_gpu(path, tmp_path):

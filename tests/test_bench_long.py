@@ -154,20 +154,6 @@ def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
     assert "'time_ms': None" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "message"),
-    [
-        (prefill, ("--S_list=a",), "S_list must be positive integers, got 'a'"),
-        (ranges, ("--S_list=-1",), "S_list must be positive integers, got '-1'"),
-        (needle, ("--S=64", "--pos=63"), r"pos must be in 0\.\.62 for S=64, got 63"),
-        (prefill, ("--l=6",), "compress_block must be a multiple of compress_stride=4"),
-    ],
-)
-def test_bad_arguments_are_named(module, arguments, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(module, tmp_path, *SMALL, *arguments)
-
-
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "needle.csv").write_text("mine")
     with pytest.raises(ValueError, match=r"needle\.csv exists; --out and --csv must name"):

@@ -141,19 +141,6 @@ def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
     assert "needs a Hopper GPU" in row["reason"] and row["kernel"] == "mosaic"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--L_list=12",), "L_list must be multiples of l_sel=8, got"),
-        (("--streams=2",), "streams must be 1 except in torch on CUDA, got 2"),
-        (("--ref=xla",), r"implementations of torch must be of .*'sdpa'.*, got 'xla'"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(selection, tmp_path, *SMALL, *arguments)
-
-
 RTX_4090 = problem(problems.settings("tiny"), "torch", "cuda", (8, 9))._replace(dtype="float16")
 S2 = Matrix(**config_files.load("selection/s2"))
 

@@ -1,6 +1,7 @@
 """How commands end: the same four numbers everywhere, and a sign of life while they work."""
 
 import dataclasses
+import importlib
 import io
 import logging
 import os
@@ -18,7 +19,6 @@ from bench import (
     call_kernels,
     compare,
     counters,
-    decode,
     first_call,
     gpu_tests,
     host_time,
@@ -29,7 +29,6 @@ from bench import (
     prefill,
     scale,
     summarize,
-    tune_thresholds,
     whole_calls,
 )
 from bench.harness import cli, exit_status, heartbeat, problems, records
@@ -37,6 +36,7 @@ from bench.harness.process import ROOT
 from nsa_core import debug
 from tests.commands import called
 from tests.measured import record
+from tests.tables import table
 
 FINE = record("sliding", "fa2", 1.0)
 BESIDE = record("dense", "flash", 1.0)
@@ -82,36 +82,21 @@ def test_several_commands_end_as_the_worst(ends, expected):
     assert exit_status.worst(ends) == expected
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "said"),
-    [
-        (tune_thresholds, "--dense=x --margin=3", "--margin has no effect with --dense"),
-        (
-            tune_thresholds,
-            "--check --device=x --dry_run",
-            "--dry_run has no effect with --check",
-        ),
-        (gpu_tests, "--age --part=1/2", "--part has no effect with --age"),
-        (gpu_tests, "--gpus=2 --processes=3", "--processes has no effect with --gpus"),
-        (host_time, "--launch --form=each", "--form has no effect with --launch"),
-        (scale, "--predict=8 --records=x --weak", "--weak has no effect with --predict"),
-        (scale, "--records=x", "need --predict"),
-        (decode, "--paged=none --cache_dtype=fp8", "must not be given with --paged=none"),
-        (
-            compare,
-            f"{TINY} --packed --branch=selected",
-            "--packed applies only to whole attention",
-        ),
-        (
-            compare,
-            f"{TINY} --recompute --mode=fwdbwd --branch=dense",
-            "--recompute applies only to whole attention",
-        ),
-    ],
-)
-def test_a_flag_that_would_say_nothing_is_refused(command, words, said):
-    with pytest.raises((ValueError, app.UsageError), match=said):
-        called(command, *words.split())
+REFUSED = [
+    (command, *row) for command, rows in table("refused_words").items() for row in rows.items()
+]
+
+
+@pytest.mark.parametrize(("command", "words", "said"), REFUSED)
+def test_words_that_are_refused(command, words, said, tmp_path):
+    module = importlib.import_module(f"bench.{command}")
+    out = tmp_path / "out"
+    given = [f"--out={out}"] * ("out" in module.FLAGS and "{out}" not in words)
+    with pytest.raises(
+        (ValueError, NotImplementedError, OSError, flags.Error, app.UsageError), match=said
+    ):
+        called(module, *given, *words.format(out=out).split())
+    assert not out.exists()
 
 
 def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):

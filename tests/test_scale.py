@@ -124,28 +124,6 @@ def test_several_devices_may_err_twice_as_much_as_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            "--devices=3 --layout=contiguous",
-            "multiples of 3 for 3 devices, contiguous, got 1024",
-        ),
-        ("--documents=1000,25", "documents must be 1024 tokens in total, .* got 1025"),
-        ("--documents=1000,24 --framework=jax", "documents are measured in torch, got jax"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(words, said):
-    with pytest.raises((ValueError, NotImplementedError), match=said):
-        called(scale, "--lengths=1024", *words.split())
-
-
-def test_the_first_flag_without_effect_is_named(tmp_path):
-    words = "--recompute", "--samples=3", "--dk=64", "--heads=8", "--lengths=8", "--devices=1"
-    with pytest.raises(ValueError, match="--devices has no effect with --predict"):
-        called(scale, "--predict=8", f"--records={tmp_path}", *words)
-
-
-@pytest.mark.parametrize(
     ("words", "lengths", "documents"),
     [
         ("--lengths=1024 --documents=1000,24", [1024], (1000, 24)),
