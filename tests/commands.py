@@ -24,13 +24,18 @@ def run(module, folder, *words, table=None):
 
 def called(module, *words):
     """The exit status of a command whose own flags are of these words, and of no others."""
-    own = module.FLAGS
+    name = module.__name__.rpartition(".")[2]
+    rest = parsed(module.FLAGS, name, *map(str, words), known_only=True)
+    with flagsaver.flagsaver():
+        return module.main(flags.FLAGS(rest))
+
+
+def parsed(own, *words, **how):
+    """Parses a command's own flags from its name and words, and from no others; the other words."""
     for flag in own:
         own[flag].unparse()
     own.unparse_flags()
-    rest = own([module.__name__.rpartition(".")[2], *map(str, words)], known_only=True)
-    with flagsaver.flagsaver():
-        return module.main(flags.FLAGS(rest))
+    return own(words, **how)
 
 
 def results(module, folder):

@@ -18,6 +18,7 @@ import yaml
 from bench import doc_tables, oneshot
 from bench.harness.process import ROOT
 from tests import versions
+from tests.commands import parsed
 
 read = lambda path: yaml.safe_load(path.read_text())
 TASKS = {path: read(path) for path in sorted((ROOT / "cloud" / "sky").glob("*.yaml"))}
@@ -114,7 +115,6 @@ def commands(run: str) -> list[str]:
 @pytest.mark.parametrize("path", TRAIN, **by_stem)
 def test_a_training_task_starts_its_processes(path):
     """A task of several nodes has limits, and every process it starts can be started so."""
-    from absl import flags
     from torch.distributed.run import get_args_parser
 
     from bench import train
@@ -139,16 +139,8 @@ def test_a_training_task_starts_its_processes(path):
         assert program.endswith("python")
         (_, module, *words) = words
     assert module == "bench.train"
-    own = flags.FlagValues()
-    for name in train.FLAGS:
-        own[name] = train.FLAGS[name]
-    train.FLAGS.unparse_flags()
-    try:
-        assert own(["train", *words]) == ["train"]
-        _, given, _ = config_file.read(train.FLAGS.config, train.FLAGS.set)
-    finally:
-        for name in train.FLAGS:
-            train.FLAGS[name].unparse()
+    assert parsed(train.FLAGS, "train", *words) == ["train"]
+    _, given, _ = config_file.read(train.FLAGS.config, train.FLAGS.set)
     assert given["parallel.strategy"] != "none" and given["parallel.devices"] == 16
     assert not given["train.batch"] % 16
     if not by_torchrun:

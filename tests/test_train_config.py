@@ -1,16 +1,19 @@
 """Runs from YAML: every file, the strict loader, the seed system's names, who wins."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 import torch
 from absl import flags
+from absl.testing import flagsaver
 
 from bench import train
 from bench.lm import config_file, log, spec
 from bench.lm.parallel import Parallel
 from nsa_core import config_files
+from tests.commands import parsed
 from tests.test_train import command  # noqa: F401, a fixture
 
 FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
@@ -87,10 +90,10 @@ def test_faults_name_file_and_key(text, tmp_path):
     "change", ["lr=fast", "steps=1.5", "seq_len=[1]", "dtype=f8", "steps=0", "out=5"]
 )
 def test_faults_of_values_that_flags_have(own, change):
-    own(["train"])
+    own()
     _, values, _ = config_file.read(None, [f"train.{change}"])
     with pytest.raises(ValueError, match=rf"train\.{change.partition('=')[0]}: "):
-        config_file.apply(values, (own, flags.FLAGS))
+        config_file.apply(values, (train.FLAGS, flags.FLAGS))
 
 
 CHANGES = {
@@ -154,26 +157,15 @@ def test_the_seed_systems_names():
 
 @pytest.fixture
 def own():
-    """The flags of bench.train and of kernels, as if no command line had been read."""
-
-    def reset():
-        train.FLAGS.unparse_flags()
-        for values in (train.FLAGS, flags.FLAGS):
-            for name in config_file.FLAGS.values():
-                if name in values:
-                    values[name].unparse()
-        for name in train.FLAGS:
-            train.FLAGS[name].unparse()
-
-    reset()
-    yield train.FLAGS
-    reset()
+    """Parses the flags of bench.train; those of kernels are then as they were."""
+    with flagsaver.flagsaver():
+        yield functools.partial(parsed, train.FLAGS, "train")
 
 
 def test_who_wins(own):
-    own(["train", "--lr=0.5", "--steps=7"])
+    own("--lr=0.5", "--steps=7")
     _, values, _ = config_file.read("tiny", ["train.steps=8", "train.batch=9"])
-    config_file.apply(values, (own, flags.FLAGS))
+    config_file.apply(values, (train.FLAGS, flags.FLAGS))
     assert (train.FLAGS.lr, train.FLAGS.steps, train.FLAGS.batch) == (0.5, 7, 9)
     assert train.FLAGS.seq_len == 512 and train.FLAGS.dataset == "text"
 
@@ -190,9 +182,9 @@ def test_who_wins(own):
     ],
 )
 def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
-    own(["train", *given])
+    own(*given)
     _, values, _ = config_file.read("tiny", changes)
-    config_file.apply(values, (own, flags.FLAGS))
+    config_file.apply(values, (train.FLAGS, flags.FLAGS))
     assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
 
 

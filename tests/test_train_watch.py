@@ -32,6 +32,7 @@ from bench.lm.parallel import Parallel
 from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
 from bench.reports import page, sources
+from tests import commands
 from tests.parallel_worker import StopAt, learner_of, task, trained
 from tests.test_train import command  # noqa: F401, a fixture
 
@@ -286,11 +287,7 @@ def test_processes_of_jax_without_a_device_in_the_mesh(monkeypatch):
 
 
 def variant_of(*arguments: str) -> variants.Variant:
-    own = train.FLAGS
-    for flag in own:
-        own[flag].unparse()
-    own.unparse_flags()
-    own(["train", "--framework=torch", *arguments])
+    commands.parsed(train.FLAGS, "train", "--framework=torch", *arguments)
     return train._variant("torch", DENSE, "math")
 
 
