@@ -252,7 +252,7 @@ def launch(tmp_path):
         program = tmp_path / name
         program.write_text(
             f'#!/bin/bash\necho "{name} $*" >> {calls}\ncase "{name} $1" in $BAD) exit 3;; esac\n'
-            f'if [ "{name} $1" = "$SLOW" ]; then kill -TERM $PPID; exec sleep 9; fi\n'
+            f'if [ "{name} $1" = "$SLOW" ]; then kill -TERM $PPID; exec sleep 9 >&- 2>&-; fi\n'
         )
         program.chmod(0o755)
 
