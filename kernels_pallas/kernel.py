@@ -82,8 +82,8 @@ class Kernel:
       spec: The static sizes, a frozen dataclass.
       body: `module:function`. The function accepts this kernel and returns the function that
         `plgpu.kernel` returns: its arguments have the shapes of `inputs`, and it returns a list
-        or tuple of arrays with the shapes of `outputs`. Tests pass that returned function as
-        `body`.
+        or tuple of arrays with the shapes of `outputs`. In tests, `body` may be the function that
+        `plgpu.kernel` returns, instead of a name.
       inputs: At least one array.
       outputs: At least one array.
       in_place: Number of first outputs that may share memory with the same number of last

@@ -1,7 +1,7 @@
 """The distribution of the tokens of one sequence over the ranks of a context group.
 
-The sequence is split into chunks of equal length. With `zigzag` rank `r` of `R` has the chunks `r`
-and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous` rank
+The sequence is split into chunks of equal length. With `zigzag`, rank `r` of `R` has the chunks
+`r` and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous`, rank
 `r` has chunk `r`. A shard consists of the chunks of a rank in the order of their tokens.
 
 A sequence is padded at the end if its length is not a multiple of the number of chunks. No real

@@ -115,8 +115,9 @@ class NSAAttention(nn.Module):
         `max_seqlen` of `varlen` counts, or the whole row without it. On measured GPUs
         `nsa_torch.explain` reports the length from which NSA is faster than dense attention.
         Attention to a cache never uses dense attention.
-      compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
-        attribute later. Attention to a cache computes in the dtype of its input.
+      compute_dtype: as in `NSAConfig`; it applies only to inference on whole sequences.
+        You may also set the attribute later. Attention to a cache computes in the dtype of its
+        input.
       context_mesh, context_layout: as in `nsa_torch.attention`. The input `x` then has the
         tokens of this rank only.
       device, dtype: of the parameters; None means torch's defaults.

@@ -467,9 +467,9 @@ class InputMode(NamedTuple):
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
-        """Return the tensors of the call by branch. Gates in one tensor stay one tensor. If the
-        mode `compresses`, keys and values of the compressed branch are still tokens `[B, S,
-        Hkv, .]`, not means.
+        """Return the tensors of the call by branch. Gates in one tensor stay one tensor. If
+        `compresses` is true, keys and values of the compressed branch are tokens `[B, S, Hkv, .]`
+        that are not averaged yet.
         """
         half = 1 if self.shared else 3
         pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]

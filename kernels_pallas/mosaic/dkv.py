@@ -202,9 +202,10 @@ class KeyTile:
           visible: Function that returns the mask of eight columns, `[64, 8]`. Its arguments are
             the first of these columns, and `first_key` and `key_end` of their statistics. None
             means that all queries attend to all keys.
-          selected: Function that returns whether the token of a column selected the block of
-            its entry, `[8]`. Its argument is the first of eight columns. None means that all
-            tokens selected it, or that `visible` checks it.
+          selected: Function that returns a bool array `[8]`. Column i is True if its token
+            selected the block of the list entry (a query tile and a block) that the column
+            belongs to. Its argument is the first of the eight columns. None means that all
+            tokens selected their block, or that `visible` checks it.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
@@ -461,7 +462,9 @@ class Entries:
         return div(column + row, self.group)
 
     def selected(self, token_bits, j):
-        """Return whether the token of a column selected the block of its entry, `[8]`."""
+        """Return for each of the eight columns from `j` on whether its token selected the block
+        of the column's list entry, bool `[8]`.
+        """
         token = self._token_of_column(j % self.spec.query_tile.rows)
         bits = token_bits[j // self.spec.query_tile.rows]
         return lax.shift_right_logical(bits, token) & 1 == 1

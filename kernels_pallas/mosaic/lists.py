@@ -184,9 +184,9 @@ class BlockBitmap(NamedTuple):
         warp.repeat(rows, clear_row)
 
     def join(self, bits, window: int, low, token0, own, also=None, *state):
-        """Set the bits of the blocks `low .. low + window - 1` that tokens with the bounds `own`
-        selected. Return the last `state = also(entry, token, block, selected, *state)` of all
-        entries of their selection, in any window (`each`).
+        """Set the bits of the blocks `low .. low + window - 1` that tokens selected. `own` is the
+        same as in `counts`. Return the last `state = also(entry, token, block, selected, *state)`
+        of all entries of their selection, in any window (`each`).
         """
         warp = self.warp
 
@@ -203,7 +203,10 @@ class BlockBitmap(NamedTuple):
         return self.each(token0, visit, *state)
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
-        """Return whether `token` may select the block. `own` has the bounds of all tokens."""
+        """Return whether `token` may select the block. `own` has, for each token, the number of
+        blocks of the current sequence that it may select: `Tokens.bound`, or 0 for tokens of
+        other sequences (`next_sequence`).
+        """
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 

@@ -68,8 +68,9 @@ class GatheredRows(NamedTuple):
         _by_row(prefetch, [lists], [first, end], [], [])
 
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
-        """Return the statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`
-        has the number of tokens of a query tile in `row_stats`, and the number of tiles.
+        """Read from `row_stats` what dq needs for each of the 64 rows: shift, delta and the sign
+        of the gate. `token` has the token of each row. `stats_tiles` has the number of tokens of
+        a query tile in `row_stats`, and the number of tiles.
         """
         stats_tile, count = stats_tiles
 

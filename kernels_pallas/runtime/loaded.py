@@ -42,7 +42,9 @@ def bound(
 
 
 def is_loaded(kernel: Kernel, device: int) -> bool:
-    """Return whether a kernel for any length is loaded."""
+    """Return whether `kernel` is loaded on the GPU `device`. `kernel` must be in its form that
+    serves all lengths (`Kernel.for_any_length`).
+    """
     return (kernel, device) in _loaded
 
 
@@ -52,10 +54,10 @@ def load(
     jobs: int | None = None,
     prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
-    """Load kernels for any length, and build those that are not stored.
+    """Load kernels, and build those that are not stored.
 
     Args:
-      kernels: Kernels for any length.
+      kernels: Kernels in their form that serves all lengths (`Kernel.for_any_length`).
       device: Index of the GPU.
       jobs: Number of processes that build. Defaults to one per core.
       prefetch: The same as in `bound`.
@@ -83,8 +85,8 @@ def load(
 
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
-    """Return whether a kernel for any length is stored, on disk or in memory. The first answer
-    for a kernel is cached.
+    """Return whether `kernel` is stored, on disk or in memory. `kernel` must be in its form that
+    serves all lengths (`Kernel.for_any_length`). The first answer for a kernel is cached.
     """
     return store().get(kernel) is not None
 
