@@ -39,7 +39,11 @@ def run(launch: list[str], fetch: list[str], down: list[str], price: str) -> int
             signal.signal(each, signal.SIG_IGN)
         if not ended(down):
             shown = shlex.join(down)
-            print(f"error: the machine may still be there, {price}: {shown}", file=sys.stderr)
+            print(
+                f"error: sky down failed, so the machine may still be running ({price}); "
+                f"end it with: {shown}",
+                file=sys.stderr,
+            )
             status = status or 1
     return status
 

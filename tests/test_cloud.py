@@ -292,7 +292,10 @@ def test_a_machine_is_ended_however_its_run_ends(launch, bad, slow, status, expe
     done, calls = launch("--yes", bad=bad, slow=slow)
     assert done.returncode == status and calls == expected, done.stderr
     assert "nothing ends the machine there by itself: at most $1.50 an hour" in done.stdout
-    lost = "error: the machine may still be there, at most $1.50 an hour: sky down --yes x"
+    lost = (
+        "error: sky down failed, so the machine may still be running (at most $1.50 an hour); "
+        "end it with: sky down --yes x"
+    )
     assert (lost in done.stderr) == (bad == "sky*down")
 
 
