@@ -473,7 +473,8 @@ def attend_pages(
     `attention` for them.
 
     Args:
-      order: as in `Call`; None means the order of `x`.
+      order: int64 [B * T], the order in which the tokens are passed to `paged_attention`
+        (`Call.order`: real tokens first, then padding). With None they stay in the order of `x`.
       convolve: as in `NSAAttention.project`.
       at: The rows of the tokens, as arguments of `paged_attention`.
     """

@@ -55,7 +55,7 @@ def check_manager() -> None:
     """
     if not hasattr(FullAttentionCacheAllocator, "layer_type"):
         raise NotImplementedError(
-            "generate_batch on NSA runs with transformers 5.19 to 5.24, got "
+            "generate_batch of an NSA model supports transformers 5.19 to 5.24, got "
             f"{transformers.__version__}, whose manager allocates pages differently"
         )
 
@@ -109,7 +109,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             )
         if num_key_value_heads != spec.n_kv_groups:
             raise NotImplementedError(
-                "generate_batch on NSA runs on one device, which must have all "
+                "generate_batch of an NSA model runs on one device, which must have all "
                 f"{spec.n_kv_groups} key/value heads, got {num_key_value_heads}"
             )
         self.config, self.cache_dtype = config, cache_dtype

@@ -128,7 +128,8 @@ def configuration(
         raise ValueError(f"{unknown[0]} must be one of {SETTABLE}")
     if nsa.get("gate") == "softmax":
         raise ValueError(
-            "gate must not be 'softmax', whose gates cannot start as 0, 1, 0 or 1/2"
+            "gate must not be 'softmax' in a converted model; its three gates add up to 1, so "
+            "they cannot all start at 1/2, as start='values' requires"
         )
     layers, dense_layers = range(source.num_hidden_layers), {*dense_layers}
     if outside := sorted(dense_layers.difference(layers)):

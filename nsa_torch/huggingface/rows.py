@@ -123,8 +123,8 @@ def rows(
         the row is then a packed row.
       call: The keyword arguments of the call. A packed row is described by a name in `BORDERS`,
         int `[sequences + 1]`, or by `INDEX`, int `[1, T]`. With `INDEX` the host waits for a
-        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. It also
-        implies that the last sequence ends with the row.
+        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. If it is
+        given, the last sequence must end at the last column of the row.
       config: The config of the layers with NSA.
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
