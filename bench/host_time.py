@@ -214,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.launch:
         cli.refuse_beside(FLAGS["launch"], (FLAGS["implementation"], FLAGS["form"]))
     if not torch.cuda.is_available():
-        raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
+        raise NotImplementedError("a GPU is needed (for mosaic, a Hopper GPU)")
     if FLAGS.launch:
         for name, time in launches().items():
             run.variants(FLAGS, "launch", name, {"us": time})

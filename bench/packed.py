@@ -117,7 +117,7 @@ def measure(name: str) -> Iterator[Values]:
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
-        raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
+        raise NotImplementedError("a GPU is needed (for mosaic, a Hopper GPU)")
     statuses = list[str]()
     print(f"device: {torch.cuda.get_device_name()}", flush=True)
     for name in cli.chosen(FLAGS.only, SHAPES):

@@ -100,7 +100,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
     if len(found.devices) > 1:
         raise ValueError(
-            f"records of several devices; name one with --device, from {found.devices}"
+            "the records are from several devices; choose one of them with --device: "
+            f"{sorted(found.devices)}"
         )
     runtime: dict[str, policy.Length] = {}
     said: Values = {}
@@ -252,7 +253,9 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, Values]:
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
     if len(devices) > 1:
-        raise ValueError(f"records of several devices; name one with --device, from {devices}")
+        raise ValueError(
+            f"the records are from several devices; choose one of them with --device: {devices}"
+        )
     found = dense_crossover.lengths(rows)
     if not found:
         raise ValueError(

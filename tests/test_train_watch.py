@@ -175,7 +175,9 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
         run(figure, *files)
     other = tmp_path / "other.jsonl"
     log.append(other, [header(spread, lr=2.0), *rates([1.0] * 30)])
-    with pytest.raises(ValueError, match=r"other.jsonl must hold the same task as .*one.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"other.jsonl must have the same model, .* as .*one.jsonl"
+    ):
         run(figure, files[0], other)
     with pytest.raises(Exception, match="a figure and two files or more"):
         run(figure, files[0])

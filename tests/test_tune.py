@@ -362,7 +362,7 @@ def test_damaged_records_are_named(run, tmp_path, text, message):
 
 def test_records_of_another_device(run, write, tmp_path):
     path = write(all_rows() + [dataclasses.replace(r, device="Other") for r in all_rows()])
-    with pytest.raises(ValueError, match="records of several devices"):
+    with pytest.raises(ValueError, match="records are from several devices"):
         run(path)
     assert run(path, "--device", GPU) == 0
     assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]

@@ -146,8 +146,8 @@ def _one(name, text, values, command, present) -> str:
     if meaning.command and meaning.command != command:
         if meaning.required and measures:
             raise ValueError(
-                f"{name}={text} is --{' --'.join(wanted)} of bench.{meaning.command} and has no "
-                f"meaning for bench.{command}; unset {name}"
+                f"{name}={text} has no meaning for bench.{command}; only "
+                f"bench.{meaning.command} uses it, as --{' --'.join(wanted)}; unset {name}"
             )
         return f"{use} of bench.{meaning.command}; ignored here"
     lacking = [flag for flag in wanted if flag not in values]

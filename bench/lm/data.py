@@ -30,8 +30,8 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Rows of local documents. The last sixteenth of the tokens is held out, unless the
-    documents specify another part.
+    """Rows of local documents. The last sixteenth of the tokens is held out, unless
+    `documents.held_out` gives another number of tokens.
 
     A batch follows only from the seed and the step, so the step is the position in the data.
 

@@ -47,8 +47,8 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
 
     Args:
       batch: The rows.
-      order: Length of the n-gram that ends with the target. Only occurrences in the same row count,
-        and if rows are packed only those in the same document.
+      order: Length of the n-gram that ends with the target. Earlier occurrences in other rows
+        are ignored, and in packed rows also those in other documents.
       window: An occurrence is near if it is fewer tokens before the target.
     """
     tokens, segments = batch

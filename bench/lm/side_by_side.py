@@ -20,7 +20,8 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     """Write the figure to `path`. `found` has the lines of each file by name.
 
     Raises:
-      ValueError: A file has several runs or none, or the runs have different tasks.
+      ValueError: A file has several runs or none, or the runs have different values of
+        `watched.task_of`.
     """
     runs = {}
     for name, lines in found.items():
@@ -32,7 +33,10 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     first = next(header for _, header, _ in runs.values())
     for name, (_, header, _) in runs.items():
         if watched.task_of(header) != watched.task_of(first):
-            raise ValueError(f"{name} must hold the same task as {next(iter(runs))}")
+            raise ValueError(
+                f"{name} must have the same model, training settings, dtype and input_sha256 as "
+                f"{next(iter(runs))}"
+            )
     alone = {run: losses for run, header, losses in runs.values() if header.parallel is None}
     drawn = []
     for run, header, losses in runs.values():

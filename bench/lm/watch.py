@@ -55,7 +55,7 @@ class Settings:
 
 
 class Watch:
-    """Observes one run on one rank, as a context. Its files are in `folder`."""
+    """A context manager that observes one run on one rank. Its files are in `folder`."""
 
     def __init__(self, folder: Path, run: str, ranks: Ranks, settings: Settings):
         folder.mkdir(parents=True, exist_ok=True)
