@@ -300,7 +300,7 @@ REFUSED = {
     "shape": (with_weight(NORM, torch.ones(3)), f"got {NORM} of shape .3,. instead of .48,."),
     "dtype": (
         changed_weights(lambda state: state.update({UP: state[UP].to(torch.float8_e4m3fn)})),
-        "up_proj.weight must be in bf16, .* got torch.float8_e4m3fn",
+        "up_proj.weight must be in bf16 or .* got torch.float8_e4m3fn",
     ),
     "tokenizer": (
         with_file("tokenizer.json", tokenizer(97)),
@@ -385,7 +385,7 @@ def test_the_command(source, folders, tmp_path, capsys):
     said = capsys.readouterr().out
     assert (
         "logits of 64 tokens differ by" in said
-        and "up to 64 tokens it equals the dense model" in said
+        and "up to 64 tokens the model equals the dense model" in said
     )
     for name in copied:
         assert (target / name).read_text() == (source / name).read_text()
@@ -398,7 +398,7 @@ def test_the_command(source, folders, tmp_path, capsys):
     assert main([str(source), other]) == 2
     assert "'hidden_size' expected int" in capsys.readouterr().err
     assert main([str(folders("qwen2")[0]), other, "--set", "hidden_size=4"]) == 2
-    assert "hidden_size must be one of" in capsys.readouterr().err
+    assert "got 'hidden_size'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["none", "./none", "../no/folder", None])

@@ -379,14 +379,14 @@ def test_a_prompt_that_its_cache_has_seen(cache):
     for prompt, message in (
         (ids, r"the 41 tokens in cache and at least one more, got 41"),
         (ids[:, -1:], "the 41 tokens in cache"),
-        (more[:1], r"cache must have batch_size=1, .*, got 2"),
+        (more[:1], r"cache must have batch_size=1 \(one row per sequence\), got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             made.generate(prompt, cache=kept, **count)
     assert torch.equal(made.generate(more, cache=kept, **count), made.generate(more, **count))
     # As long as its cache's room: one token comes of it, and more are refused at once.
     kept = NSAModelCache(made.config, WIDTH)
-    with pytest.raises(ValueError, match="for 42 tokens, one less than max_length"):
+    with pytest.raises(ValueError, match=r"for 42 tokens \(max_length - 1\)"):
         made.generate(ids, cache=kept, max_new_tokens=2)
     assert kept.lengths is None
     assert made.generate(ids, cache=kept, max_new_tokens=1).shape == (2, WIDTH + 1)
@@ -706,7 +706,7 @@ def test_caches_that_are_refused():
         NSAModelCache(made.config, 0)
     for message, call in (
         (
-            "one 1 for each token of the row in the cache",
+            "one 1 for each token that the cache has of the row",
             lambda: made(ids[:, :1], longer, cache=cache),
         ),
         (r"tokens_to_remove must be in -6\.\.0", lambda: cache.crop(-7)),

@@ -314,7 +314,7 @@ def test_forward_hooks_are_called_at_each_step(device, captured):
             assert expected >= 6 and torch.equal(want, plain) == (hook is not doubled)
             assert torch.equal(logits_of(made, cache, ids), want)
             assert len(calls) == 2 * expected and not captured
-            with pytest.raises(ValueError, match="have no forward hooks, which a CUDA"):
+            with pytest.raises(ValueError, match="have no forward hooks, since a CUDA"):
                 StepGraph(made, cache)
         finally:
             handle.remove()

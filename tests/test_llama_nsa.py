@@ -186,7 +186,7 @@ def test_what_would_attend_to_other_tokens_is_refused():
     """A cache with room behind the tokens."""
     made, ids = model("exact"), torch.arange(12)[None]
     cache = transformers.StaticCache(config=made.config, max_cache_len=32)
-    with pytest.raises(NotImplementedError, match="got StaticCache with 32 keys"):
+    with pytest.raises(NotImplementedError, match="got StaticCache, which returned 32 keys"):
         made(ids, **{CACHE: cache})
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     with pytest.raises(ValueError, match=r"position_ids must be consecutive if \w+ is given"):

@@ -137,15 +137,15 @@ def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     padded, most_starts, most_left = facts.tolist()
     if most_starts > 1:
         raise NotImplementedError(
-            "attention_mask must have no padding between the tokens of a row with "
-            f"attn_implementation={NAME!r}, got {most_starts} runs"
+            f"attn_implementation={NAME!r} supports no padding between the tokens of a row, got "
+            f"an attention_mask with {most_starts} separate runs of tokens in one row"
         )
     block = getattr(config, "index_block_size", None)
     if block is not None and most_left >= block:
         raise NotImplementedError(
-            f"attention_mask must have fewer than index_block_size={block} columns of padding on "
-            f"the left with attn_implementation={NAME!r}, got {most_left}; pad on the right, or "
-            "the row's first token has no key"
+            f"attn_implementation={NAME!r} supports fewer than index_block_size={block} columns "
+            "of padding on the left, since with more the first token of a row has no key, got "
+            f"{most_left}; pad on the right"
         )
     return bool(padded)
 

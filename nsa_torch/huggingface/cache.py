@@ -304,7 +304,8 @@ class NSAModelCache(Cache):
         if {*seen} - {self.columns}:
             raise ValueError(
                 f"cache must have the same tokens in all layers, got {seen} columns instead of "
-                f"{self.columns}, because a call ended with an error; call reset() and start again"
+                f"{self.columns}; an earlier call ended with an error, so call reset() and start "
+                "again"
             )
         if needed > self.room:  # the next multiple of ROOM, at least twice the present capacity
             self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM
@@ -334,8 +335,8 @@ class NSAModelCache(Cache):
         count = -int(tokens_to_remove)  # transformers may pass a tensor
         if not 0 <= count <= self.columns:
             raise ValueError(
-                f"tokens_to_remove must be in {-self.columns}..0, the negative number of columns "
-                f"to remove, got {-count}"
+                f"tokens_to_remove must be in {-self.columns}..0 (minus the number of columns to "
+                f"remove), got {-count}"
             )
         if count and not self.is_croppable:
             raise ValueError(nsa_cache.CONVOLVED)

@@ -216,9 +216,9 @@ class NSAModelConfig(SavedConfig):
         for name, fixed in FIXED.items():
             for found in (getattr(self, name, None), rope.get(name)):
                 if found is not None and found != fixed:
-                    has = f", which has {INSTEAD[name]!r} instead" if name in INSTEAD else ""
+                    instead = f"; set {INSTEAD[name]!r} instead" if name in INSTEAD else ""
                     raise ValueError(
-                        f"{name} must be {fixed!r} in an nsa model{has}, got {found!r}"
+                        f"{name} must be {fixed!r} in an nsa model, got {found!r}{instead}"
                     )
         validate.one_of("rope_parameters['rope_type']", rope["rope_type"], ROPE_TYPES)
 

@@ -246,8 +246,8 @@ def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
     for token in prompt:
         if not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocab_size:
             raise ValueError(
-                f"{name} must have tokens below vocab_size={vocab_size}, and not negative, got "
-                f"{token!r}"
+                f"{name} must contain integers in 0..{vocab_size - 1} (vocab_size={vocab_size}), "
+                f"got {token!r}"
             )
 
 
@@ -278,7 +278,7 @@ def manager_of(
     _check(given, config)
     if (getattr(generation_config or model.generation_config, "num_beams", None) or 1) != 1:
         raise ValueError(
-            "num_beams must be 1 in generate_batch, which has no beam search; use generate"
+            "num_beams must be 1, since generate_batch has no beam search; use generate"
         )
     asked = copy.copy(given)
     # transformers makes block tables only for FlashAttention, so the choice is made below

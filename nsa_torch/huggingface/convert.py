@@ -125,7 +125,9 @@ def configuration(
             f"layer_types {sorted(kinds)} and sliding_window={window}"
         )
     if unknown := sorted(nsa.keys() - {*SETTABLE}):
-        raise ValueError(f"{unknown[0]} must be one of {SETTABLE}")
+        raise ValueError(
+            f"options of a conversion must be among {SETTABLE}, got {unknown[0]!r}"
+        )
     if nsa.get("gate") == "softmax":
         raise ValueError(
             "gate must not be 'softmax' in a converted model; its three gates add up to 1, so "
@@ -237,7 +239,8 @@ def convert(
     validate.one_of("dtype", dtype, (None, *WORDS.values()))
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
-            "gate must not be 'selected' if start='values', which sets the gates to 1/2"
+            "gate must not be 'selected' if start='values', since this start sets the gates to "
+            "1/2 and 'selected' has the constant gates 0, 1, 0"
         )
     kv = "shared" if start == "shared" else "separate"
     if nsa.setdefault("kv", kv) != kv:
@@ -253,8 +256,8 @@ def convert(
         validate.sizes(check=check)
         if check > reach:
             raise ValueError(
-                f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA "
-                f"equals dense attention, got {check}"
+                f"check must be in 1..{reach} tokens (num_selected * select_block), since NSA "
+                f"equals dense attention only up to this length, got {check}"
             )
     folder = Path(source)
     if not folder.is_dir():
@@ -297,8 +300,8 @@ def _files(folder: Path) -> dict[str, Any]:
     if not (folder / SINGLE).is_file():
         if not index.exists():
             raise FileNotFoundError(
-                f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, which "
-                "save_pretrained of transformers writes"
+                f"{folder} must have its weights in {SINGLE} or in the files that {INDEX} lists, "
+                "got neither; save_pretrained of transformers writes them"
             )
         names = sorted({*json.loads(index.read_text())["weight_map"].values()})
     files = {}
@@ -345,7 +348,7 @@ def _write(
         for name in weights.keys():
             x = weights.get_tensor(name)
             if x.dtype not in WORDS.values():
-                raise ValueError(f"{name} must be in {', '.join(WORDS)}, got {x.dtype}")
+                raise ValueError(f"{name} must be in {' or '.join(WORDS)}, got {x.dtype}")
             if name == EMBEDDING:
                 config.dtype = dtype or x.dtype
             if name == HEAD and config.tie_word_embeddings:
@@ -363,7 +366,10 @@ def _write(
             made |= {name: x.to(config.dtype) for name, x in extra.items()}
         for name, x in made.items():
             if not x.isfinite().all():
-                raise ValueError(f"{name} must be finite in {x.dtype} with start={start!r}")
+                raise ValueError(
+                    f"{name} must be finite in {x.dtype} after the conversion with "
+                    f"start={start!r}, got NaN or infinity"
+                )
         safetensors.torch.save_file(made, target / file, {"format": "pt"})
         places |= dict.fromkeys(made, file)
         size += sum(x.nbytes for x in made.values())
@@ -388,7 +394,7 @@ def _compare(folder: Path, made: Path, count: int, config: NSAModelConfig) -> No
     found = float((ours(tokens, use_cache=False).logits - ways[1]).abs().max())
     rounding = torch.finfo(torch.float32).eps * float(ways[1].abs().max())
     limit = TIMES_YARDSTICK * (float((ways[0] - ways[1]).abs().max()) + rounding)
-    line = f"logits of {count} tokens differ by {found:.1e}, at most {limit:.1e} is allowed"
+    line = f"logits of {count} tokens differ by {found:.1e}; the limit is {limit:.1e}"
     if not found <= limit:
         raise DifferentError(line)
     print(line)
@@ -427,8 +433,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--check", type=int, metavar="TOKENS",
         help=
-            "number of tokens for which the logits are compared with the dense model's, in float32 "
-            "on the CPU"
+            "number of tokens for which the logits of both models are compared, in float32 on the "
+            "CPU; default: no comparison"
         ,
     )  # fmt: skip
     given = vars(parser.parse_args(arguments))
@@ -442,7 +448,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
     reach = config.num_selected * config.select_block
-    print(f"{given['target']} is written; up to {reach} tokens it equals the dense model")
+    print(
+        f"{given['target']} is written; up to {reach} tokens the model equals the dense model"
+    )
     return 0
 
 

@@ -228,18 +228,16 @@ def _check_cache(
     """Raise ValueError if the caller's cache does not fit the call of `generate`."""
     if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
-            "compile_config must be None if cache is an NSAPagedModelCache, whose steps are CUDA "
-            "graphs and are not compiled"
+            "compile_config must be None if cache is an NSAPagedModelCache, since its steps are "
+            "CUDA graphs and are not compiled"
         )
     if cache.batch_size not in (-1, rows):
         raise ValueError(
-            f"cache must have batch_size={rows}, a row for each sequence, "
-            f"got {cache.batch_size}"
+            f"cache must have batch_size={rows} (one row per sequence), got {cache.batch_size}"
         )
     if 0 <= (limit := cache.get_max_length()) < columns:
         raise ValueError(
-            f"cache must have capacity for {columns} tokens, one less than max_length, "
-            f"got {limit}"
+            f"cache must have capacity for {columns} tokens (max_length - 1), got {limit}"
         )
     if 0 < prompt <= (seen := cache.get_seq_length()):
         raise ValueError(

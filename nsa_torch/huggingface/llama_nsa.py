@@ -112,8 +112,9 @@ class LlamaNSAAttention(LlamaAttention):
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
             if cache.get_seq_length(self.layer_idx) != key.shape[1]:
                 raise NotImplementedError(
-                    f"{CACHE} must return one key per token, as a dynamic cache does, got "
-                    f"{type(cache).__name__} with {key.shape[1]} keys"
+                    f"{CACHE} must return exactly one key per token (a dynamic cache does this), "
+                    f"got {type(cache).__name__}, which returned {key.shape[1]} keys for "
+                    f"{cache.get_seq_length(self.layer_idx)} tokens"
                 )
         config, chosen = self.config.sizes, None
         if self.config.selection == "trained":

@@ -322,7 +322,7 @@ class NSAModel(NSAPreTrainedModel):
             if cache is not None:
                 raise ValueError(
                     "cache must be None during training with gradient checkpointing, got a cache; "
-                    "call eval()"
+                    "call model.eval() to use the cache"
                 )
             use_cache = False
         given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache
@@ -446,7 +446,7 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         if labels is not None:
             if labels.shape[:2] != logits.shape[:2]:
                 raise ValueError(
-                    f"labels must have the shape of the logits, {tuple(logits.shape[:2])} for "
+                    f"labels must have shape {tuple(logits.shape[:2])}, as the logits with "
                     f"{logits_to_keep=}, got {tuple(labels.shape)}"
                 )
             size = self.config.vocab_size

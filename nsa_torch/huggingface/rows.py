@@ -170,8 +170,8 @@ def rows(
     found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if found != whole and not (step and found == (batch, 1)):
         raise ValueError(
-            f"attention_mask must have shape {whole}, with a column for each one of the cache and "
-            f"of the input, got {found}"
+            f"attention_mask must have shape {whole} (one column for each column of the cache and "
+            f"of the input), got {found}"
         )
     if step and (found != whole or not free_to_read(mask)):
         return Rows(count=(mask[:, -1] != 0).long())
@@ -187,13 +187,16 @@ def rows(
     if cache is not None and cache.lengths is not None:
         own, known = known, cache.lengths.to(mask.device, torch.int64)
         if attention_mask is not None:
-            rule = f"{MASK} have one 1 for each token of the row in the cache"
+            rule = f"{MASK} have one 1 for each token that the cache has of the row"
             wrong.append((own != known, rule))
     new = mask[:, past:]
     count, first = new.sum(dim=1), new.int().argmax(dim=1)
     if position_ids is not None:
         expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
-        rule = "position_ids must count the tokens of each row from 0, after those in the cache"
+        rule = (
+            "position_ids must count the tokens of each row from 0, including the tokens in the "
+            "cache"
+        )
         wrong.append((((position_ids != expected) & new).any(dim=1), rule))
     empty = known + count == 0
     if is_capturing(mask.device) or torch.compiler.is_compiling():

@@ -100,11 +100,11 @@ def why_not(model: Any) -> str | None:
     unless hidden states are requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
-        return "must hold whole weights, got DTensors"
+        return "must have parameters that are whole tensors, got DTensors"
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
-    rule = "must have no forward hooks, which a CUDA graph does not call, got a hook"
+    rule = "must have no forward hooks, since a CUDA graph does not call them, got a hook"
     if nn.modules.module._has_any_global_hook():
         return f"{rule} for all modules"
     for name, module in model.named_modules():

@@ -61,7 +61,8 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
         raise ValueError(
-            f"{path} must record all hyper_parameters if no model is given, got no {missing[0]}"
+            f"{path} must record all hyper-parameters if no model is given, but {missing[0]} is "
+            "missing"
         )
     spec = LayerSpec(**{name: x for name, x in found.items() if name in FIELDS})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}

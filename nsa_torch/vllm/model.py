@@ -151,7 +151,11 @@ class NSAForCausalLM(nn.Module):
                 head = weight
                 continue
             if name not in own or own[name].shape != weight.shape:
-                wanted = tuple(own[name].shape) if name in own else "no weight of that name"
+                if name not in own:
+                    raise ValueError(
+                        f"weight {name} must belong to the model, got an unknown name"
+                    )
+                wanted = tuple(own[name].shape)
                 raise ValueError(
                     f"weight {name} must have shape {wanted}, got {tuple(weight.shape)}"
                 )
@@ -184,13 +188,13 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             "kv_transfer_config and kv_offloading_size",
             vllm_config.kv_transfer_config,
             (None,),
-            "the bytes of a block, which would be moved, are not contiguous",
+            "vLLM would move the bytes of a block, and these bytes are not contiguous",
         ),
         (
             "quantization",
             vllm_config.quant_config,
             (None,),
-            "the layers are modules of the library, which vLLM cannot quantize",
+            "vLLM cannot quantize the layers, since they are modules of nsa_torch",
         ),
         (
             "speculative_config",
