@@ -52,21 +52,22 @@ def estimate(task: dict) -> str:
     """Return the line that is printed before a run."""
     hourly = hourly_limit(task)
     if hourly is None:
-        return "no price: the cluster is yours"
+        return "no maximum cost is known, since the task runs on your cluster"
     minutes = task_minutes(task)
     cost = f"${dollars(hourly, minutes):.2f}"
     if "autostop" in task["resources"]:
-        return f"at most {cost}: {minutes:.0f} minutes of at most ${hourly:.2f} an hour"
+        return f"the run costs at most {cost}: {minutes:.0f} minutes at ${hourly:.2f} per hour"
     return (
-        f"{cost} for the {minutes:.0f} minutes of a run; nothing ends the machine there by itself: "
-        f"at most ${hourly:.2f} an hour until `sky down`"
+        f"a run of {minutes:.0f} minutes costs at most {cost}; the cloud never ends the machine "
+        f"automatically, and the machine costs up to ${hourly:.2f} per hour until `sky down`"
     )
 
 
 def used(hourly: float, seconds: float) -> str:
     """Return the line that is printed after a run."""
     return (
-        f"the run took {seconds:.0f} s: ${dollars(hourly, seconds / 60):.2f} of ${hourly:.2f}/h"
+        f"the run took {seconds:.0f} s and costs at most ${dollars(hourly, seconds / 60):.2f} at "
+        f"${hourly:.2f} per hour"
     )
 
 
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
     if len(argv) == 3:
         summary = json.loads((Path(argv[2]) / "summary.json").read_text())
         hourly = hourly_limit(task) or 0.0
-        print(f"{used(hourly, summary['seconds'])}; the bill: sky cost-report")
+        print(f"{used(hourly, summary['seconds'])}; `sky cost-report` shows the charged cost")
     return 0
 
 

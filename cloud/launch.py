@@ -62,18 +62,24 @@ def ended(down: list[str]) -> bool:
 def main(argv: list[str]) -> int:
     stamp = datetime.datetime.now(datetime.UTC).strftime("%m%d-%H%M%S")
     parser = argparse.ArgumentParser("launch.py", description=__doc__.splitlines()[0])
-    parser.add_argument("task", help="a file of cloud/sky/")
+    parser.add_argument("task", help="path of a task file in cloud/sky/")
     parser.add_argument(
-        "--name", default=f"nsa-{stamp}", help="of a machine that is not there yet"
+        "--name", default=f"nsa-{stamp}", help="name of the machine; no machine may have it yet"
     )
-    parser.add_argument("--infra", help="a cloud, where the task names none")
-    parser.add_argument("--yes", action="store_true", help="SkyPilot does not ask")
-    parser.add_argument("--dry_run", action="store_true", help="only print the commands")
+    parser.add_argument("--infra", help="cloud for a task whose file names none")
+    parser.add_argument(
+        "--yes", action="store_true", help="start the machine without SkyPilot's question"
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the cost and the commands, and run nothing",
+    )
     given = parser.parse_args(argv[1:])
     task = yaml.safe_load(Path(given.task).read_text())
     print(cost.estimate(task), flush=True)
     hourly = cost.hourly_limit(task)
-    price = "on your cluster" if hourly is None else f"at most ${hourly:.2f} an hour"
+    price = "on your cluster" if hourly is None else f"at most ${hourly:.2f} per hour"
     where = ["--infra", given.infra] if given.infra else []
     where += ["--yes"] if given.yes else []
     path, folder = str(Path(given.task).resolve()), f"{given.name}:sky_workdir/artifacts/"
@@ -86,7 +92,7 @@ def main(argv: list[str]) -> int:
         print("\n".join(map(shlex.join, steps)))
         return 0
     if lacking := [name for name in ("sky", "rsync") if shutil.which(name) is None]:
-        print(f"error: no {' and no '.join(lacking)} on PATH", file=sys.stderr)
+        print(f"error: {' and '.join(lacking)} must be on PATH", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run(*steps, price)

@@ -55,9 +55,10 @@ def oneshot(arguments: list[str]) -> tuple[int, bytes]:
 @app.local_entrypoint()
 def main(quick: bool = False, minutes: float = 10.0):
     """Run `oneshot` on Modal, unpack its results here, and exit with its status."""
-    print(f"{NAME}: at most ${cost.dollars(HOURLY, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
+    limit = cost.dollars(HOURLY, TIMEOUT_S / 60)
+    print(f"the run on {NAME} costs at most ${limit:.2f} and takes at most {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
-        raise SystemExit("the working tree has changes without a commit: commit first")
+        raise SystemExit("the working tree has uncommitted changes; commit them first")
     arguments = [f"--minutes={minutes}", f"--commit={_git('rev-parse', 'HEAD')}"]
     start = time.monotonic()
     status, packed = oneshot.remote([*arguments, *(["--quick"] if quick else [])])

@@ -25,7 +25,10 @@ def body(artifacts: Path, thresholds: str, run: str) -> str:
         parts.append(text)
         size += len(text)
     if left_out:
-        parts.append(f"Too long for this place, among the artifacts: {', '.join(left_out)}")
+        parts.append(
+            "These tables are too long for this text, but are among the artifacts: "
+            f"{', '.join(left_out)}"
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -222,7 +222,7 @@ def test_the_cost_is_said_before_and_after(tmp_path):
     (tmp_path / "summary.json").write_text('{"seconds": 600}')
     printed, status = cost(path, tmp_path)
     assert f"at most ${limit * 50 / 60:.2f}: 50 minutes" in printed and status == 0
-    assert f"the run took 600 s: ${limit / 6:.2f} of" in printed
+    assert f"the run took 600 s and costs at most ${limit / 6:.2f} at" in printed
     two = tmp_path / "two.yaml"
     two.write_text(yaml.safe_dump(SKY[path] | {"num_nodes": 2}))
     assert f"at most ${2 * limit * 50 / 60:.2f}: 50 minutes" in cost(two)[0]
@@ -238,7 +238,7 @@ def test_what_starts_a_machine_ends_it(path):
     texts = [path.read_text(), README, doc_tables.TABLES["seed_names"]()]
     assert f"python cloud/launch.py {name} " in texts[0]
     assert not any(re.search(rf"sky launch .*{name}", text) for text in texts)
-    said = f"nothing ends the machine there by itself: at most ${hourly or 0:.2f} an hour"
+    said = f"automatically, and the machine costs up to ${hourly or 0:.2f} per hour"
     endless = path.stem.startswith("primeintellect")
     assert (said in cost(path)[0]) == endless
     assert not endless or f"${hourly:.2f}" in README
@@ -291,9 +291,9 @@ FETCH = "rsync --archive x:sky_workdir/artifacts/ artifacts/"
 def test_a_machine_is_ended_however_its_run_ends(launch, bad, slow, status, expected):
     done, calls = launch("--yes", bad=bad, slow=slow)
     assert done.returncode == status and calls == expected, done.stderr
-    assert "nothing ends the machine there by itself: at most $1.50 an hour" in done.stdout
+    assert "automatically, and the machine costs up to $1.50 per hour" in done.stdout
     lost = (
-        "error: sky down failed, so the machine may still be running (at most $1.50 an hour); "
+        "error: sky down failed, so the machine may still be running (at most $1.50 per hour); "
         "end it with: sky down --yes x"
     )
     assert (lost in done.stderr) == (bad == "sky*down")
