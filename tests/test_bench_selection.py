@@ -71,7 +71,10 @@ def test_the_command(framework, tmp_path, capsys):
             assert row["speedup"] == "", "no speed-up of a path over itself"
             assert 0 < float(row["mae"]) < float(row["error_bound"])
         else:
-            assert "8 runs need 8 blocks of 8, L=16 has 2" in row["reason"] or row["L"] == "16"
+            assert (
+                "8 runs need 8 blocks of 8 tokens, but L=16 has only 2" in row["reason"]
+                or row["L"] == "16"
+            )
             assert row["tri_ms"] == row["speedup"] == row["mae"] == ""
     assert len(found) == 12 and {(r.T, r.bench) for r in found} == {(6, "selection")}
     line = r"varlen,N=6,H=2,D=8,Dv=8,L=64,nspans=8,streams=1 tri_ms=\d+\.\d{3}, "
@@ -197,7 +200,9 @@ def test_a_matrix_without_a_gpu_times_sdpa_alone(tmp_path, capsys):
         assert reasons[0] in row["reason"] and reasons[1] in row["fa2_reason"]
     kinds = [(r.implementation, r.status) for r in found[:3]]
     assert kinds == [("triton", "unsupported"), ("sdpa", "ok"), ("fa2", "unsupported")]
-    said = "not measured: 6 of 6 rows: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
+    said = (
+        "6 of 6 rows were not measured: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
+    )
     assert re.search(said, capsys.readouterr().err)
     for kind, count in (("dense", 2), ("varlen", 4)):
         some = rows(tmp_path / f"sel_{kind}.csv")

@@ -65,7 +65,7 @@ def test_no_row_is_seen_twice():
 @pytest.mark.parametrize(
     "words, error, sentence",
     [
-        (["--steps=1000000"], ValueError, r"corpus in .* has .* bytes, expected"),
+        (["--steps=1000000"], ValueError, r"corpus in .* must have at least .* bytes, got"),
         (
             ["--runs=shared:lora"],
             ValueError,

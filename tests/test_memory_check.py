@@ -228,7 +228,9 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
         check(tmp_path, "--kernels=gathered", "--tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)
-    with pytest.raises(ValueError, match="the beginning of a row's name, known: G=6, D=64"):
+    with pytest.raises(
+        ValueError, match="the beginning of a row's name, got H; the names are G=6, D=64"
+    ):
         commands.called(memory_check, "--only=H")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NotImplementedError, match="compute-sanitizer of the CUDA toolkit must"):
@@ -278,7 +280,12 @@ JUDGED = {
         "no tile was gathered, although the layer must run gathered_merge",
     ),
     "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "the results must be finite"),
-    "other bits": (["gathered_merge"], 3, [ONES, ONES, TWOS], "2 results in 3 calls"),
+    "other bits": (
+        ["gathered_merge"],
+        3,
+        [ONES, ONES, TWOS],
+        "the calls must give one result, got 2 results in 3 calls",
+    ),
 }
 
 

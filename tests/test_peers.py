@@ -41,7 +41,7 @@ def test_refusals_say_why(installed):
     for changes, reason in (
         ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
         ({"Hkv": 8}, "at least 16 heads per group, got 8"),
-        ({"H": 96}, "power of two of at least 16 heads per group, got 24"),
+        ({"H": 96}, "a power of two and at least 16, got 24"),
         ({"D": 320}, "needs D <= 256, got 320"),
     ):
         assert reason in peers.why_not(asked(**changes), "selected")

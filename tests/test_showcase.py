@@ -81,7 +81,7 @@ def test_the_report(command, rows):
     status, printed, out = command("--lengths=512,2048")
     text = (out / "showcase.md").read_text()
     assert status == exit_status.NOT_MEASURED and text in printed.out
-    assert "not measured: 2 of 8 rows" in printed.err
+    assert "2 of 8 rows were not measured" in printed.err
     assert (
         "### Selection by ranges (Device: some GPU, torch 2.15, cuda 13.0, driver 580)" in text
     )
@@ -103,7 +103,7 @@ def test_the_report(command, rows):
 def test_the_exit_status(command, rows, tmp_path):
     rows[512, "v2"] = (3, "FA-2 needs CUDA tensors, got cpu")
     status, printed, _ = command("--lengths=512", "--modes=v2")
-    assert status == exit_status.NOT_MEASURED and "not measured: 1 of 1 rows" in printed.err
+    assert status == exit_status.NOT_MEASURED and "1 of 1 rows were not measured" in printed.err
     assert "- S=512: nothing was measured" in printed.out and "Device: not known" in printed.out
     with pytest.raises(ValueError, match="has files; --out must name a new folder"):
         command("--lengths=512", "--modes=v2")

@@ -49,7 +49,8 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
     last = torch.arange(length - queries, length, device=key.device)
     if length % PAGE or not (full == (last // PAGE + 1).clamp(max=indices.shape[-1])).all():
         raise ValueError(
-            f"vllm supports blocks of {PAGE} tokens, with min(n, visible blocks) per query"
+            f"vllm supports only lengths that are a multiple of {PAGE} tokens, and only queries "
+            f"that select min(n, visible blocks) blocks of {PAGE} tokens"
         )
     both = torch.cat([key, value], -1).detach().unflatten(2, (-1, PAGE)).transpose(1, 2)
     numbers = lambda x: torch.full((batch,), x, dtype=torch.int32, device=key.device)

@@ -63,7 +63,7 @@ TOOLS = tuple(FAULTS)
 FLAGS = cli.define(
     planted=(
         str,
-        "Run a kernel with the fault that this tool detects, instead of a layer.",
+        "Instead of a layer, run a kernel with the fault that this tool detects.",
         TOOLS,
     ),
     name=("planted", "Name of the kernel with the fault."),
@@ -146,7 +146,7 @@ def check(layer: Layer) -> Values:
     elif not all(x.isfinite().all() for x in found[0]):
         fault = "the results must be finite"
     elif len(digests) > 1:
-        fault = f"{len(digests)} results in {CALLS} calls"
+        fault = f"the calls must give one result, got {len(digests)} results in {CALLS} calls"
     ran = {"kernels": dict(watch.launches), "gathered_tiles": watch.gathered_tiles}
     return ran | {"digest": min(digests), "fault": fault}
 

@@ -28,8 +28,8 @@ from . import exit_status, heartbeat, launchers, process, records, seed_env
 LOG = flags.DEFINE_list(
     "log",
     [],
-    f"Events to print on stderr, out of {', '.join(debug.EVENTS)}. timing and compare wait for the "
-    "device after every step, so that the times of the command itself are not valid.",
+    f"Events to print on stderr: any of {', '.join(debug.EVENTS)}. The events timing and compare "
+    "wait for the device after every step, so times that the command measures are not valid.",
 )
 LIMIT = flags.DEFINE_integer(
     "log_limit", 100, "Maximum number of lines per event of --log.", lower_bound=1
@@ -37,7 +37,7 @@ LIMIT = flags.DEFINE_integer(
 flags.register_validator(
     LOG,
     lambda events: set(events) <= set(debug.EVENTS),
-    f"must be names out of {','.join(debug.EVENTS)}",
+    f"must contain only names in {','.join(debug.EVENTS)}",
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,10 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
     if own is None:
         own = flags.FlagValues()
         # What `records.environment` reads.
-        known["commit"] = str, "Commit of which this tree is a copy; default: that of git."
+        known["commit"] = (
+            str,
+            "Commit of this source tree; default: the commit that git reports.",
+        )
     define_as: dict[type, Any] = {
         bool: flags.DEFINE_bool,
         list: flags.DEFINE_list,
@@ -110,7 +113,10 @@ def _takes_lines(path: str | None) -> bool:
     return True
 
 
-ONLY = (), "Rows with names that begin so (repeatable)."  # a flag, as `define` takes it
+ONLY = (
+    (),
+    "Run only rows whose names begin with this text (repeatable).",
+)  # a flag, as `define` takes it
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -122,7 +128,10 @@ def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
     names = list(names)
     if found := [name for name in names if name.startswith(tuple(only) or "")]:
         return found
-    raise ValueError(f"--only must be the beginning of a row's name, known: {'; '.join(names)}")
+    raise ValueError(
+        f"--only must be the beginning of a row's name, got {', '.join(only)}; the names are "
+        f"{'; '.join(names)}"
+    )
 
 
 def refuse_beside(
@@ -246,8 +255,8 @@ def _log_events() -> None:
     if perturbing:
         if "save_records" in flags.FLAGS and flags.FLAGS["save_records"].value:
             raise ValueError(
-                f"--log={perturbing} must not be combined with --save_records, since it changes "
-                "times"
+                f"--log={perturbing} must not be combined with --save_records, since these events "
+                "change times"
             )
         print(
             f"warning: with --log={perturbing} the times are not valid measurements",

@@ -57,20 +57,20 @@ def flag_values(
         "out": (str, "New folder for the results; default: bench/results/<time>."),
         "save_records": (
             False,
-            "Append the records to bench/records/<device>/<bench>.jsonl too.",
+            "Also append the records to bench/records/<device>/<bench>.jsonl.",
         ),
-        "device": ("auto", "Where it runs.", ("auto", "cpu", "cuda")),
+        "device": ("auto", "Device on which the calls run.", ("auto", "cpu", "cuda")),
         "seed": (0, "Seed of the random arrays.", 0),
         "iters": (int, "Number of samples per row; default: 100, or 0.2 s without a GPU."),
         "warmup": (int, "Number of calls before the first sample."),
         "dtype": (str, "Precision; default: bf16, or f32 without a GPU.", problems.PRECISIONS),
-        "csv": (str, "Path of the table; default: in --out."),
+        "csv": (str, "Path of the CSV table; default: <bench>.csv in --out."),
     }
     if text:
         common["input"] = "text", "Kind of input arrays.", problems.KINDS
         common["dim"] = 256, "Width of the model that projects the text."
     if frameworks:
-        common["framework"] = "torch", "What runs it.", ("torch", "jax")
+        common["framework"] = "torch", "Framework that runs the calls.", ("torch", "jax")
     sizes = {
         name: (known.pop(name), what, int(name != "w"))
         for name, what in SEED_FLAGS.items()
@@ -273,7 +273,7 @@ class Results:
             lost = [record for record in asked_for if record.status != "ok"]
             reasons = "; ".join(dict.fromkeys(record.reason for record in lost))
             print(
-                f"not measured: {len(lost)} of {len(asked_for)} rows: {reasons}",
+                f"{len(lost)} of {len(asked_for)} rows were not measured: {reasons}",
                 file=sys.stderr,
             )
         return status

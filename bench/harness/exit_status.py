@@ -8,11 +8,11 @@ OK, WRONG, USAGE, NOT_MEASURED = range(4)
 INTERRUPTED = 130  # the status that a shell reports after Ctrl-C
 TABLE = """
 Exit status:
-  0  all that was asked for was measured, and is right
-  1  a result is wrong, or code broke
-  2  the command line is wrong, or a file that it names
-  3  some or all of what was asked for could not be measured here
-  130  it was interrupted
+  0  every requested result was measured and is correct
+  1  a result is wrong, or the code failed
+  2  the command line is invalid, or it names an invalid file
+  3  some or all requested results could not be measured on this machine
+  130  the command was interrupted
 """
 
 

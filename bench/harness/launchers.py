@@ -27,11 +27,11 @@ def check_one(together: str = "") -> None:
     for launcher, (size, rank) in LAUNCHERS.items():
         count = os.environ.get(size, "")
         if rank in os.environ and count.isdigit() and int(count) > 1:
-            use = f"give {together}, " if together else ""
+            use = f"pass {together}, or " if together else ""
             raise ValueError(
-                f"{launcher} started {count} processes ({size}={count}), each of which would do "
-                f"all of the work and write the same files; {use}start one, or unset {size} if "
-                "each is a separate run"
+                f"{launcher} started {count} processes ({size}={count}), but each process would do "
+                f"all of the work and write the same files; {use}start only one process; if each "
+                f"process is a separate run, unset {size}"
             )
 
 

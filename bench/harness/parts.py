@@ -94,11 +94,14 @@ class Problem:
 FLAGS = {
     "processes": (
         1,
-        "Number of processes that prepare in parallel, each with some of the rows; 1: only this "
-        "process.",
+        "Number of processes that prepare in parallel. Each process measures some of the rows. "
+        "With 1, only this process measures.",
     ),
-    "rows": (list, "Only these rows, by index from 0."),
-    "turn": (str, "Internal: folder of the rows, for processes that another one starts."),
+    "rows": (list, "Measure only the rows with these indices, which count from 0."),
+    "turn": (
+        str,
+        "Internal: folder of the rows. A process passes it to the processes that it starts.",
+    ),
 }  # as `cli.define` takes them
 
 

@@ -82,7 +82,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
             f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
         )
     if branch == "all" and importlib.util.find_spec("flash_attn") is None:
-        return f"{PACKAGE} needs flash_attn for the sliding window, which is not installed"
+        return f"{PACKAGE} needs flash_attn for the sliding window; flash_attn is not installed"
     return None
 
 

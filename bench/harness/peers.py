@@ -52,13 +52,15 @@ def why_not(problem: Problem, branch: str) -> str | None:
         return f"fla.ops.nsa needs CUDA tensors, got {problem.platform}"
     if group < LEAST_GROUP or group & (group - 1):
         return (
-            f"fla.ops.nsa needs a power of two of at least {LEAST_GROUP} heads per group, "
-            f"got {group}"
+            "fla.ops.nsa needs groups whose number of heads is a power of two and at least "
+            f"{LEAST_GROUP}, got {group}"
         )
     if problem.D > WIDEST:
         return f"fla.ops.nsa needs D <= {WIDEST}, got {problem.D}"
     if branch != "selected" and importlib.util.find_spec("flash_attn") is None:
-        return "fla.ops.nsa needs flash_attn for its sliding window, which is not installed"
+        return (
+            "fla.ops.nsa needs flash_attn for its sliding window; flash_attn is not installed"
+        )
     return None
 
 

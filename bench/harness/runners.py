@@ -85,7 +85,7 @@ class JaxRunner:
         _choose(device)
         self.platform, self.capability = jax.default_backend(), capability()
         if device == "cuda" and self.platform == "cpu":
-            raise ValueError("device must be auto or cpu, got cuda: JAX finds no GPU")
+            raise ValueError("device must be auto or cpu, got cuda; JAX finds no GPU")
         self.device = "cpu" if self.platform == "cpu" else jax.devices()[0].device_kind
         self.dense_names = ("xla",) if self.platform == "cpu" else ("cudnn", "xla")
 
@@ -138,7 +138,10 @@ class JaxStep:
             self.extra_peak_bytes = int(peak)
             host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             if jax.default_backend() == "cpu" and peak > host:
-                raise MemoryError(f"needs {peak / 2**30:.1f} GiB beyond the inputs")
+                raise MemoryError(
+                    f"the call needs {peak / 2**30:.1f} GiB in addition to its inputs, but the "
+                    f"host has {host / 2**30:.1f} GiB"
+                )
 
     def __call__(self, *sources) -> Values:
         return self.run(*sources)
@@ -180,7 +183,7 @@ class TorchRunner:
         _choose(device)
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
-            raise ValueError("device must be auto or cpu, got cuda: torch finds no GPU")
+            raise ValueError("device must be auto or cpu, got cuda; torch finds no GPU")
         self.platform = "cuda" if cuda else "cpu"
         self.capability = torch.cuda.get_device_capability() if cuda else None
         self.device = torch.cuda.get_device_name() if cuda else "cpu"

@@ -84,12 +84,16 @@ def judged(
     eps = float(ml_dtypes.finfo(problem.dtype).eps)
     found: Values = {"errors": errors}
     if alone is None:
-        most, than = dict.fromkeys(errors, max(eps, FLOAT32_SUMS)), "by one rounding"
+        bound = max(eps, FLOAT32_SUMS)
+        most, rule = dict.fromkeys(errors, bound), f"at most {bound:.1e}"
         found["on_some_rows"] = True
     else:
         most = {n: TIMES_ALONE * x + ROUNDINGS * eps for n, x in alone.items()}
-        than, found["errors_of_one"] = "than one device", alone
+        rule = f"at most {TIMES_ALONE} times those of one device plus {ROUNDINGS} roundings"
+        found["errors_of_one"] = alone
     bad = {n: x for n, x in errors.items() if not x <= most[n]}
-    reason = "queries whose outputs have no gradient have one" if stray else ""
-    reason = f"farther from the oracle {than}: {bad}" if bad else reason
+    reason = (
+        "queries and gates must have no gradient if their outputs have none" if stray else ""
+    )
+    reason = f"errors against the oracle must be {rule}, got {bad}" if bad else reason
     return found | ({"status": "wrong", "reason": reason} if reason else {})

@@ -121,7 +121,10 @@ def _one(name, text, values, command, present) -> str:
     known = next((key for key in TABLE if fnmatch.fnmatchcase(name, key)), None)
     if known is None:
         nearest = difflib.get_close_matches(name, TABLE, n=1, cutoff=0)[0]
-        raise ValueError(f"{name}={text} is unknown, unset it; the nearest known is {nearest}")
+        raise ValueError(
+            f"{name}={text} is not a known variable; the nearest known name is {nearest}; unset "
+            f"{name}"
+        )
     meaning = TABLE[known]
     measures = "iters" in values or "row_seconds" in values  # the command times attention
     if name == "CONFIG" and "config" not in values and measures:
@@ -131,11 +134,11 @@ def _one(name, text, values, command, present) -> str:
         )
     if not meaning.flags:
         if meaning.only is not None and not _same(text, meaning.only):
-            raise ValueError(f"{name}={text}: unset it: {meaning.reason}")
-        return f"ignored: {meaning.reason}"
+            raise ValueError(f"{name}={text} must be unset: {meaning.reason}")
+        return f"this variable is ignored; {meaning.reason}"
     try:
         if None not in meaning.flags.values() and not truthy(text):
-            return "off, as without it"
+            return "this value means the same as an unset variable"
         text = meaning.convert(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
@@ -149,7 +152,7 @@ def _one(name, text, values, command, present) -> str:
                 f"{name}={text} has no meaning for bench.{command}; only "
                 f"bench.{meaning.command} uses it, as --{' --'.join(wanted)}; unset {name}"
             )
-        return f"{use} of bench.{meaning.command}; ignored here"
+        return f"{use} of bench.{meaning.command}; this command ignores the variable"
     lacking = [flag for flag in wanted if flag not in values]
     if lacking and not meaning.command and measures:
         raise ValueError(
@@ -159,11 +162,11 @@ def _one(name, text, values, command, present) -> str:
     notes = []
     for flag, x in wanted.items():
         if flag in lacking:
-            notes.append(f"no --{flag} in this command, ignored")
+            notes.append(f"this command has no --{flag} and ignores the variable")
         elif given := present & {flag, meaning.instead}:
             notes.append(f"--{given.pop()} of the command line wins")
         else:
-            notes.append(f"--{flag} set")
+            notes.append(f"--{flag} is set")
             _set(values[flag], x, name)
     return f"{use} ({'; '.join(dict.fromkeys(notes))})"
 

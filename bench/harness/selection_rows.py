@@ -39,8 +39,8 @@ class Row(NamedTuple):
         """The reason why the problem does not exist, or an empty string."""
         if self.runs <= self.count:
             return ""
-        needed = f"{self.runs} runs need {self.runs} blocks of {self.l_sel}"
-        return f"{needed}, L={self.L} has {self.count}"
+        needed = f"{self.runs} runs need {self.runs} blocks of {self.l_sel} tokens"
+        return f"{needed}, but L={self.L} has only {self.count}"
 
 
 type Sizes = Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]

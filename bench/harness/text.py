@@ -62,7 +62,7 @@ def corpus(size: int, folder: Path | None = None) -> Corpus:
         if len(data) >= size:
             break
     if len(data) < size:
-        raise ValueError(f"corpus in {folder} has {len(data)} bytes, expected {size}")
+        raise ValueError(f"corpus in {folder} must have at least {size} bytes, got {len(data)}")
     used = bytes(data[:size])
     borders = np.array([*starts, size], np.int64)
     return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest(), borders)

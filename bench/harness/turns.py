@@ -29,7 +29,7 @@ def wait() -> None:
     """
     print(READY, end="", flush=True)
     if sys.stdin.readline() != GO:
-        raise EOFError("no turn was given")
+        raise EOFError("the process that gives the turns has ended")
 
 
 class Child:
