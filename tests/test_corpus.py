@@ -187,7 +187,7 @@ def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
     _, listed = given
     (name,) = listed["held_out"]
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ValueError, match=rf"pip must bring \['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"pip must download \['{name}'\]"):
         command(tmp_path, given, held_out={name: "0" * 64})
     assert not (tmp_path / "corpus").exists()
 

@@ -322,7 +322,7 @@ def test_a_stream_goes_on_exactly_where_it_was(streamed, capsys):
     # Of what was consumed only the block at hand is read again, and that is said.
     assert later.source.read[0] == 64
     said = capsys.readouterr().err
-    assert "to continue at row 160 the stream is read from document 64 of epoch 0 on" in said
+    assert "to continue at row 160, the stream is read from document 64 of epoch 0 on" in said
     assert "shuffle buffer of 16 documents is filled again; the order stays the same" in said
     unknown = streamed(notes=False)  # in another folder: by all that lies between
     same(unknown.train(59), expected[59])
@@ -484,5 +484,5 @@ def test_rows_that_repeat_passages_of_theirs():
             copies += 1
     assert 5 * 2 * 8 < copies <= 5 * 2 * 3 * 8
     assert (made.evaluation(2)[1].tokens == plain.evaluation(2)[1].tokens).all()
-    with pytest.raises(ValueError, match="over 36 tokens where passages are repeated, got"):
+    with pytest.raises(ValueError, match="have at least 36 tokens, got pack="):
         data.Repeating(2, 34, 1, passages=3, size=8, apart=20, **given)

@@ -407,10 +407,10 @@ def test_kinds_are_named_by_what_differs():
         ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a finished run of torch-nsa"),
         (
             {"b": lines("nsa", 1, 1.0, 1.0)},
-            r"dense must have the seeds of nsa .*but lacks \[1\]",
+            r"dense must have the seeds of nsa .*but lacks the seeds \[1\]",
         ),
         ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
-        ({"b": []}, "must hold a run, got none"),
+        ({"b": []}, "must contain a run, got none"),
     ],
 )
 def test_runs_that_are_no_pairs_are_refused(change, message):
@@ -524,8 +524,8 @@ def test_a_row_of_an_experiment():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"a": RUNS["a"]}, "a must hold one run"),
-        ({"a": []}, "a must hold one run"),
+        ({"a": RUNS["a"]}, "a must contain one run"),
+        ({"a": []}, "a must contain one run"),
         ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
         (
             {x: lines("nsa", 1, 1.0, 1.0) for x in "ab"},
@@ -584,7 +584,7 @@ def test_a_selection_that_finds_no_copies():
     with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
         quality.selection(group, kind)
     (row,) = quality.rows("summary", group)
-    assert row[-1] == "yes, but for what selections find: not decided"
+    assert row[-1] == "yes, but whether selections find copies is not decided"
 
 
 def test_what_selections_find_is_said_by_both_measures():
@@ -628,7 +628,7 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
     said = capsys.readouterr()
     assert (
         status == quality.exit_status.NOT_MEASURED
-        and "needs 5 seeds, got [0, 1, 2]" in said.err
+        and "needs 5 seeds, got the seeds [0, 1, 2]" in said.err
     )
     table = said.out.splitlines()
     assert table[2].startswith("| 10M, 10 x 2 x 2k | dense | 10.0 | - |")
@@ -640,7 +640,7 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
 def test_dense_runs_alone_decide_nothing(tmp_path, capsys):
     log.append(tmp_path / "dense", lines("dense", 0, 1.0, 1.0))
     assert quality.main(["", str(tmp_path / "dense")]) == quality.exit_status.NOT_MEASURED
-    assert "not decided: no run with NSA" in capsys.readouterr().err
+    assert "not decided, since no run has NSA" in capsys.readouterr().err
 
 
 def test_a_kind_of_few_pairs_hides_no_verdict_on_others(tmp_path, capsys):
@@ -650,7 +650,7 @@ def test_a_kind_of_few_pairs_hides_no_verdict_on_others(tmp_path, capsys):
     status = quality.main(["", *(str(tmp_path / name) for name in runs)])
     said = capsys.readouterr()
     assert status == quality.exit_status.WRONG and "new as good, nsa, 10M" in said.out
-    assert "needs 5 seeds, got [0]" in said.err
+    assert "needs 5 seeds, got the seeds [0]" in said.err
 
 
 def test_runs_without_measures_are_not_decided():
@@ -658,5 +658,5 @@ def test_runs_without_measures_are_not_decided():
         k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
     }
     (group,) = quality.groups(runs)
-    with pytest.raises(NotImplementedError, match=r"lack \['new', 'far'\]"):
+    with pytest.raises(NotImplementedError, match=r"lack the measures \['new', 'far'\]"):
         quality.verdicts(group, group.kinds[1])

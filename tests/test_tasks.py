@@ -113,5 +113,7 @@ def test_a_run_on_rows_with_tasks_measures_them(command, tmp_path, monkeypatch):
 
 
 def test_rows_that_cannot_have_tasks_are_refused():
-    with pytest.raises(ValueError, match="must be of one text and at least 256 tokens, got"):
+    with pytest.raises(
+        ValueError, match=r"must come from one text .* and have at least 256 tokens, got"
+    ):
         rows_of(0.1, pack="documents")

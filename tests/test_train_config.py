@@ -71,7 +71,7 @@ FAULTS = {
     "nsa: {kv: v3}": "nsa.kv: Input should be .*'shared'.* got 'v3'",
     "model: {dim: -1}": "model.dim: Input should be greater than 0, got -1",
     "train: {batch: 1, batch_size: 2}": "train.batch and train.batch_size are both given",
-    "train: {clip: 1, grad_clip: 2}": "grad_clip and another name of train.clip are both",
+    "train: {clip: 1, grad_clip: 2}": "train.clip must be given only once, got .*grad_clip",
     "train: {lr_schedule: linear}": "train.lr_schedule must be cosine, got 'linear'",
     "- 1": "must hold a dict, got list",
     "a: [": "is not YAML",

@@ -171,7 +171,9 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
     assert run(figure, *files[:2]) == 0
     text = figure.read_text()
     assert "torch-nsa, 1: 1.0000" in text and "torch-nsa, 2 ddp, graph: 1.0000" in text
-    with pytest.raises(ValueError, match=r"both.jsonl must hold one run, got \['torch-dense'"):
+    with pytest.raises(
+        ValueError, match=r"both.jsonl must contain one run, got \['torch-dense'"
+    ):
         run(figure, *files)
     other = tmp_path / "other.jsonl"
     log.append(other, [header(spread, lr=2.0), *rates([1.0] * 30)])
@@ -179,7 +181,7 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
         ValueError, match=r"other.jsonl must have the same model, .* as .*one.jsonl"
     ):
         run(figure, files[0], other)
-    with pytest.raises(Exception, match="a figure and two files or more"):
+    with pytest.raises(Exception, match="a figure and at least two files"):
         run(figure, files[0])
 
 
@@ -246,8 +248,11 @@ def test_a_full_disk_on_the_way_ends_no_run(whole, tmp_path, monkeypatch, capfd)
     monkeypatch.setattr(checkpoint, "_publish", publish)
     run, summary, _ = trained(tmp_path, DENSE, save_every=2)
     assert summary == whole[1]
-    stays = f"{run.folder / 'step-000002'} stays: [Errno 28] No space left"
-    assert f"warning: no checkpoint after 4 steps, {stays}" in capfd.readouterr().err
+    stays = f"{run.folder / 'step-000002'} remains: [Errno 28] No space left"
+    assert (
+        f"warning: the checkpoint after 4 steps was not written, and {stays}"
+        in capfd.readouterr().err
+    )
     kept = [path.name for path in checkpoint.found(run.folder)]
     assert kept == ["step-000006", "step-000002"]
     assert len(list(run.folder.iterdir())) == 2  # nothing half written
@@ -284,7 +289,9 @@ def test_bad_layouts_are_named(tmp_path, framework, spread, text):
 
 def test_processes_of_jax_without_a_device_in_the_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="devices must be all 8 of the 2 processes, got 4"):
+    with pytest.raises(
+        ValueError, match="devices must be 8, the number of devices of all 2 processes, got 4"
+    ):
         jax_parallel.Layout.of(Parallel("ddp", 4), DENSE.model)
 
 

@@ -45,14 +45,18 @@ from .torch_lm import LM, Block, DenseAttention, initialize
 
 STEP, CHUNK = 8, 512  # tokens per step: the maximum of the decode kernels, and a longer chunk
 FLAGS = cli.define(
-    model=("13m", "Sizes of the model.", list(spec.MODELS)),
-    steps=(600, "Steps of its training."),
-    batch=(4, "Rows per step.", 2),
-    length=(2048, "Tokens of a row.", 256),
-    held_out=(4, "Batches of held-out text."),
-    seed=(0, "Seed of weights and rows.", None),
-    attention=("nsa", "Attention of the model.", ["nsa", "dense"]),
-    kv=("separate", "Keys of the branches.", ["separate", "shared"]),
+    model=("13m", "Model, by the name of its sizes.", list(spec.MODELS)),
+    steps=(600, "Number of training steps."),
+    batch=(4, "Number of rows per training step.", 2),
+    length=(2048, "Number of tokens per row.", 256),
+    held_out=(4, "Number of batches of held-out text."),
+    seed=(0, "Seed of the weights and of the rows.", None),
+    attention=("nsa", "Kind of attention of the model.", ["nsa", "dense"]),
+    kv=(
+        "separate",
+        "Whether the branches share their keys and values.",
+        ["separate", "shared"],
+    ),
 )
 cli.define_lines(FLAGS)
 
@@ -102,7 +106,7 @@ class Pages:
     def __init__(self, layer: NSAAttention, rows: int, length: int, cache_dtype: torch.dtype):
         spec = layer.spec
         if spec.phi != "avg":
-            raise ValueError(f"layers must compress by means, got phi={spec.phi!r}")
+            raise ValueError(f"phi must be 'avg' (compression by means), got {spec.phi!r}")
         weight = layer.out.weight
         pages = -(-length // spec.config.select_block)
         self.table = torch.arange(rows * pages, device=weight.device).int().view(rows, pages)

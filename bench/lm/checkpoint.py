@@ -118,12 +118,14 @@ def load_last(
                 break
             except DamagedError as error:
                 told.append(str(error))
-                print(f"warning: {error}; trying the previous one", file=sys.stderr)
+                print(
+                    f"warning: {error}; the previous checkpoint is tried next", file=sys.stderr
+                )
         if ranks.rank == 0 and wanted is None:
             raise ValueError(f"no checkpoint in {folder} is complete: {'; '.join(told)}")
     path = folder / ranks.first(wanted)
     if told:
-        print(f"warning: continuing from {path}", file=sys.stderr)
+        print(f"warning: the run is continuing from {path}", file=sys.stderr)
     step = check_settings(path, settings)["step"]
     learner.load(path, step)
     return step
@@ -141,7 +143,7 @@ def check(path: Path, settings: dict[str, Any]) -> None:
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
         if _checksum(path / name) != expected:
-            raise DamagedError(f"{path}: {name} is damaged: its checksum differs")
+            raise DamagedError(f"{path}: {name} is damaged, since its checksum has changed")
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +158,9 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     for name in sorted(settings.keys() | written.keys()):
         ours, theirs = settings.get(name), written.get(name)
         if ours != theirs:
-            raise ValueError(f"{path}: {name} must be {theirs!r} as it was, got {ours!r}")
+            raise ValueError(
+                f"{path}: {name} must be {theirs!r} as in the checkpoint, got {ours!r}"
+            )
     return progress
 
 
@@ -183,7 +187,9 @@ def _check_finite(path: Path) -> None:
     with safetensors.safe_open(path, framework="np") as file:
         for name in file.keys():
             if not np.isfinite(file.get_tensor(name)).all():
-                raise ValueError(f"{path.stem} of {name} must be finite; no checkpoint written")
+                raise ValueError(
+                    f"{path.stem} of {name} must be finite; no checkpoint was written"
+                )
 
 
 def _checksum(path: Path) -> str:

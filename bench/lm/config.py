@@ -103,7 +103,7 @@ class TrainConfig:
         given = self.model.vocabulary
         if given is not None and given < vocabulary:
             raise ValueError(
-                f"model.vocabulary must be >= {vocabulary}, that of the tokens "
+                f"model.vocabulary must be >= {vocabulary}, the vocabulary of the tokens "
                 f"(--tokenizer), got {given}"
             )
         model = dataclasses.replace(task.model, vocabulary=given or vocabulary)

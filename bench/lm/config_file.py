@@ -70,7 +70,7 @@ def read(
             given = {key.strip(): config_files.parsed(text)}
         except ValueError as error:
             raise ValueError(
-                f"--set {key} must have a value in YAML, got {text!r}: it {error}"
+                f"--set {key} must have a value in YAML, got {text!r}; the value {error}"
             ) from None
         one = _renamed(_flat(given), "--set", told)
         _built(one, "--set")
@@ -126,7 +126,9 @@ def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str
             value = None
         name = SEED_KEYS.get(key, key)
         if name in found:
-            raise ValueError(f"{where}: {key} and another name of {name} are both given")
+            raise ValueError(
+                f"{where}: {name} must be given only once, got {key} and another name of it"
+            )
         if name not in KEYS:
             nearest = difflib.get_close_matches(name, KEYS, n=1, cutoff=0)[0]
             section = name.partition(".")[0]

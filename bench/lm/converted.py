@@ -91,18 +91,21 @@ PRESETS = {
     ),
 }  # fmt: skip
 FLAGS = cli.define(
-    out=("runs/converted", "Folder of the lines."),
-    seed=(0, "Of the weights and of the order of rows.", 0),
-    preset=("small", "Sizes of all.", list(PRESETS)),
-    folder=(str, "Whose *.py files are the text; default: the standard library's."),
-    corpus=(str, "Folder of bench.lm.corpus, whose tokens replace the bytes of *.py files."),
+    out=("runs/converted", "Folder of the records."),
+    seed=(0, "Seed of the weights and of the order of the rows.", 0),
+    preset=("small", "Sizes of the model, of the rows and of the training.", list(PRESETS)),
+    folder=(str, "Folder whose *.py files are the text; default: the standard library."),
+    corpus=(
+        str,
+        "Folder that bench.lm.corpus wrote. Its tokens replace the bytes of *.py files.",
+    ),
     runs=(
         [*STARTS],
-        "Starts of the conversion; after each, options: `:NAME=NUMBER` of NSA, or `:lora=RANK` "
-        "to train low-rank adapters by peft in place of all weights.",
+        "Starts of the conversion. Options may follow a start: `:NAME=NUMBER` sets an option of "
+        "NSA. With `:lora=RANK`, peft trains low-rank adapters instead of all weights.",
     ),
-    steps=(int, "Of dense training."),
-    after=(int, "Of training after it."),
+    steps=(int, "Number of steps of dense training."),
+    after=(int, "Number of training steps after the conversion."),
 )
 
 
@@ -126,7 +129,7 @@ def rows(
     found = Batches(preset.batch, preset.length, seed, documents=documents, pack="once")
     epochs = found.epochs(steps)
     if epochs is None or epochs > 1:
-        raise ValueError(f"{steps} steps must see no text twice, got {epochs} epochs")
+        raise ValueError(f"{steps} steps must read no text twice, got {epochs} epochs")
     return found
 
 
@@ -222,7 +225,9 @@ def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
     if rank is None:
         return model
     if extras.version("peft") is None:
-        raise ValueError(f"peft must be installed for {run!r}; run pip install peft")
+        raise ValueError(
+            f"--runs={run} needs peft, which is not installed; run pip install peft"
+        )
     peft: Any = importlib.import_module("peft")
     adapters = peft.LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS

@@ -50,12 +50,12 @@ from .tokens import Documents, FromFile, gathered, tokenizer_file
 LIST = config_files.FOLDER / "corpus" / "python.yaml"
 FLAGS = cli.define(
     flags.FlagValues(),
-    out=(str, "A new folder for the corpus."),
+    out=(str, "Folder of the corpus, which must not exist."),
     wheels=(
         str,
-        "Folder of wheels, to which pip downloads missing ones; default: a temporary folder.",
+        "Folder of wheels. pip downloads missing wheels to it. Default: a temporary folder.",
     ),
-    list=(str(LIST), "The list of wheels."),
+    list=(str(LIST), "Path of the list of wheels."),
 )
 
 ABOUT, TOKENIZER, TOKENS = "corpus.json", "tokenizer.json", "tokens.xz"
@@ -152,7 +152,7 @@ def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
             )
         if done.returncode:
             said = " ".join(done.stderr.split())[-400:]
-            raise ValueError(f"pip must bring {sorted(missing)}: .. {said}")
+            raise ValueError(f"pip must download {sorted(missing)}, got an error: .. {said}")
         found = _at_hand(names, folder)
     return found
 
@@ -268,8 +268,8 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
 def _same(what: str, expected: str | None, got: str) -> None:
     if expected is not None and got != expected:
         raise ValueError(
-            f"{what} must have SHA-256 {expected} as the list says, got {got}: another version of "
-            "the library tokenizers, or another list"
+            f"{what} must have SHA-256 {expected} as in the list, got {got}; the list or the "
+            "version of the library tokenizers differs"
         )
 
 
@@ -311,7 +311,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
         halves = lzma.decompress((folder / TOKENS).read_bytes())
     except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
         raise ValueError(
-            f"{folder} is not a complete corpus: {error}; build it again"
+            f"{folder} is not a complete corpus: {error}; build the corpus again"
         ) from None
     for name, path in ((TOKENIZER, folder / TOKENIZER), (TOKENIZER, tokenizer)):
         if path is None:
@@ -320,14 +320,14 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
         if got != sums[name]:
             raise ValueError(
                 f"tokenizer must be that of the corpus {folder} with SHA-256 {sums[name]}, got "
-                f"{path} with {got}"
+                f"{path} with SHA-256 {got}"
             )
     pairs = np.frombuffer(halves, np.uint8).reshape(2, -1).T
     tokens = np.frombuffer(pairs.tobytes(), "<u2")
     if sha256(tokens.tobytes()) != sums[TOKENS]:
         raise ValueError(
-            f"tokens of corpus {folder} must have SHA-256 {sums[TOKENS]}, got others; "
-            "build it again"
+            f"tokens of corpus {folder} must have SHA-256 {sums[TOKENS]}, got other tokens; "
+            "build the corpus again"
         )
     starts = np.append(np.flatnonzero(tokens == 0), len(tokens))
     return Documents(
@@ -345,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--out must name the folder of the corpus, got none")
     out = Path(FLAGS.out)
     if out.exists():
-        raise ValueError(f"--out must name a new folder, got {out}, which exists")
+        raise ValueError(f"--out must name a new folder, got an existing folder {out}")
     given = wheels(FLAGS.list)
     with tempfile.TemporaryDirectory() as scratch:
         about, tokenizer, tokens = build(given, Path(FLAGS.wheels or scratch))

@@ -186,8 +186,9 @@ class Repeating(Edited):
         self.passages, self.size, self.apart = passages, size, apart
         if self.pack == "documents" or self.shape[1] < 2 * size + apart:
             raise ValueError(
-                f"rows must be of one text and over {2 * size + apart} tokens where passages "
-                f"are repeated, got pack={self.pack} and {self.shape[1]}"
+                "rows with repeated passages must come from one text (pack other than 'documents') "
+                f"and have at least {2 * size + apart} tokens, got pack={self.pack!r} and rows of "
+                f"{self.shape[1]} tokens"
             )
         self.sha256 = _digest(self.sha256, "repeating", passages, size, apart)
 

@@ -39,16 +39,20 @@ from .data import Batches
 from .tokens import Documents
 
 FLAGS = cli.define(
-    corpus=("corpus", "What bench.lm.corpus built."),
-    seeds=(list, "Default: those of the experiment."),
-    runs=(list, "Default: all of the experiment."),
-    out=("runs", "Folder of the experiments' runs."),
-    jobs=(1, "Runs at a time, of all GPUs."),
-    limit=(float, "Seconds: no run begins that may end later.", None),
-    model=(str, "Another model.", list(spec.MODELS)),
-    steps=(int, "Another number of steps."),
-    batch=(int, "Other rows per step."),
-    seq_len=(int, "Another length of rows."),
+    corpus=("corpus", "Folder that bench.lm.corpus built."),
+    seeds=(list, "Seeds of the runs; default: the seeds of the experiment."),
+    runs=(list, "Names of the runs; default: all runs of the experiment."),
+    out=("runs", "Folder of the runs of all experiments."),
+    jobs=(1, "Number of runs that run at the same time, over all GPUs."),
+    limit=(
+        float,
+        "Time limit in seconds. A run starts only if it can end within the limit.",
+        None,
+    ),
+    model=(str, "Replaces the model of the experiment.", list(spec.MODELS)),
+    steps=(int, "Replaces the number of steps."),
+    batch=(int, "Replaces the number of rows per step."),
+    seq_len=(int, "Replaces the number of tokens per row."),
 )
 
 # About the size of the held-out text; at most this share of the training text.
@@ -270,7 +274,7 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         known = [name for name, x in VARIANTS.items() if x.commit is None]
         wanted = [x for x in at.runs if x in known] if FLAGS.runs is None else FLAGS.runs
         if not wanted or set(wanted) - {*known}:
-            raise ValueError(f"--runs must be in {sorted(known)}, got {wanted}")
+            raise ValueError(f"--runs must contain only names in {sorted(known)}, got {wanted}")
         named = [*map(str, at.seeds)] if FLAGS.seeds is None else FLAGS.seeds
         if not named or not all(x.isdecimal() for x in named):
             raise ValueError(f"--seeds must be non-negative integers, got {FLAGS.seeds}")
@@ -307,7 +311,9 @@ def take_gpu(places: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        raise app.UsageError(f"experiments, from {', '.join(EXPERIMENTS)}")
+        raise app.UsageError(
+            f"arguments must name experiments; known: {', '.join(EXPERIMENTS)}"
+        )
     todo = jobs(argv[1:], time.monotonic())
     if not todo:
         print(f"all runs are in {FLAGS.out}")

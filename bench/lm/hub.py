@@ -94,12 +94,12 @@ class Hub:
             text = f"dataset {self}: {type(error).__name__}: {first}"
             if isinstance(error, FileNotFoundError) or status in (401, 403, 404):
                 raise FileNotFoundError(
-                    f"{text}; give --dataset a name that the Hub has and this account may read, "
-                    "or the path of local files"
+                    f"{text}; pass --dataset a name that exists on the Hub and that this account "
+                    "may read, or the path of local files"
                 ) from error
             if isinstance(error, ValueError):
                 raise ValueError(text) from error
             raise ConnectionError(
-                f"{text}; check the network and continue with --resume, or download its files and "
-                "give --dataset their path"
+                f"{text}; check the network and continue with --resume, or download the files of "
+                "the dataset and pass their path as --dataset"
             ) from error

@@ -130,7 +130,9 @@ class LM(nnx.Module):
     def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
         for name in TORCH_ONLY:
             if getattr(spec, name):
-                raise NotImplementedError(f"JAX has no {name}, got {getattr(spec, name)!r}")
+                raise NotImplementedError(
+                    f"JAX has no {name}, so it must be 0, got {getattr(spec, name)!r}"
+                )
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))

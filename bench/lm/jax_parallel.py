@@ -78,12 +78,15 @@ class Layout:
             raise ValueError(f"devices must be at most {len(devices)}, got {parallel.devices}")
         if jax.process_count() > 1 and len(devices) > parallel.devices:
             raise ValueError(
-                f"devices must be all {len(devices)} of the {jax.process_count()} processes, got "
-                f"{parallel.devices}"
+                f"devices must be {len(devices)}, the number of devices of all "
+                f"{jax.process_count()} processes, got {parallel.devices}"
             )
         shards = parallel.replicas if parallel.kind == "fsdp" else 1
         if model.layer.dim % shards:
-            raise ValueError(f"fsdp of {shards} devices must divide dim={model.layer.dim}")
+            raise ValueError(
+                f"dim must be a multiple of the {shards} devices that share the weights with fsdp, "
+                f"got {model.layer.dim}"
+            )
         shape = parallel.replicas // shards, shards, parallel.tensor
         return cls(Mesh(np.array(devices[: parallel.devices]).reshape(shape), AXES))
 

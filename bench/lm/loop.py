@@ -47,7 +47,10 @@ class Stop:
         self.asked, self.by = True, signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, self.before[number])
-            print("stops after this step; Ctrl-C again ends it now", file=sys.stderr)
+            print(
+                "the run stops after this step; pressing Ctrl-C again ends it now",
+                file=sys.stderr,
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +241,8 @@ def steps(
                     save(done)
                 except OSError as error:  # such as a full disk, which must not end the run
                     text = (
-                        f"no checkpoint after {done} steps, {run.checkpoint()} stays: {error}"
+                        f"the checkpoint after {done} steps was not written, and "
+                        f"{run.checkpoint()} remains: {error}"
                     )
                     print(f"warning: {text}", file=sys.stderr)
             if pauses:

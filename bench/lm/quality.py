@@ -180,7 +180,7 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
     for name, lines in found.items():
         headers = curves.last(lines, Header)
         if not headers:
-            raise ValueError(f"{name} must hold a run, got none")
+            raise ValueError(f"{name} must contain a run, got none")
         for run, header in headers.items():
             grouped.setdefault(_alike(header), []).append((name, _ended(name, run, lines)))
     return [_group(runs) for runs in grouped.values()]
@@ -198,7 +198,7 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
             try:
                 (run,) = curves.last(lines, Header)
             except ValueError:
-                raise ValueError(f"{name} must hold one run") from None
+                raise ValueError(f"{name} must contain one run") from None
             yield name, _ended(name, run, lines)
 
     return _by_seed(label, runs())
@@ -302,7 +302,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
         if alone := kind.runs.keys() - dense.runs.keys():
             raise ValueError(
                 f"{dense.label} must have the seeds of {kind.label} in runs of {rows}, but lacks "
-                f"{sorted(alone)}"
+                f"the seeds {sorted(alone)}"
             )
     size = dense.first.parameters
     name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {length(at['seq_len'])}"
@@ -346,7 +346,7 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
     """
     if len(kind.runs) < LEAST_PAIRS:
         raise NotImplementedError(
-            f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got "
+            f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got the seeds "
             f"{[*kind.runs]}"
         )
     found, missing = [], []
@@ -363,7 +363,9 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
         about = f"{name} as good, {kind.label}, {group.name}"
         found.append(Verdict(about, less, bound, note))
     if missing:
-        raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack {missing}")
+        raise NotImplementedError(
+            f"runs of {kind.label} ({group.name}) lack the measures {missing}"
+        )
     return found
 
 
@@ -378,8 +380,8 @@ def selection(group: Group, kind: Kind) -> list[Verdict]:
     over = _over_text(kind)
     if len(over) < LEAST_FOUND:
         raise NotImplementedError(
-            f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have what heads find, "
-            f"got {len(over)}"
+            f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have records of what heads "
+            f"find, got {len(over)} such runs"
         )
     mean, error = _mean_and_error(over)
     note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(over)} seeds"
@@ -436,7 +438,7 @@ def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
         return f"no: {', '.join(broken)}"
     if not told:
         return "not decided"
-    return "yes, but for what selections find: not decided" if untold else "yes"
+    return "yes, but whether selections find copies is not decided" if untold else "yes"
 
 
 def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
@@ -529,14 +531,14 @@ def head(name: str) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        raise app.UsageError("files of runs")
+        raise app.UsageError("arguments must be files of runs")
     found = groups({path: log.read(Path(path)) for path in argv[1:]})
     for name in ("all", "parts", "distances", "found"):
         print(table(head(name), (cells for group in found for cells in rows(name, group))))
     status = exit_status.OK
     kinds = [(group, kind) for group in found for kind in group.nsa]
     if not kinds:
-        print("not decided: no run with NSA", file=sys.stderr)
+        print("not decided, since no run has NSA", file=sys.stderr)
         status = exit_status.NOT_MEASURED
     for group, kind in kinds:
         told, untold = _told(group, kind)

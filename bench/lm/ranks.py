@@ -82,8 +82,8 @@ class TorchRanks(Ranks):
         if not dist.is_initialized():
             if not dist.is_torchelastic_launched():
                 raise ValueError(
-                    "--parallel of torch needs processes: torchrun --nproc-per-node=N -m "
-                    "bench.train ..., got a single process"
+                    "--parallel with torch needs the processes of torchrun, got a single process; "
+                    "start torchrun --nproc-per-node=N -m bench.train .."
                 )
             # Messages use gloo, so that they do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

@@ -74,7 +74,9 @@ class _Description(pickle.Unpickler):
         found = getattr(described, global_name, None)
         if isinstance(found, type) and found.__module__ == module_name == described.__name__:
             return found
-        raise ValueError(f"shards must be described only by the sizes of tensors, got {place}")
+        raise ValueError(
+            f"the metadata of shards must contain only sizes of tensors, got {place}"
+        )
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
@@ -192,7 +194,7 @@ def write(target: Path, model: torch_lm.LM, tensors: Mapping[str, Tensor]) -> No
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 3:
-        raise app.UsageError("two arguments: a checkpoint in shards and a folder")
+        raise app.UsageError("arguments must be a checkpoint in shards and a folder")
     path, target = map(Path, argv[1:])
     if not (path / checkpoint.SHARDS).exists():
         raise ValueError(f"{path} must be a checkpoint in shards")

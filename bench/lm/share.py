@@ -34,8 +34,8 @@ class Share:
         parts = self.ranks * self.accumulate
         if self.batch % parts:
             raise ValueError(
-                f"batch must be a multiple of {self.ranks} processes or devices that share it "
-                f"times accumulate={self.accumulate}, got {self.batch}"
+                f"batch must be a multiple of {parts}, the number of processes or devices "
+                f"({self.ranks}) times accumulate ({self.accumulate}), got {self.batch}"
             )
 
     @property

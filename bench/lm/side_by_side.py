@@ -27,7 +27,7 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     for name, lines in found.items():
         headers = curves.last(lines, Header)
         if len(headers) != 1:
-            raise ValueError(f"{name} must hold one run, got {sorted(headers)}")
+            raise ValueError(f"{name} must contain one run, got {sorted(headers)}")
         (run,) = headers
         runs[name] = run, headers[run], curves.losses(lines)[run]
     first = next(header for _, header, _ in runs.values())
@@ -49,7 +49,7 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 4:
-        raise app.UsageError("a figure and two files or more")
+        raise app.UsageError("arguments must be a figure and at least two files")
     figure, *files = map(Path, argv[1:])
     plot({str(path): log.read(path) for path in files}, figure)
     print(f"written to {figure}")

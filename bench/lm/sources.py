@@ -30,8 +30,8 @@ def files(pattern: str) -> list[Path]:
         found = [x for x in matches if x.is_file()]
     if not found:
         raise FileNotFoundError(
-            f"dataset {pattern!r}: no such file with one of {SUFFIXES}; a dataset of the Hugging "
-            "Face Hub is owner/name"
+            f"dataset {pattern!r}: no such file with one of {SUFFIXES}; the name of a dataset of "
+            "the Hugging Face Hub has the form owner/name"
         )
     for x in found:
         if x.suffix not in SUFFIXES:
@@ -116,6 +116,6 @@ def text_of(value: object, where: object, column: str) -> str:
 
 def no_column(where: object, column: str, known) -> ValueError:
     return ValueError(
-        f"{where} has no column {column!r}; its columns are {sorted(known)}: "
-        "name one with --text_column"
+        f"{where} has no column {column!r}, but {sorted(known)}; choose one of them with "
+        "--text_column"
     )

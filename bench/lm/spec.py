@@ -53,8 +53,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
             raise ValueError(
-                f"dense_first must be less than layers={self.layers} if attention is nsa, and 0 "
-                f"otherwise, got {self.dense_first}"
+                f"dense_first must be in 0..{self.layers - 1} (below layers) if attention is nsa, "
+                f"and must be 0 if attention is dense, got {self.dense_first}"
             )
         for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:
@@ -63,7 +63,7 @@ class ModelSpec:
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
             raise ValueError(
-                "bias must be False and qk_norm_eps None if attention is dense, got "
+                "bias must be False and qk_norm_eps must be None if attention is dense, got "
                 f"{self.layer.bias} and {self.layer.qk_norm_eps}"
             )
 

@@ -23,7 +23,7 @@ def line(
         share = mfu(task, time_ms, device, devices)
         found |= {"tokens_per_s": task.tokens() / time_ms * 1e3, "mfu": share}
         if share is not None and share > 1:
-            reason = f"{time_ms:.3g} ms are less than the device needs: MFU {share:.2f}"
+            reason = f"{time_ms:.3g} ms are too short for the device, since MFU is {share:.2f}"
             found |= {"status": "error", "reason": reason}
     return Speed(
         **variant.name,

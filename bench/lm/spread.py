@@ -13,27 +13,30 @@ from .ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
 DEFINED: dict[str, Any] = dict(
     parallel=(
         "none",
-        "ddp: every device has all weights; fsdp: every device has a shard of them. torch needs "
-        "torchrun.",
+        "Layout of the weights. With ddp, every device has all weights. With fsdp, every device "
+        "has a shard of them. In torch, both need torchrun.",
         KINDS,
     ),
     devices=(
         int,
         "Number of devices; default: the processes of torchrun, or all devices of JAX.",
     ),
-    tensor=(1, "Devices that share the heads of a row (JAX)."),
-    accumulate=(1, "Micro-batches per step."),
+    tensor=(1, "Number of devices among which the heads of a row are divided (JAX)."),
+    accumulate=(1, "Number of micro-batches per step."),
     compile=(False, "Run blocks with torch.compile."),
     ddp_safe=(
         False,
-        "torch: compare collectives between ranks before they run, and find weights without a "
-        "gradient under ddp. This is slow and serves to debug steps that hang.",
+        "In torch, compare collectives between ranks before they run, and with ddp find weights "
+        "without a gradient. The flag serves to debug steps that hang, and makes steps slow.",
     ),
-    timeout_s=(TIMEOUT_S, "Seconds that processes wait for each other."),
+    timeout_s=(
+        TIMEOUT_S,
+        "Maximum number of seconds for which a process waits for other processes.",
+    ),
     jax_coordinator=(
         str,
-        "JAX in several processes: address:port of process 0, or auto on a cluster that "
-        "jax.distributed supports.",
+        "Address and port of process 0 if JAX runs in several processes, as address:port. On a "
+        "cluster that jax.distributed supports, pass auto.",
     ),
     jax_processes=(int, "Number of JAX processes."),
     jax_process=(int, "Index of this JAX process.", 0),

@@ -110,8 +110,8 @@ class Streamed(Batches):
         if not packed.count:
             raise ValueError(
                 f"held-out documents of dataset {self.source} must fill a row of "
-                f"{self.shape[1]} tokens, got {len(held_out.tokens)} of the first "
-                f"{self.buffer} documents: a larger --shuffle_buffer or shorter rows"
+                f"{self.shape[1]} tokens, got {len(held_out.tokens)} tokens in the first "
+                f"{self.buffer} documents; increase --shuffle_buffer or shorten the rows"
             )
         found = drawn(packed, self.shape[0], (self.seed, 1), count, rows)
         return [self._batch(*each) for each in found]
@@ -133,9 +133,10 @@ class Streamed(Batches):
             self.block = self.first
             return
         print(
-            f"dataset {self.source}: to continue at row {row} the stream is read from document "
-            f"{at.document} of epoch {at.epoch} on, with row {at.row}, nothing before it. Its "
-            f"shuffle buffer of {self.buffer} documents is filled again; the order stays the same",
+            f"dataset {self.source}: to continue at row {row}, the stream is read from document "
+            f"{at.document} of epoch {at.epoch} on. Row {at.row} begins there, and nothing before "
+            f"it is read. The shuffle buffer of {self.buffer} documents is filled again, and the "
+            "order does not change",
             file=sys.stderr,
         )
         self.block = self._read(at)

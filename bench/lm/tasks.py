@@ -82,8 +82,9 @@ class Tasks(Edited):
         self.share = share
         if self.pack == "documents" or self.shape[1] < 4 * PASSAGE:
             raise ValueError(
-                f"rows with tasks must be of one text and at least {4 * PASSAGE} tokens, got "
-                f"pack={self.pack} and {self.shape[1]}"
+                "rows with tasks must come from one text (pack other than 'documents') and have at "
+                f"least {4 * PASSAGE} tokens, got pack={self.pack!r} and rows of {self.shape[1]} "
+                "tokens"
             )
         if self.vocabulary < 2 * SYMBOLS:
             raise ValueError(

@@ -167,7 +167,9 @@ def kept(
     tokens = np.memmap(target / "tokens", np.dtype(about["dtype"]), "r")
     starts = np.fromfile(target / "starts", np.int64)
     if not len(starts) or starts[-1] != len(tokens):
-        raise ValueError(f"tokens stored in {target} have changed; remove the files")
+        raise ValueError(
+            f"the tokens that are stored in {target} have changed; remove this folder"
+        )
     return Documents(name, tokens, starts, by.vocabulary, about["sha256"])
 
 

@@ -169,7 +169,8 @@ class Block(nn.Module):
             return attention(x)[0]
         if spec.selection_loss:
             raise NotImplementedError(
-                f"packed rows do not support selection_loss, got {spec.selection_loss!r}"
+                "packed rows do not support selection_loss, so it must be 0, got "
+                f"{spec.selection_loss!r}"
             )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]

@@ -179,12 +179,12 @@ class FSDPLearner(DDPLearner):
         mine = {name.replace("/", " of ", 1): local(x) for name, x in tensors.items()}
         for bad in self.ranks.gather(torch_learner.first_bad("", mine.items())):
             if bad:
-                raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint written")
+                raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint was written")
         try:
             dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
         except CheckpointException as error:  # a BaseException, which other handlers miss
             causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
-            raise OSError(f"shards of ranks not written: {causes}") from error
+            raise OSError(f"these ranks could not write their shards: {causes}") from error
 
     def load(self, folder: Path, step: int) -> None:
         path = folder / checkpoint.SHARDS

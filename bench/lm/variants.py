@@ -87,7 +87,9 @@ def nsa(
     runner = RUNNERS[framework]()
     for name in filter(None, names):
         if name not in runner.registry.names():
-            raise ValueError(f"{framework} has {runner.registry.names()}, got {name!r}")
+            raise ValueError(
+                f"implementations of {framework} must be in {runner.registry.names()}, got {name!r}"
+            )
     at, training = task.model.layer, task.training
     problem = Problem(
         framework=framework,
@@ -123,8 +125,8 @@ def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
     kernel = found.implementation.selected
     if (found.framework, kernel) != ("torch", "fa2"):
         raise NotImplementedError(
-            f"ranges={mode} needs the selected branch by fa2 in torch "
-            f"(--framework torch --selected_kernel fa2), got {kernel} in {found.framework}"
+            f"ranges={mode} needs the selected branch by fa2 in torch, got {kernel} in "
+            f"{found.framework}; pass --framework torch --selected_kernel fa2"
         )
     from nsa_torch.ranges import way
 
@@ -191,7 +193,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
             )
         if variant.graph and (spread.safe or spread.compiled):
             raise NotImplementedError(
-                "a CUDA graph runs neither hooks of ddp_safe nor compiled blocks"
+                "a CUDA graph supports neither --ddp_safe (the graph does not run its hooks) nor "
+                "--compile"
             )
     options = dict(accumulate=spread.accumulate, compiled=spread.compiled, graph=variant.graph)
     kind: Any = torch_learner.Learner

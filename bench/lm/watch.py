@@ -72,7 +72,7 @@ class Watch:
                 from torch.utils.tensorboard import SummaryWriter
             except ModuleNotFoundError as error:
                 raise ValueError(
-                    f"--tensorboard needs the extra tensorboard (pip): {error}"
+                    f"--tensorboard needs the optional dependencies [tensorboard]: {error}"
                 ) from None
             self.board = SummaryWriter(str(self.folder / "tb" / self.run))
             self.within.callback(self.board.close)
@@ -189,7 +189,7 @@ def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
     def end() -> None:
         with path.open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        text = f"error: no step for {hang_s:.0f} s; stacks are in {path}\n"
+        text = f"error: no step ended for {hang_s:.0f} s; the stacks of all threads are in {path}\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         os._exit(HUNG)
 
