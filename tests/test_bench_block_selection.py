@@ -80,7 +80,7 @@ def test_what_vllm_reads():
     assert read["cu_seqlens_q"].tolist() == [0, 200, 400]
     assert read["seq_lens"].tolist() == [384] * 2 and read["prefix_lens"].tolist() == [184] * 2
     lists[0, 0, 199, 0] = -1
-    with pytest.raises(ValueError, match=r"with min\(n, visible blocks\)"):
+    with pytest.raises(ValueError, match=r"select min\(n, visible blocks\)"):
         block_peers.pages_of(key, value, lists)
 
 

@@ -84,7 +84,7 @@ def test_the_same_again_by_its_hashes(given, tmp_path):
     assert one.read_bytes() == two.read_bytes()
     for name in pinned:
         with pytest.raises(
-            ValueError, match=f"{name} must have SHA-256 {'0' * 64} as the list"
+            ValueError, match=f"{name} must have SHA-256 {'0' * 64} as in the list"
         ):
             command(tmp_path, given, "third", **pinned | {name: "0" * 64})
         assert not (tmp_path / "third").exists()

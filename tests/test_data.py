@@ -157,7 +157,7 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
     assert load(texts / "a.jsonl").sha256 != first.sha256
     for kept in tmp_path.glob("cache/*/tokens"):
         kept.write_bytes(kept.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="have changed; remove the files"):
+    with pytest.raises(ValueError, match="have changed; remove this folder"):
         load(texts / "a.jsonl")
 
 
@@ -323,7 +323,7 @@ def test_a_stream_goes_on_exactly_where_it_was(streamed, capsys):
     assert later.source.read[0] == 64
     said = capsys.readouterr().err
     assert "to continue at row 160, the stream is read from document 64 of epoch 0 on" in said
-    assert "shuffle buffer of 16 documents is filled again; the order stays the same" in said
+    assert "shuffle buffer of 16 documents is filled again, and the order does not" in said
     unknown = streamed(notes=False)  # in another folder: by all that lies between
     same(unknown.train(59), expected[59])
     assert "read from document 16 of epoch 0 on" in capsys.readouterr().err
@@ -448,13 +448,13 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
             text=True,
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "the order stays the same" in done.stderr
+    assert "the order does not change" in done.stderr
     result = json.loads(done.stdout.partition("RESULT ")[2])
     assert result["revision"] == COMMIT and result["texts"] == found
     assert result["same"] and result["status"] == 0
     messages = (
-        "FileNotFoundError: dataset me/none: .*404.*; give --dataset a name that the Hub has",
-        r"ValueError: me/tiny has no column 'body'; its columns are \['id', 'text'\]: .*--text_c",
+        "FileNotFoundError: dataset me/none: .*404.*; pass --dataset a name that exists",
+        r"ValueError: me/tiny has no column 'body'; its columns are \['id', 'text'\], .*--text_c",
         "ValueError: dataset me/tiny: .*test",
         "ValueError: dataset me/tiny:big: .*big.*",
         "ValueError: me/tiny row 0: column 'id' must be text, got 0",

@@ -565,7 +565,7 @@ def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
     assert not torch.equal(lm(ids), want)
     # A file without hyper-parameters needs the model named; one of another vocabulary is refused.
     safetensors.torch.save_file(safetensors.torch.load_file(run), bare)
-    with pytest.raises(ValueError, match="must record all hyper_parameters"):
+    with pytest.raises(ValueError, match="must record all hyper-parameters"):
         from_safetensors(bare)
     from_safetensors(bare, made)
     assert torch.equal(made(ids, use_cache=False).logits, want)

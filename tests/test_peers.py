@@ -40,7 +40,7 @@ def test_refusals_say_why(installed):
     assert peers.why_not(asked(), "selected") is peers.why_not(asked(), "all") is None
     for changes, reason in (
         ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
-        ({"Hkv": 8}, "at least 16 heads per group, got 8"),
+        ({"Hkv": 8}, "at least 16, got 8"),
         ({"H": 96}, "a power of two and at least 16, got 24"),
         ({"D": 320}, "needs D <= 256, got 320"),
     ):

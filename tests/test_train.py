@@ -422,8 +422,8 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     status, _, again = command(*SMALL, "--margin=1", "--warmup=0", "--resume", "--tolerance=0")
     assert status == train.WRONG and again == found
     for changed, message in (
-        ("--steps=4", "steps must be 3 as it was, got 4"),
-        ("--lr=0.5", "lr must be 0.003 as it was, got 0.5"),
+        ("--steps=4", "steps must be 3 as in the checkpoint, got 4"),
+        ("--lr=0.5", "lr must be 0.003 as in the checkpoint, got 0.5"),
     ):
         with pytest.raises(ValueError, match=message):
             command(*SMALL, "--warmup=0", "--resume", changed)

@@ -212,8 +212,8 @@ def test_a_run_from_a_file(command, tmp_path):  # noqa: F811
     texts.write_text("".join(lines[:-1]))
     (tmp_path / "out" / "train.jsonl").unlink()  # as if the run were not done
     for changes, message in (
-        ((), "input_sha256 must be .* as it was"),
-        (("--set=model.dim=64",), "dim must be 32 as it was, got 64"),
+        ((), "input_sha256 must be .* as in the checkpoint"),
+        (("--set=model.dim=64",), "dim must be 32 as in the checkpoint, got 64"),
     ):
         with pytest.raises(ValueError, match=message):
             command(*given, "--resume", *changes)

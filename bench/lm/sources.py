@@ -116,6 +116,6 @@ def text_of(value: object, where: object, column: str) -> str:
 
 def no_column(where: object, column: str, known) -> ValueError:
     return ValueError(
-        f"{where} has no column {column!r}, but {sorted(known)}; choose one of them with "
-        "--text_column"
+        f"{where} has no column {column!r}; its columns are {sorted(known)}, of which "
+        "--text_column must name one"
     )
