@@ -513,7 +513,7 @@ def raising(error):
 def test_an_unknown_or_refusing_kernel_is_named():
     todo = task("nsa")
     for names, error, message in (
-        (Branches("xla", None, None), ValueError, "torch has .*'sdpa'.*, got 'xla'"),
+        (Branches("xla", None, None), ValueError, "torch must be in .*'sdpa'.*, got 'xla'"),
         (Branches(*["triton"] * 3), NotImplementedError, "compressed: triton: "),
     ):
         with pytest.raises(error, match=message):
