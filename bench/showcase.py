@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     (folder / "showcase.md").write_text(text)
     print(f"\n{text}\nwritten to {folder}")
     if lost := [row for row in rows if not row.measured]:
-        print(f"not measured: {len(lost)} of {len(rows)} rows", file=sys.stderr)
+        print(f"{len(lost)} of {len(rows)} rows were not measured", file=sys.stderr)
     return exit_status.of_statuses(row.status for row in rows)
 
 
