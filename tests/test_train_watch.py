@@ -276,7 +276,7 @@ def test_a_token_that_the_model_does_not_know(whole):
         ("jax", dict(kind="none", devices=2), "parallel must be ddp or fsdp"),
         ("jax", dict(kind="ddp", devices=3, tensor=2), "a multiple of tensor=2"),
         ("torch", dict(kind="ddp", devices=2), "devices must be 1, the number of processes"),
-        ("torch", dict(accumulate=3), "times accumulate=3, got 8"),
+        ("torch", dict(accumulate=3), r"times accumulate \(3\), got 8"),
         ("torch", dict(kind="ddp", devices=2, tensor=2), "tensor must be 1 in torch, got 2"),
     ],
     ids=str,
