@@ -86,12 +86,12 @@ def test_what_would_be_lost_is_an_error(row):
 def test_what_a_command_does_not_need_is_ignored():
     own = without_kernels()
     off = apply({"NSA_USE_TRITON_SEL": "0"}, own, "prefill")
-    assert off == ["NSA_USE_TRITON_SEL=0: off, as without it"]
+    assert off == ["NSA_USE_TRITON_SEL=0: this value means the same as an unset variable"]
     # What any call is, and what only training knew in the seed system too.
     lines = apply({"NSA_FA2_FORCE_VARLEN": "1", "NSA_SEQ_LEN": "8"}, own, "prefill")
-    assert all("ignored here" in line for line in lines)
+    assert all("this command ignores the variable" in line for line in lines)
     (line,) = apply({"NSA_USE_TRITON_SEL": "1"}, without_flags(), "summarize")
-    assert "no --selected_kernel in this command, ignored" in line
+    assert "this command has no --selected_kernel and ignores" in line
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_a_command_does_not_need_is_ignored():
 def test_its_batch_is_a_devices_micro_batch(arguments, expected):
     commands.parsed(train.FLAGS, "train", *arguments)
     lines = apply({"NSA_BATCH_SIZE": "1", "NSA_ACCUM": "4"}, train.FLAGS, "train")
-    assert "use --accumulate 4 (--accumulate set)" in lines[0]
+    assert "use --accumulate 4 (--accumulate is set)" in lines[0]
     assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
     name = "".join(arguments).partition("=")[0]
     assert (f"{name} of the command line wins" if name else "set") in lines[1]
@@ -111,7 +111,7 @@ def test_training_reads_config():
     """The seed system's only way to a training config, with its names for the keys."""
     commands.parsed(train.FLAGS, "train", "--seq_len=64")
     (line,) = apply({"CONFIG": "configs/train/tiny.yaml"}, train.FLAGS, "train")
-    assert "--config set" in line and train.FLAGS.config == "configs/train/tiny.yaml"
+    assert "--config is set" in line and train.FLAGS.config == "configs/train/tiny.yaml"
     _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
     with flagsaver.flagsaver():
         config_file.apply(values, (train.FLAGS, flags.FLAGS))
@@ -160,7 +160,11 @@ def test_a_command_warns_and_obeys():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels set)" in done.stderr
-    assert "warning: NSA_TEST_FA2=1: ignored: tests are chosen by" in done.stderr
+    assert (
+        "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels is set)" in done.stderr
+    )
+    assert (
+        "warning: NSA_TEST_FA2=1: this variable is ignored; tests are chosen by" in done.stderr
+    )
     assert "torch compressed reference: runs" in done.stdout
     assert "torch sliding    sdpa: runs" in done.stdout

@@ -137,8 +137,8 @@ def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     trained(tmp_path, task("dense"), stop=StopAt(1, True))
     for changed, message in (
-        ({"lr": 1.0}, r"lr must be 0\.01 as it was, got 1\.0"),
-        ({"steps": 13}, "steps must be 12 as it was, got 13"),
+        ({"lr": 1.0}, r"lr must be 0\.01 as in the checkpoint, got 1\.0"),
+        ({"steps": 13}, "steps must be 12 as in the checkpoint, got 13"),
     ):
         with pytest.raises(ValueError, match=message):
             trained(tmp_path, task("dense", **changed))
