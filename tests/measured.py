@@ -3,6 +3,7 @@
 from typing import Any
 
 from bench.harness.records import Record
+from bench.lm import log
 from nsa_jax import NSAConfig
 
 GPU = "NVIDIA Test 80GB"
@@ -39,3 +40,23 @@ def pairs(
         rows.append(record(branch, base, 1.0, **own | fields))
         rows.append(record(branch, fast, gain and 1.0 / gain, **own | fields))
     return rows
+
+
+NUMBERS = dict(loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0)
+ABOUT = dict(device=GPU, versions={}, commit=None, dirty=None, time="")
+# Fields of the lines of a training log.
+LOGGED: dict[type, dict[str, Any]] = {
+    log.Header: ABOUT
+    | dict(model={}, parameters=1, training={}, dtype="float32", first_step=0, flops=1)
+    | dict(input_sha256="x"),
+    log.Step: NUMBERS | dict(time_ms=1.0),
+    log.Watch: NUMBERS | dict(mfu=None),
+    log.Speed: ABOUT | dict(model="tiny", dtype="bfloat16", batch=8, seq_len=64, status="ok"),
+    log.Summary: dict(status="ok"),
+}
+
+
+def logged(kind: Any, **fields: Any) -> Any:
+    """A line of a training log, of torch's NSA unless said otherwise."""
+    name = dict(framework="torch", attention="nsa", implementation="x")
+    return kind(**name | LOGGED.get(kind, {}) | fields)

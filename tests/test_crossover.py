@@ -7,7 +7,7 @@ import pytest
 
 from bench.lm.log import Speed
 from bench.reports import crossover, page, plots, sources
-from tests.measured import GPU, record
+from tests.measured import GPU, logged, record
 
 
 def sweep(gains, *, dense=("cudnn", "flash"), **fields):
@@ -20,12 +20,10 @@ def sweep(gains, *, dense=("cudnn", "flash"), **fields):
     return rows
 
 
-def speed(attention, implementation, seq_len, time_ms, **fields):
-    values = dict(framework="torch", attention=attention, implementation=implementation)
-    values |= dict(model="125m", dtype="bfloat16", batch=32768 // seq_len, seq_len=seq_len)
-    values |= dict(status="ok", time_ms=time_ms, p20_ms=time_ms, p80_ms=time_ms, samples=5)
-    values |= dict(device=GPU, versions={}, commit="c0ffee", dirty=False, time="2026-01-01")
-    return Speed(**values | fields)
+def speed(attention, implementation, seq_len, ms, batch=None):
+    times = dict(time_ms=ms, p20_ms=ms, p80_ms=ms, samples=5)
+    name = dict(attention=attention, implementation=implementation, seq_len=seq_len)
+    return logged(Speed, **name, **times, model="125m", batch=batch or 32768 // seq_len)
 
 
 def panel(rows, question="forward", lines=()):

@@ -1,7 +1,9 @@
 """What is measured of held-out text; NSA against dense attention over seeds, of posed runs."""
 
 import dataclasses
+import functools
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from bench.lm.recall import PASSAGE
 from bench.lm.share import Share
 from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
+from tests.measured import logged
 from tests.test_train import run_of, task
 
 WINDOW, WIDTH = 40, 400
@@ -259,50 +262,35 @@ def finds(over):
     return [[[[0.1, 0.1]] * 2], [[[0.1 + over, 0.1]] * 2]]
 
 
-def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="torch", **model):
-    name = {"framework": framework, "attention": attention, "implementation": "x"}
-    training = {"seed": seed, "steps": steps, "batch": 2, "seq_len": 2048, "lr": 0.1}
-    training |= {"warmup": 1}
-    measured = [held_out + 1.5, held_out - 0.5, held_out + 1]
-    header = log.Header(
-        **name,
-        model={"layers": 1, "dim": 8, "vocabulary": 300} | model,
-        training=training,
-        dtype="float32",
-        parameters=10 * 10**6 + (attention == "nsa"),
-        input_sha256="0" * 64,
-        device="cpu",
-        time="now",
-        versions={},
-        commit="abc",
-        first_step=0,
-        flops=1,
-        dirty=None,
-        epochs=0.5,
-    )
-    found = [
-        log.Evaluation(
-            **name, steps=at, measures=dict(zip(measures.KINDS, values, strict=True))
-        )
-        for at, values in ((5, [3.0, 2.0, 3.0]), (steps, measured))
+def lines(attention, seed, held_out, gain, steps=10, status="ok", **model):
+    make = functools.partial(logged, attention=attention)
+    nsa = attention == "nsa"
+    training = dict(seed=seed, steps=steps, batch=2, seq_len=2048, lr=0.1, warmup=1)
+    model = {"layers": 1, "dim": 8, "vocabulary": 300} | model
+    parameters = 10 * 10**6 + nsa
+    about = dict(model=model, training=training, parameters=parameters, epochs=0.5)
+    losses = {5: (3.0, 2.0, 3.0), steps: (held_out + 1.5, held_out - 0.5, held_out + 1)}
+    return [
+        make(log.Header, **about),
+        *(make(log.Step, step=i, loss=x) for i, x in enumerate((9.0, held_out + 2, held_out))),
+        *(
+            make(
+                log.Evaluation, steps=at, measures=dict(zip(measures.KINDS, each, strict=True))
+            )
+            for at, each in losses.items()
+        ),
+        make(
+            log.Summary,
+            status=status,
+            steps=steps,
+            held_out_loss=held_out,
+            recall_gain=gain,
+            copied_gain=gain,
+            copied_at={str(x): gain for x in measures.DISTANCES[:4]},
+            hits=[[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]] if nsa else None,
+            heads=finds(0.2 + 0.01 * seed) if nsa else None,
+        ),
     ]
-    end = log.Summary(
-        **name,
-        status=status,
-        steps=steps,
-        held_out_loss=held_out,
-        recall_gain=gain,
-        copied_gain=gain,
-        copied_at={str(x): gain for x in measures.DISTANCES[:4]},
-        hits=None if attention == "dense" else [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]],
-        heads=None if attention == "dense" else finds(0.2 + 0.01 * seed),
-    )
-    about = {"grad_norm": 1.0, "lr": 0.1, "time_ms": 1.0, "tokens_per_s": 1.0}
-    trained = [
-        log.Step(**name, step=step, loss=loss, **about)
-        for step, loss in ((0, 9.0), (1, held_out + 2), (2, held_out))
-    ]
-    return [header, *trained, *found, end]
 
 
 def changed(lines, kind, **values):
@@ -328,37 +316,11 @@ def of(found, measure, kind=1):
 
 
 def test_differences_are_of_pairs():
-    """0.1, 0.2, 0.3: mean 0.2, s = 0.1; 1, 1.5, 2: mean 1.5, s = 0.5."""
-    loss, gain = of(RUNS, "end"), of(RUNS, "recall")
-    assert loss.mean == pytest.approx(0.2) and loss.error == pytest.approx(0.1 / 3**0.5)
-    assert gain.mean == pytest.approx(1.5) and gain.error == pytest.approx(0.5 / 3**0.5)
-    assert loss.t == pytest.approx(0.2 / (0.1 / 3**0.5)) and loss.pairs == 3
-    assert loss.dense == pytest.approx(1.1)
+    """0.1, 0.2, 0.3: mean 0.2, s = 0.1."""
+    loss = of(RUNS, "end")
+    assert (loss.mean, loss.error) == pytest.approx((0.2, 0.1 / 3**0.5))
     # Of two degrees of freedom a twentieth lies beyond 2.92.
     assert loss.upper == pytest.approx(0.2 + 2.920 * 0.1 / 3**0.5, rel=1e-3)
-    (group,) = quality.groups(RUNS)
-    dense, nsa = quality.rows("all", group)
-    cells = dict(zip(quality.head("all"), nsa, strict=True))
-    assert cells["end"] == cells["new"] == "+0.200 ± 0.058 (t +3.5)"
-    assert cells["hit / chance"] == "0.10 0.31 / 0.10" and cells["seeds"] == "0, 1, 2"
-    assert cells["model, steps x rows"] == "10M, 10 x 2 x 2k" and cells["seen"] == "0.50"
-    cells = dict(zip(quality.head("all"), dense, strict=True))
-    assert (cells["end"], cells["area"]) == ("1.100", "2.100")  # without the warm-up's step
-
-
-def test_the_step_of_copying_lies_between_evaluations():
-    """1 less at step 5 and 2 less at step 10: 1.5 at 7.5. 2 less at step 5 already: 1.5 at 3.75."""
-    found = lines("dense", 0, 1.0, 1.0)
-    never = changed(found, log.Evaluation, measures={"new": 3.0, "near": 2.0, "far": 3.0})
-    early = changed(found, log.Evaluation, measures={"new": 3.0, "near": 1.0, "far": 3.0})
-    for each, cell in ((found, "8"), (never, "-"), (early, "4")):
-        (group,) = quality.groups({"a": each})
-        assert (
-            dict(zip(quality.head("all"), quality.rows("all", group)[0], strict=True))[
-                "copying"
-            ]
-            == cell
-        )
 
 
 def test_no_recall_of_short_rows():
@@ -450,75 +412,12 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     assert status == bool(broken) and (": NO" in capsys.readouterr().out) == bool(broken)
 
 
-BETTER = [f"{x}, -0.100 ± 0.001 (-0.10 to -0.10)" for x in ("2.50", "1.00")]
-
-
-@pytest.mark.parametrize(
-    ("runs", "cells"),
-    [
-        (five(-0.1), [*BETTER, "1.00, +0.000 ± 0.000 (+0.00 to +0.00)", "5", "yes"]),
-        (
-            five(-0.1, 0.96),
-            [*BETTER, "1.00, -0.040 ± 0.000 (-0.04 to -0.04)", "5", "no: recall as good"],
-        ),
-        (
-            RUNS,  # of two degrees of freedom a fortieth lies beyond 4.30: times 0.1 / 3**0.5
-            [
-                "2.60, +0.200 ± 0.248 (+0.10 to +0.30)",
-                "1.10, +0.200 ± 0.248 (+0.10 to +0.30)",
-                "1.00, +1.500 ± 1.242 (+1.00 to +2.00)",
-                *("3", "not decided"),
-            ],
-        ),
-    ],
-)
-def test_a_row_of_the_summary(runs, cells):
-    (group,) = quality.groups(runs)
-    (row,) = quality.rows("summary", group)
-    assert row == ["10M, 10 x 2 x 2k", "-", "10.0; 10.0", *cells]
-
-
-def test_a_row_of_the_bounds():
-    """Losses by their upper bounds, over dense attention's 2.5, 1 and 2; recall by its mean."""
-    (group,) = quality.groups(five(0.05, 0.96))
-    (row,) = quality.rows("bounds", group)
-    told = ["no: +2.0%", "no: +5.1%", "no: +2.5%", "no: -0.04"]
-    assert row == ["10M, 10 x 2 x 2k", "-", *told, "5"]
+def test_the_head_of_the_bounds():
     losses = [f"95 % bound at most {quality.BOUNDS[x]:+.1%}" for x in quality.UPPER]
     losses.append(f"mean at most {quality.BOUNDS['far']:+.1%}")
     rules = [*losses, f"mean at least {-quality.BOUNDS['recall']:+.2f}"]
     titles = [", ".join(x) for x in zip(quality.BOUNDS, rules, strict=True)]
     assert quality.head("bounds")[2:] == [*titles, "pairs"]
-    (group,) = quality.groups(RUNS)
-    assert quality.rows("bounds", group) == []
-
-
-def answer_row(kind, dense):
-    (row,) = quality.rows("answers", quality.Group("", [kind], dense))
-    return row
-
-
-def test_a_row_of_an_experiment():
-    """Of pairs; a run that never copies has no step; hits of the second layer, which are more."""
-    dense = quality.kind_of("dense", {str(i): lines("dense", i, 1.0, 1.0) for i in range(3)})
-    nsa = quality.kind_of("nsa", {str(i): lines("nsa", i, 1.1 + i / 10, 2.0) for i in (2, 0)})
-    assert answer_row(dense, dense) == [
-        *("2.500", "2.000", "1.000", "1.000", "8", "-", "-", "0, 1, 2"),
-    ]
-    found = answer_row(nsa, dense)
-    losses = ["+0.200 ± 0.100"] * 3
-    assert found == [*losses, "+1.000 ± 0.000", "8", "0.31 / 0.10", "0.31 / 0.10", "0, 2"]
-    assert len(found) == len(quality.head("answers"))
-    measures = {"new": 2.0, "near": 1.0, "far": 2.0}
-    late = changed(lines("nsa", 0, 1.1, 2.0), log.Evaluation, measures=measures)
-    never = quality.kind_of("nsa", {"a": late})
-    sometimes = quality.kind_of("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
-    assert answer_row(never, dense)[4] == "not yet"
-    assert answer_row(sometimes, dense)[4] == "8 (1 of 2 runs)"
-    bytes_ = quality.kind_of("nsa", {"a": lines("nsa", 0, 1.1, 2.0, vocabulary=256)})
-    assert answer_row(bytes_, dense)[4] == "-"
-    unmeasured = [x for x in late if not isinstance(x, log.Evaluation)]
-    assert answer_row(quality.kind_of("nsa", {"a": unmeasured}), dense)[4] == "-"
 
 
 @pytest.mark.parametrize(
@@ -538,87 +437,96 @@ def test_runs_that_are_no_kind_are_refused(found, message):
         quality.kind_of("nsa", found)
 
 
-def test_a_text_that_is_seen_again_is_marked():
-    """By the runs that say it: the oldest do not."""
-    again, unsaid = (
-        changed(lines(attention, 0, 1.0, 1.0), log.Header, epochs=epochs)
-        for attention, epochs in (("nsa", 4.17), ("dense", None))
-    )
-    (group,) = quality.groups({"a": again, "b": unsaid})
-    assert group.name == "10M, 10 x 2 x 2k, text seen 4.2 times"
-
-
-def test_the_summary_leaves_out_what_says_nothing():
-    """Fewer pairs than another kind, a single pair, and models that recall nothing yet."""
-    few = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
-    (group,) = quality.groups({"few": few, **five(0.0)})
-    assert [row[1] for row in quality.rows("summary", group)] == ["-"]
-    (group,) = quality.groups({"a": RUNS["a"]})
-    assert quality.rows("summary", group) == []
-    early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
-    (group,) = quality.groups(early)
-    assert quality.rows("summary", group) == []
-    (group,) = quality.groups(early | {"2": pair(2, (1.0, 0.3), (1.0, 0.05))})
-    assert len(quality.rows("summary", group)) == 1
-
-
 def with_heads(heads):
     """The pairs' runs, with what `heads` makes of a seed in place of theirs."""
-    runs = {
+    return {
         name: [
             dataclasses.replace(x, heads=heads(int(name))) if getattr(x, "heads", None) else x
             for x in each
         ]
-        for name, each in five(0.0).items()
+        for name, each in five(-0.1).items()
     }
-    (group,) = quality.groups(runs)
-    return group, group.kinds[1]
+
+
+def told(heads):
+    """What is told of selections by runs with such heads."""
+    (group,) = quality.groups(with_heads(heads))
+    return quality.selection(group, group.kinds[1])
 
 
 def test_a_selection_that_finds_no_copies():
-    (told,) = quality.selection(*with_heads(lambda seed: finds(0.01 * (seed % 2))))
-    assert not told.ok and told.question.startswith("selection finds copies, nsa")
-    (told,) = quality.selection(*with_heads(lambda seed: finds(0.2) if seed > 1 else None))
-    assert told.ok and "+0.200 ± 0.000 over another text, 3 seeds" in str(told)
-    group, kind = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
+    (found,) = told(lambda seed: finds(0.01 * (seed % 2)))
+    assert not found.ok and found.question.startswith("selection finds copies, nsa")
+    (found,) = told(lambda seed: finds(0.2) if seed > 1 else None)
+    assert found.ok and "+0.200 ± 0.000 over another text, 3 seeds" in str(found)
     with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
-        quality.selection(group, kind)
-    (row,) = quality.rows("summary", group)
-    assert row[-1] == "yes, but whether selections find copies is not decided"
+        told(lambda seed: finds(0.2) if seed > 2 else None)
 
 
-def test_what_selections_find_is_said_by_both_measures():
-    """At random places 0.3 to 0.34 in the second layer, where chance is 0.1."""
-    group, _ = with_heads(lambda seed: finds(0.2) if seed > 1 else None)
-    assert quality.rows("found", group) == [
-        [
-            *("10M, 10 x 2 x 2k", "-"),
-            *("yes: +0.220 ± 0.007, 5 seeds", "yes: +0.200 ± 0.000, 3 seeds"),
-        ]
-    ]
-    group, _ = with_heads(lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None)
-    assert quality.rows("found", group)[0][3] == "no: +0.003 ± 0.003, 3 seeds"
-    group, _ = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
-    assert quality.rows("found", group)[0][3] == "not decided"
-    (group,) = quality.groups({"0": five(0.0)["0"]})
-    assert quality.rows("found", group) == []
-
-
-def test_copies_by_distance_are_of_the_pairs_that_have_them():
-    runs = five(0.0)
+def tabled():
+    """Runs, and the tables that show what the name says."""
+    late = dict(zip(measures.KINDS, (2.0, 1.0, 2.0), strict=True))
+    a, never = RUNS["a"], changed(RUNS["a"], log.Evaluation, measures=late)
+    unpaired = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
+    early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
+    again = changed(lines("nsa", 0, 1.1, 2.0), log.Header, epochs=4.17)
+    unsaid = changed(lines("dense", 0, 1.0, 1.0), log.Header, epochs=None)
+    nothing = lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None
+    some = five(-0.1)
     for name in "012":
-        runs[name] = [
-            dataclasses.replace(x, copied_at=None)
-            if isinstance(x, log.Summary) and (name != "2" or x.attention == "nsa")
-            else x
-            for x in runs[name]
-        ]
-    (group,) = quality.groups(runs)
-    dense, nsa = quality.rows("distances", group)
-    assert dense[2:] == [*["1.000"] * 4, "-", "-", "-", "2, 3, 4"]
-    assert nsa[2:] == [*["+0.000 ± 0.000"] * 4, "-", "-", "-", "3, 4"]
-    (group,) = quality.groups({"0": runs["0"]})
-    assert quality.rows("distances", group) == []
+        without = changed(some[name], log.Summary, copied_at=None)
+        pairs = zip(some[name], without, strict=True)
+        some[name] = [y if name != "2" or y.attention == "nsa" else x for x, y in pairs]
+    yield "three pairs decide nothing", "all answers bounds summary", RUNS
+    yield "one pair says nothing", "answers found summary", {"a": a}
+    yield "better at the same recall", "bounds summary", five(-0.1)
+    yield "better, but for recall", "summary", five(-0.1, 0.96)
+    yield "worse, by 95 % bounds of losses and the mean of recall", "bounds", five(0.05, 0.96)
+    yield "fewer pairs than another kind", "summary", {"few": unpaired, **five(0.05)}
+    yield "no recall yet", "summary", early
+    yield "a little recall", "summary", early | {"2": pair(2, (1.0, 0.3), (1.0, 0.05))}
+    yield "runs that never copy", "all answers", {"a": never}
+    yield "some runs copy", "answers", RUNS | {"a": never}
+    yield (
+        "runs that copy early",
+        "all",
+        {"a": changed(never, log.Evaluation, measures=late | {"new": 3.0})},
+    )
+    yield "bytes", "answers", {"a": pair(0, (1.1, 2.0), (1.0, 1.0), vocabulary=256)}
+    yield "no measures", "answers", {"a": [x for x in a if not isinstance(x, log.Evaluation)]}
+    yield "a text seen again, by the runs that say so", "all", {"a": again, "b": unsaid}
+    yield (
+        "heads of three runs",
+        "found",
+        with_heads(lambda seed: finds(0.2) if seed > 1 else None),
+    )
+    yield (
+        "heads of two runs",
+        "found summary",
+        with_heads(lambda seed: finds(0.2) if seed > 2 else None),
+    )
+    yield "heads that find nothing", "found summary", with_heads(nothing)
+    yield "distances of some runs", "distances", some
+    yield "distances of no run", "distances", {"0": some["0"]}
+
+
+GOLDEN = Path(__file__).with_name("golden") / "quality.md"
+
+
+def tables():
+    found = []
+    for name, shown, runs in tabled():
+        (group,) = quality.groups(runs)
+        for table in shown.split():
+            cells = quality.rows(table, group)
+            text = quality.table(quality.head(table), cells) if cells else "no rows\n"
+            found.append(f"{name}: {table}\n\n{text}")
+    return "\n".join(found)
+
+
+def test_tables():
+    """Those of `golden/quality.md`, which `python -m tests.test_quality` writes again."""
+    assert GOLDEN.read_text() == tables()
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):
@@ -660,3 +568,7 @@ def test_runs_without_measures_are_not_decided():
     (group,) = quality.groups(runs)
     with pytest.raises(NotImplementedError, match=r"lack the measures \['new', 'far'\]"):
         quality.verdicts(group, group.kinds[1])
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(tables())

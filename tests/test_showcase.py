@@ -11,16 +11,13 @@ from bench import showcase
 from bench.harness import exit_status, process, records
 from bench.lm import log
 from tests import commands
+from tests.measured import logged
 
-SPEED = log.Speed(
-    framework="torch",
-    attention="nsa",
+SPEED = logged(
+    log.Speed,
     implementation="fa2 ranges=v2",
     model="125m",
-    dtype="bfloat16",
-    batch=8,
     seq_len=2048,
-    status="ok",
     time_ms=100.0,
     p20_ms=99.0,
     p80_ms=102.0,

@@ -38,6 +38,7 @@ from nsa_core.layer import LayerSpec
 from nsa_core.types import Branches
 from tests import commands, pretend
 from tests import parallel_worker as worker
+from tests.measured import logged
 from tests.parallel_worker import StopAt, learner_of, trained
 
 # Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
@@ -353,11 +354,9 @@ def test_the_rate_rises_then_falls():
 
 
 def lines(framework: str, attention: str, losses, held_out=1.0) -> list[log.Line]:
-    name = {"framework": framework, "attention": attention, "implementation": "x"}
-    numbers = {"grad_norm": 1.0, "lr": 1.0, "time_ms": 1.0, "tokens_per_s": 1.0}
-    steps = [log.Step(**name, step=i, loss=x, **numbers) for i, x in enumerate(losses)]
-    end = log.Summary(**name, status="ok", steps=len(losses), held_out_loss=held_out)
-    return [*steps, end]
+    name = {"framework": framework, "attention": attention}
+    steps = [logged(log.Step, **name, step=i, loss=x) for i, x in enumerate(losses)]
+    return [*steps, logged(log.Summary, **name, steps=len(losses), held_out_loss=held_out)]
 
 
 def test_verdicts():

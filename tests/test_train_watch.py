@@ -33,6 +33,7 @@ from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
 from bench.reports import page, sources
 from tests import commands
+from tests.measured import logged
 from tests.parallel_worker import StopAt, learner_of, task, trained
 from tests.test_train import command  # noqa: F401, a fixture
 
@@ -94,23 +95,15 @@ def test_what_a_run_leaves(tmp_path):
     assert "No gap in heartbeat_rank0.jsonl: yes" in text and "<td>0</td>" in text
 
 
-def line_of(kind, **values):
-    name = {"framework": "torch", "attention": "nsa", "implementation": "x"}
-    return kind(**name, **values)
-
-
 def looked(step: int, collapsed: float) -> log.Watch:
     names = "compressed selected sliding entropy entropy_min largest overlap".split()
     layer = dict(zip(names, (0.5, 0.5, 0.5, 1.0, 0.5, 0.4, 0.9), strict=True))
-    numbers = dict(loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0, mfu=None)
     layers = [layer | {"collapsed": x} for x in (0.0, collapsed)]
-    return line_of(log.Watch, step=step, layers=layers, **numbers)
+    return logged(log.Watch, step=step, layers=layers)
 
 
 def rates(values) -> list[log.Step]:
-    numbers = dict(loss=1.0, grad_norm=1.0, lr=1.0, time_ms=1.0)
-    steps = enumerate(values)
-    return [line_of(log.Step, step=i, tokens_per_s=x, **numbers) for i, x in steps]
+    return [logged(log.Step, step=i, tokens_per_s=x) for i, x in enumerate(values)]
 
 
 def test_verdicts_of_what_was_watched(tmp_path):
@@ -136,10 +129,8 @@ def test_verdicts_of_what_was_watched(tmp_path):
     )
 
 
-def header(parallel=None, dtype="float32", lr=1.0) -> log.Header:
-    values = dict(model={}, parameters=1, training={"lr": lr}, dtype=dtype, first_step=0)
-    values |= dict(flops=1, input_sha256="x", device="cpu", versions={}, commit=None)
-    return line_of(log.Header, **values, dirty=None, time="", parallel=parallel)
+def header(parallel=None, lr=1.0) -> log.Header:
+    return logged(log.Header, training={"lr": lr}, parallel=parallel)
 
 
 def test_losses_on_other_devices_are_compared():
@@ -186,9 +177,7 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
 
 
 def speed(devices: int, tokens_per_s: float, batch: int = 8) -> log.Speed:
-    values = dict(model="tiny", dtype="bfloat16", batch=batch, seq_len=64, status="ok")
-    values |= dict(device="gpu", versions={}, commit=None, dirty=None, time="")
-    return line_of(log.Speed, **values, devices=devices, tokens_per_s=tokens_per_s)
+    return logged(log.Speed, batch=batch, devices=devices, tokens_per_s=tokens_per_s)
 
 
 def test_scaling_is_a_verdict():
