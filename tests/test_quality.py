@@ -473,10 +473,10 @@ def tabled():
     unsaid = changed(lines("dense", 0, 1.0, 1.0), log.Header, epochs=None)
     nothing = lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None
     some = five(-0.1)
-    for name in "012":
+    for name, lost in {"0": "dense nsa", "1": "dense", "2": "nsa"}.items():
         without = changed(some[name], log.Summary, copied_at=None)
         pairs = zip(some[name], without, strict=True)
-        some[name] = [y if name != "2" or y.attention == "nsa" else x for x, y in pairs]
+        some[name] = [y if y.attention in lost else x for x, y in pairs]
     yield "three pairs decide nothing", "all answers bounds summary", RUNS
     yield "one pair says nothing", "answers found summary", {"a": a}
     yield "better at the same recall", "bounds summary", five(-0.1)
