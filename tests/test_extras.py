@@ -76,7 +76,7 @@ MISSING = [
     ("import nsa_bench.compare", "jinja2", "bench"),
     ("import bench.report", "matplotlib", "bench"),
     ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
-    ("from bench.lm import tokens; tokens.tokenizer('x')", "tokenizers", "data"),
+    ("from bench.lm import tokens; tokens.FromFile(b'', 'x')", "tokenizers", "data"),
 ]
 # What each of them ends with, in a process of its own.
 EACH = """
