@@ -49,7 +49,7 @@ class Append(TokenWords, Spec):
     separate: bool
     means: bool
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return dict.fromkeys(("N", "B", "pages", "table_pages"), NOMINAL_LENGTH)
 

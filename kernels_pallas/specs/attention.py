@@ -56,7 +56,7 @@ class AttentionSizes(Spec):
         """Describe a key, a value or a gradient of one, `[B, S, Hkv, width]`."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
-    @cached_property
+    @property
     def operands(self) -> dict[str, Array]:
         query = {"query": self.rows(self.D)}
         if self.fp8:

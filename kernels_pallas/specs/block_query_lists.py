@@ -158,7 +158,7 @@ class BlockQueryLists(Spec):
         """Number of tiles that may be gathered, if `limit` is set."""
         return cdiv(self.T, self.tile) if self.limit else 0
 
-    @cached_property
+    @property
     def selection(self) -> dict[str, Array]:
         """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
         `counts`.

@@ -37,7 +37,7 @@ class RowStats(Spec):
     gated: bool = False
     lse_grad: bool = False
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return {"B": 2, "T": NOMINAL_LENGTH}
 

@@ -23,11 +23,11 @@ class Combine(Spec):
     branches: int
     dtype: str
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return {"rows": NOMINAL_LENGTH}
 
-    @cached_property
+    @property
     def launch(self) -> dict[str, Any]:
         """Return the sizes and the grid of a launch. Each CTA processes a tile of 64 rows."""
         return {"sizes": {"rows": self.rows}, "grid": (cdiv(self.rows, ROWS),)}

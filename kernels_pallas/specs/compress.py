@@ -71,7 +71,7 @@ class Means(TokenWords, Spec):
     unit: int = 0
     placed: int = 0
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         places = NOMINAL_LENGTH // self.unit * self.unit if self.packed else self.places
         return {"B": 2, "S": NOMINAL_LENGTH, "places": places}

@@ -130,7 +130,7 @@ class Decode(Spec):
     fp8: bool = False
     rings: int = 0
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         lengths = dict.fromkeys(("B", "pages", "table_pages"), NOMINAL_LENGTH)
         return lengths | {"rings": NOMINAL_LENGTH if self.keeps else 0}
@@ -238,7 +238,7 @@ class Decode(Spec):
         """Number of slots for the best blocks of a warp."""
         return 16 if self.free <= 16 else LANES
 
-    @cached_property
+    @property
     def offsets(self) -> dict[str, int]:
         """The offset of each part of shared memory, and the end of all.
 

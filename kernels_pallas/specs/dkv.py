@@ -82,7 +82,7 @@ class Dkv(AttentionSizes):
     selection_entries: int = 0
     stored_rows: int = 0
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         length = "list_entries" if self.gathered else "interval_partials"
         lengths = dict.fromkeys(("work_items", length), NOMINAL_LENGTH)
@@ -166,7 +166,7 @@ class Dkv(AttentionSizes):
         stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
         return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
 
-    @cached_property
+    @property
     def passes(self) -> list[Self]:
         """The specs of the kernels: one for dk and dv together, or one for each gradient. In
         the second case the kernel of dk writes dS.
@@ -176,13 +176,13 @@ class Dkv(AttentionSizes):
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
         return [dataclasses.replace(self, **part) for part in parts]
 
-    @cached_property
+    @property
     def gradients(self) -> list[Self]:
         """A spec for each gradient that is computed, which computes only this gradient."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
-    @cached_property
+    @property
     def widths(self) -> dict[str, int]:
         """The widths of the gradients that are computed, by name."""
         widths = {"dk": self.D} if self.want_dk else {}
@@ -203,7 +203,7 @@ class Dkv(AttentionSizes):
     def key_tiles(self) -> int:
         return tile.cdiv(self.S, self.tile_keys)
 
-    @cached_property
+    @property
     def partials(self) -> dict[str, Array]:
         """The arrays of the float32 partial sums, by name. Lists have one partial per work item,
         and intervals have `interval_partials`.

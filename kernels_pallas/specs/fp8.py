@@ -55,7 +55,7 @@ class Rounding(TokenWords, Spec):
     dtype: str
     packed: bool = False
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return {"B": 2, "S": NOMINAL_LENGTH, "places": NOMINAL_LENGTH}
 
@@ -69,7 +69,7 @@ class Rounding(TokenWords, Spec):
         """Tiles of 64 slots."""
         return self.places // tile.ROWS
 
-    @cached_property
+    @property
     def tokens(self) -> dict[str, Array]:
         shape = self.B, self.S, self.Hkv
         return {
@@ -78,7 +78,7 @@ class Rounding(TokenWords, Spec):
             "end": int32(self.B),
         }
 
-    @cached_property
+    @property
     def sums(self) -> dict[str, Array]:
         """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. They have the sums of the
         two columns of a word in a chunk, then the largest absolute values of these columns.

@@ -55,7 +55,7 @@ class GatheredAttention(AttentionSizes):
     stays: bool = False  # the output already holds the rows that merge does not change
     stats_tile: tuple[int, int] = (0, 0)  # as in `SelectedAttention`
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         lengths = dict.fromkeys(("segment_tokens", "items"), NOMINAL_LENGTH)
         return super().nominal | lengths | {"segments": 1}
@@ -93,7 +93,7 @@ class GatheredAttention(AttentionSizes):
     def tile_grid(self) -> tuple[int, int]:
         return self.B * self.Hkv, cdiv(self.tiles, TILES_OF_CTA)
 
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
         return {
             "T": self.T,
@@ -122,7 +122,7 @@ class GatheredAttention(AttentionSizes):
     def _items(self) -> Array:
         return int32(self.segments * self.items, WORK_ITEM_INTS)
 
-    @cached_property
+    @property
     def _partial_inputs(self) -> dict[str, Array]:
         return {
             **self.operands,
@@ -136,7 +136,7 @@ class GatheredAttention(AttentionSizes):
         shape = self.B, self.segment_tokens, self.Hkv * self.n, self.group, width
         return Array(shape, self.dtype)
 
-    @cached_property
+    @property
     def _selection(self) -> dict[str, Array | bool]:
         return {
             "items": self.stays and self._items,

@@ -49,7 +49,7 @@ class IntervalAttention(AttentionSizes):
     sms: int = SMS
     before: bool = False
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         second = None if self.second_keys is None else NOMINAL_LENGTH
         return super().nominal | {
@@ -98,7 +98,7 @@ class IntervalAttention(AttentionSizes):
         """The number of work items. Each consists of `consumers` adjacent tiles."""
         return self.rows_of_keys * self.tiles // self.consumers
 
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
         first = {} if self.second_keys is None else {"first_row": self.first_row}
         return {
@@ -132,15 +132,15 @@ class IntervalAttention(AttentionSizes):
         """
         return self.has_room(self.D, self.Dv, self.D)
 
-    @cached_property
+    @property
     def _bounds(self) -> dict[str, Array]:
         return dict.fromkeys(("first_key", "key_end"), int32(self.B * self.tiles, ROWS))
 
-    @cached_property
+    @property
     def _inputs(self) -> dict[str, Array]:
         return {**self.operands, **self._bounds}
 
-    @cached_property
+    @property
     def _second_inputs(self) -> dict[str, Array]:
         if self.second_keys is None:
             return {}

@@ -103,7 +103,7 @@ class Scores(Spec):
     stages: int = 4
     held: int = 1024
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         """The nominal number of candidates is the largest one with the same tiling."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}

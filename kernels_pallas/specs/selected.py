@@ -106,7 +106,7 @@ class SelectedAttention(BlockListSizes):
     key_stages: int = 1  # stages of attention (`forward_stages`, `dq_stages`), not of the lists
     value_stages: int = 1
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return super().nominal | {"pages": self.pages and NOMINAL_LENGTH // self.block}
 
@@ -119,7 +119,7 @@ class SelectedAttention(BlockListSizes):
         """Whether forward computes P V of a block during the work on the next block."""
         return overlap_pv(self.D, self.Dv, self.block)
 
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
         found = {"T": self.T, "tiles": self.tiles}
         return found | ({"pages": self.pages} if self.pages else {})
@@ -131,7 +131,7 @@ class SelectedAttention(BlockListSizes):
     def grid(self) -> tuple[int, ...]:
         return self.B * self.Hkv, self.tiles
 
-    @cached_property
+    @property
     def _inputs(self) -> dict[str, Array]:
         lists, pages = (self.B, self.Hkv, self.tiles), {}
         if self.pages:

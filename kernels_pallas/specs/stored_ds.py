@@ -52,7 +52,7 @@ class StoredDsQuery(BlockListSizes):
 
     block = KEYS
 
-    @cached_property
+    @property
     def nominal(self) -> dict[str, Any]:
         return super().nominal | {"stored_rows": 2}
 

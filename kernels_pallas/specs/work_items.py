@@ -363,7 +363,7 @@ class WorkItems:
         step = 1 if self.halving else self.lists.rows
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
 
-    @cached_property
+    @property
     def outputs(self) -> dict[str, Array]:
         """`table`; if `halving` also `first` and `count`."""
         lists = self.lists
@@ -371,7 +371,7 @@ class WorkItems:
         table = {"table": int32(lists.rows * sum(self.capacities), WORK_ITEM_INTS)}
         return table | ({"first": by_tile, "count": by_tile} if self.halving else {})
 
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the lists and of the segments. If `halving`, they include the sizes of
         each segment, and the last segment is repeated.
