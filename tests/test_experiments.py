@@ -24,7 +24,7 @@ from bench.lm import (
 )
 from nsa_torch import NSAAttention, functional
 from tests import commands, pretend
-from tests.test_train import run_of, task
+from tests.test_train import SIZES, run_of, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
 SMALL = experiments.Experiment("?", "tiny", ("dense", "sigmoid"), (0, 1))
@@ -35,10 +35,7 @@ def command(tmp_path, monkeypatch):
     """Runs the command on a small corpus; status and names of runs, in their order."""
     monkeypatch.setitem(experiments.SETTINGS, "tiny", TINY)
     monkeypatch.setitem(experiments.EXPERIMENTS, "small", SMALL)
-    layer = dict(
-        dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
-    )
-    model = {"layer": spec.LayerSpec(**layer), "layers": 1, "hidden": 8}
+    model = {"layer": spec.LayerSpec(**SIZES), "layers": 1, "hidden": 8}
     monkeypatch.setitem(spec.MODELS, "tiny", model)
     tokens = np.random.default_rng(0).integers(0, 260, 6000).astype(np.uint16)
     tokens[0] = 0
@@ -205,9 +202,7 @@ def test_the_selection_s_loss_of_several_devices_is_refused(tmp_path):
 
 def small_layer():
     torch.manual_seed(0)
-    sizes = dict(
-        dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
-    )
+    sizes = SIZES | dict(n_heads=4, n_kv_groups=2)
     x = torch.randn(2, 100, 16) + 3 * torch.randn(2, 25, 16).repeat_interleave(4, dim=1)
     return NSAAttention(**sizes, gate="head", phi="avg"), x
 

@@ -23,6 +23,7 @@ from nsa_torch.kernel_path import SAVING
 from nsa_torch.operators import SHARED_KV
 from nsa_torch.torch_ops import TorchOps
 from tests import commands, planned, pretend
+from tests.tables import table
 
 LAYER, OTHER = "gathered, G=1", "gathered, G=8, 16 selected"
 
@@ -119,46 +120,16 @@ def test_only_racecheck_watches_some_kernels(sanitizer, tmp_path):
     assert watched == {"racecheck"} and "kns=" not in logs["memcheck", ""]
 
 
-FAULTS = [
-    ({f"memcheck {LAYER}": 2}, {}, ("memcheck", LAYER), "memcheck found 2"),
-    ({f"racecheck {OTHER}": 1}, {}, ("racecheck", OTHER), "racecheck found 1"),
-    ({f"synccheck {LAYER}": None}, {}, ("synccheck", LAYER), "no summary of synccheck"),
-    ({"memcheck --planted=memcheck": 0}, {}, ("memcheck", ""), "not find the planted fault"),
-    (
-        {"racecheck --planted=racecheck": None},
-        {},
-        ("racecheck", ""),
-        "not find the planted fault",
-    ),
-    ({"memcheck --planted=memcheck": -2}, {}, ("memcheck", ""), "not find the planted fault"),
-    (
-        {},
-        {f"memcheck {LAYER}": {"digest": "b"}},
-        ("memcheck", LAYER),
-        "other bits than without a tool",
-    ),
-    ({}, {f"synccheck {LAYER}": {"fault": "no tile"}}, ("synccheck", LAYER), "no tile"),
-    ({}, {f"alone {LAYER}": {"fault": "2 results"}}, ("alone", LAYER), "2 results"),
-    ({}, {f"memcheck {LAYER}": {"exit": 7}}, ("memcheck", LAYER), "exit status 7"),
-    ({}, {f"memcheck {LAYER}": {"silent": True}}, ("memcheck", LAYER), "it said nothing"),
-    (  # An address that is wrong ends the program.
-        {f"memcheck {LAYER}": 3},
-        {f"memcheck {LAYER}": {"exit": 1, "silent": True}},
-        ("memcheck", LAYER),
-        "memcheck found 3",
-    ),
-]
-
-
-@pytest.mark.parametrize(("found", "said", "where", "reason"), FAULTS)
-def test_what_is_wrong(found, said, where, reason, sanitizer, tmp_path):
-    sanitizer(found, said)
+@pytest.mark.parametrize("row", table("memory_check"), ids=lambda row: row["reason"])
+def test_what_is_wrong(row, sanitizer, tmp_path):
+    where = tuple(row["where"])
+    sanitizer(row.get("found"), row.get("said"))
     status, lines = check(tmp_path)
     assert status == exit_status.WRONG
     wrong = {x for x, line in lines.items() if line["status"] == "wrong"}
     # Nothing is run under a tool that is not believed, nor what is wrong alone.
     assert any(x[0] == where[0] and x[1] for x in lines) == bool(where[1])
-    assert wrong == {where} and reason in lines[where]["reason"]
+    assert wrong == {where} and row["reason"] in lines[where]["reason"]
     tools = {tool for tool, layer in lines if layer == LAYER}
     assert (tools == {"alone"}) == (where[0] == "alone")
 

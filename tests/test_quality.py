@@ -13,12 +13,13 @@ from bench.lm.data import Batch
 from bench.lm.ranks import Ranks
 from bench.lm.recall import PASSAGE
 from bench.lm.share import Share
-from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
 from tests.measured import logged
 from tests.test_train import run_of, task
 
 WINDOW, WIDTH = 40, 400
+SIZES = dict(l=8, d=4, l_sel=16, n_sel=6, w=WINDOW)
+CONFIG = LayerSpec(dim=8, n_heads=1, n_kv_groups=1, d_k=8, d_v=8, **SIZES).config
 
 
 def rows(count=50, seed=0):
@@ -177,21 +178,18 @@ def test_measures_are_means_of_the_losses_of_targets(tmp_path, attention):
 
 def test_a_hit_is_the_block_of_the_next_token():
     """The passage stands at 70: with blocks of 16 the copy goes on from blocks 4 to 8."""
-    config = NSAConfig(
-        compress_block=8, compress_stride=4, select_block=16, num_selected=6, window=40
-    )
     length, start = 399, 70
     indices = np.full((length, 2, 6), -1)
     for query in range(length - PASSAGE, length):
         source = start + query + 1 - (length + 1 - PASSAGE)
         indices[query, 0, 3] = source // 16
         indices[query, 1, 3] = source // 16 + 1
-    hits = measures.hit(indices, start, config)
+    hits = measures.hit(indices, start, CONFIG)
     assert hits[:, 0].tolist() == [1.0, 0.0]
     own = np.arange(length - PASSAGE + 1 + measures.KNOWN, length - 1) // 16
     assert hits[:, 1] == pytest.approx((3 / (own + 1 - 3)).mean())
     near = length - PASSAGE - 5  # in forced blocks
-    assert measures.hit(indices, near, config) is None
+    assert measures.hit(indices, near, CONFIG) is None
 
 
 class Selects:
@@ -199,10 +197,7 @@ class Selects:
     that follow what stood before the query's last four tokens; as many at random; those before
     the forced ones, as models do that look at what is near."""
 
-    ranks, share = Ranks(), Share(1)
-    config = NSAConfig(
-        compress_block=8, compress_stride=4, select_block=16, num_selected=6, window=40
-    )
+    ranks, share, config = Ranks(), Share(1), CONFIG
 
     def __init__(self):
         self.random = np.random.default_rng(0)
@@ -232,8 +227,7 @@ def test_what_selections_find_of_copies():
     what is near hits less, which says nothing on copies: rows decide in which another text stands
     there, and a passage just beyond the window, where models can copy."""
     tokens = np.random.default_rng(1).integers(0, 250, (30, WIDTH))
-    sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 6, "w": 40}
-    layer = LayerSpec(dim=8, n_heads=3, n_kv_groups=3, d_k=8, d_v=8, **sizes)
+    layer = LayerSpec(dim=8, n_heads=3, n_kv_groups=3, d_k=8, d_v=8, **SIZES)
     found = measures.copies(Selects(), [Batch(x[None]) for x in tokens], layer, (0,), True)
     assert found["recall_gain"] == found["copied_gain"] == 0
     ((_, chance),) = found["hits"]

@@ -180,12 +180,8 @@ def test_damaged_files_are_named(tmp_path):
         sources.read([path])
     path.unlink()
     records.append(path, [record("sliding", "fa2", 1.0)] * 2)
-    whole = path.read_text()
-    path.write_text(whole[:-20])
+    path.write_text(path.read_text()[:-20])
     with pytest.raises(ValueError, match=r"rows.jsonl:2 must be a complete JSON line"):
-        sources.read([path])
-    path.write_text(whole.replace('"status": "ok"', '"status": "fine"', 1))
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: status must be"):
         sources.read([path])
 
 

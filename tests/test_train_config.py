@@ -86,31 +86,6 @@ def test_faults_name_file_and_key(text, tmp_path):
         config_file.read(str(path))
 
 
-@pytest.mark.parametrize(
-    "change", ["lr=fast", "steps=1.5", "seq_len=[1]", "dtype=f8", "steps=0", "out=5"]
-)
-def test_faults_of_values_that_flags_have(own, change):
-    own()
-    _, values, _ = config_file.read(None, [f"train.{change}"])
-    with pytest.raises(ValueError, match=rf"train\.{change.partition('=')[0]}: "):
-        config_file.apply(values, (train.FLAGS, flags.FLAGS))
-
-
-CHANGES = {
-    "train.lrr=1": "--set: unknown key 'train.lrr'",
-    "train.eps=fast": "--set: train.eps: Input should be a valid number",
-    "train.lr": "--set must be key=value, got 'train.lr'",
-    "train.lr=[": "--set train.lr must have a value in YAML",
-    "train={lr: 1, lr: 2}": "--set train must have .* key 'lr' occurs twice",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_faults_of_changes(change):
-    with pytest.raises(ValueError, match=CHANGES[change]):
-        config_file.read("tiny", [change])
-
-
 @pytest.mark.parametrize("name", ["lr", "clip", "eps", "weight_decay"])
 def test_training_is_of_finite_numbers(name):
     """They are lines of JSON too."""
