@@ -4,10 +4,10 @@ import csv
 import dataclasses
 import types
 
-from absl import flags
+from absl import app, flags
 from absl.testing import flagsaver
 
-from bench.harness import command, records
+from bench.harness import cli, command, records
 from nsa_core.dispatch import Implementation
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
@@ -36,6 +36,15 @@ def parsed(own, *words, **how):
         own[flag].unparse()
     own.unparse_flags()
     return own(words, **how)
+
+
+def start(main, *arguments):
+    """The status that the program would end with."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    if "verbosity" not in flags.FLAGS:
+        app.define_help_flags()
+    return cli._start(main, True, ["summarize", *arguments])
 
 
 def results(module, folder):

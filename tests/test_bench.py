@@ -247,22 +247,13 @@ class TestInputs:
         indices = jnp.array([[0, 1, 2], [0, 2, 3], [4, 5, 6], [4, -1, -1]])[None, :, None]
         assert float(problems.overlap(indices)) == pytest.approx((2 / 3 + 0 + 1) / 3)
 
-    def test_settings(self, tmp_path):
+    def test_settings(self):
         base = problems.settings("base")
         assert base.nsa == NSAConfig() and base.model.rope_base == 1e4
         assert (base.model.d_k, base.model.d_v, base.model.dim) == (192, 128, 2560)
         assert problems.settings("seed").runtime.batch == 8
         for name in ("paper", "smallgroup", "tiny"):
             problems.settings(name)
-        path = tmp_path / "bad.yaml"
-        path.write_text("runtime: {seqlen: 7}")
-        with pytest.raises(ValueError, match="seqlen: unknown key"):
-            problems.settings(path)
-        path.write_text("runtime: {precision: bf8}")
-        with pytest.raises(
-            ValueError, match="precision: Input should be 'bf16', 'f16' or 'f32', got 'bf8'"
-        ):
-            problems.settings(path)
         assert set(config_files.load("base")) == {"model", "nsa", "runtime"}
 
 

@@ -34,7 +34,7 @@ from bench import (
 from bench.harness import cli, exit_status, heartbeat, problems, records
 from bench.harness.process import ROOT
 from nsa_core import debug
-from tests.commands import called
+from tests.commands import called, start
 from tests.measured import record
 from tests.tables import table
 
@@ -169,15 +169,6 @@ def test_bad_flags_are_usage_errors(capsys):
     for name in ("log", "log_limit"):
         flags.FLAGS[name].unparse()
     flags.FLAGS(["test"])
-
-
-def start(main, *arguments):
-    """The status that the program would end with."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["test"])
-    if "verbosity" not in flags.FLAGS:
-        app.define_help_flags()
-    return cli._start(main, True, ["summarize", *arguments])
 
 
 def raising(error):

@@ -374,6 +374,19 @@ def test_runs_that_are_no_pairs_are_refused(change, message):
         quality.groups(RUNS | change)
 
 
+@pytest.fixture
+def command(tmp_path, capsys):
+    """The command on files of these runs: its exit status and what it prints."""
+
+    def call(runs):
+        for name, each in runs.items():
+            log.append(tmp_path / name, each)
+        status = quality.main(["", *(str(tmp_path / name) for name in runs)])
+        return status, capsys.readouterr()
+
+    return call
+
+
 def five(apart, recall=1.0, spread=0.001):
     """Pairs whose losses are `apart` on average."""
     shifts = (-spread, 0, 0, 0, spread)
@@ -394,16 +407,14 @@ def five(apart, recall=1.0, spread=0.001):
         (five(0.05), ["new", "end", "far"]),
     ],
 )
-def test_bounds_decide(runs, broken, tmp_path, capsys):
+def test_bounds_decide(runs, broken, command):
     (group,) = quality.groups(runs)
     told = quality.verdicts(group, group.kinds[1])
     assert [x.question.split()[0] for x in told if not x.ok] == broken
     (found,) = quality.selection(group, group.kinds[1])
     assert found.ok and "best head: +0.220 ± 0.007 over another text, 5 seeds" in str(found)
-    for name, each in runs.items():
-        log.append(tmp_path / name, each)
-    status = quality.main(["", *(str(tmp_path / name) for name in runs)])
-    assert status == bool(broken) and (": NO" in capsys.readouterr().out) == bool(broken)
+    status, said = command(runs)
+    assert status == bool(broken) and (": NO" in said.out) == bool(broken)
 
 
 def test_the_head_of_the_bounds():
@@ -523,11 +534,8 @@ def test_tables():
     assert GOLDEN.read_text() == tables()
 
 
-def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):
-    for name, each in RUNS.items():
-        log.append(tmp_path / name, each)
-    status = quality.main(["", *(str(tmp_path / name) for name in RUNS)])
-    said = capsys.readouterr()
+def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(command):
+    status, said = command(RUNS)
     assert (
         status == quality.exit_status.NOT_MEASURED
         and "needs 5 seeds, got the seeds [0, 1, 2]" in said.err
@@ -539,18 +547,15 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
     )
 
 
-def test_dense_runs_alone_decide_nothing(tmp_path, capsys):
-    log.append(tmp_path / "dense", lines("dense", 0, 1.0, 1.0))
-    assert quality.main(["", str(tmp_path / "dense")]) == quality.exit_status.NOT_MEASURED
-    assert "not decided, since no run has NSA" in capsys.readouterr().err
+def test_dense_runs_alone_decide_nothing(command):
+    status, said = command({"dense": lines("dense", 0, 1.0, 1.0)})
+    assert status == quality.exit_status.NOT_MEASURED
+    assert "not decided, since no run has NSA" in said.err
 
 
-def test_a_kind_of_few_pairs_hides_no_verdict_on_others(tmp_path, capsys):
+def test_a_kind_of_few_pairs_hides_no_verdict_on_others(command):
     runs = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
-    for name, each in runs.items():
-        log.append(tmp_path / name, each)
-    status = quality.main(["", *(str(tmp_path / name) for name in runs)])
-    said = capsys.readouterr()
+    status, said = command(runs)
     assert status == quality.exit_status.WRONG and "new as good, nsa, 10M" in said.out
     assert "needs 5 seeds, got the seeds [0]" in said.err
 

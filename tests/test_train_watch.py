@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from absl import app, flags
+from absl import flags
 
 from bench import scale, train
 from bench.harness import cli, launchers
@@ -390,21 +390,12 @@ def test_other_commands_are_one_process(monkeypatch, capsys):
     for name, value in LAUNCHED["torchrun"].items():
         monkeypatch.setenv(name, value)
     ran = []
-    assert exit_status_of(ran.append) == 2 and not ran
+    assert commands.start(ran.append) == 2 and not ran
     assert "torchrun started 2 processes (WORLD_SIZE=2)" in capsys.readouterr().err
     scale.FLAGS(["scale"])
     with pytest.raises(ValueError, match="torchrun started 2 processes"):
         scale.main(["scale"])
     scale.FLAGS.unparse_flags()
-
-
-def exit_status_of(main):
-    """Of a command that is not for several processes."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["test"])
-    if "verbosity" not in flags.FLAGS:
-        app.define_help_flags()
-    return cli._start(main, True, ["summarize"])
 
 
 def test_a_lost_rank_is_an_exit_status(command, monkeypatch, capsys):  # noqa: F811
