@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -30,8 +31,10 @@ def results():
     """Of one process at a time: a kernel ends it, one raises, one comes all the same."""
     kernels = [ending(Broken("last words")), broken(Broken("too wide")), ANY_LENGTH]
     shown = []
-    found = dict(building.build(kernels, 1, lambda *progress: shown.append(progress)))
+    with mock.patch.object(building, "started", wraps=building.started) as started:
+        found = dict(building.build(kernels, 1, lambda *progress: shown.append(progress)))
     assert shown == [(1, 3), (2, 3), (3, 3)]
+    assert started.call_count == 1  # the kernel that ends the process is the last
     return [found[i] for i in range(3)]
 
 

@@ -379,8 +379,12 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
     assert command.main(["--preset=paper", "--decode", out]) == 0 and asked[-1]
     assert not any(asked[:-1]) and "2 kernels of paper in " in capsys.readouterr().out
+    assert command.main(["--clear", "--preset=paper", out]) == 0
+    removed, built = capsys.readouterr().out.splitlines()
+    assert removed == f"3 kernels removed from {tmp_path / 'out'}"
+    assert built.startswith("2 kernels of paper in ")
     assert command.main(["--clear", out]) == 0
-    assert capsys.readouterr().out == f"3 kernels removed from {tmp_path / 'out'}\n"
+    assert capsys.readouterr().out == f"2 kernels removed from {tmp_path / 'out'}\n"
     pretend.machine(monkeypatch, kernels_of_preset=[kernel(13)])
     assert command.main(["--preset=seed", out]) == 1
     assert "sample could not be built:\n13" in capsys.readouterr().err
