@@ -112,7 +112,8 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     """
     merged = config_files.overlay(config_files.load("base"), config_files.load(name))
     given = {name: x for name, x in (runtime or {}).items() if x is not None}
-    merged = config_files.overlay(merged, {"runtime": given})
+    if given:  # a section that is no mapping stays, and is refused below
+        merged = config_files.overlay(merged, {"runtime": given})
     return config_files.build(Settings, merged)
 
 
