@@ -193,7 +193,7 @@ class TestInputs:
         found = text.corpus(4, tmp_path)
         assert bytes(found.tokens) == b"aaab"
         assert found.sha256 == hashlib.sha256(b"aaab").hexdigest()
-        with pytest.raises(ValueError, match="has 5 bytes, expected 6"):
+        with pytest.raises(ValueError, match="must have at least 6 bytes, got 5"):
             text.corpus(6, tmp_path)
 
     def test_corpus_of_this_python_is_stable(self):
