@@ -385,6 +385,7 @@ def test_a_damaged_line_is_named(tmp_path):
 
 
 SMALL = ("--seq_len=64", "--batch=1", "--steps=3", f"--corpus_bytes={CORPUS}")
+SMALL = (*SMALL, "--set=model.layers=1", "--set=model.dim=32")
 
 
 @pytest.fixture
@@ -443,9 +444,13 @@ DENSE_ALL = (
     "dense math {0} ok",
 )
 SPEEDS = {  # flags, the exit status, and the rows
-    "--lengths=32,64 --dense=all": (
+    "--lengths=32,64 --dense=all --set=model.layers=1 --set=model.dim=32": (
         0,
-        [f"tiny {row.format(shape)}" for shape in ("32 2", "64 1") for row in DENSE_ALL],
+        [
+            f"tiny-changed {row.format(shape)}"
+            for shape in ("32 2", "64 1")
+            for row in DENSE_ALL
+        ],
     ),
     "--lengths=32 --attention=nsa --gate=sigmoid,head,sigmoid": (
         0,
