@@ -63,6 +63,6 @@ def test_a_description_that_names_more_is_refused(kept, what):
     else:
         path.write_bytes(b"ctorch.distributed.checkpoint.metadata\nos.system\n.")
         named = r"torch\.distributed\.checkpoint\.metadata\.os\.system"
-    with pytest.raises(ValueError, match=f"only by the sizes of tensors, got {named}"):
+    with pytest.raises(ValueError, match=f"must contain only sizes of tensors, got {named}"):
         shards.whole_tensors(kept)
     assert not planted.exists()

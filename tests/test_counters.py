@@ -48,7 +48,7 @@ def test_launches_that_ncu_did_not_see_are_an_error():
 def test_an_unknown_row_is_named_where_ncu_is_missing_too(monkeypatch):
     pretend.gpu(monkeypatch)
     monkeypatch.setattr(counters.shutil, "which", lambda _: None)
-    with pytest.raises(ValueError, match="known: 64k"):
+    with pytest.raises(ValueError, match="the names are 64k"):
         commands.called(counters, "--only=65k")
     with pytest.raises(NotImplementedError, match="ncu"):
         commands.called(counters, "--only=8k")

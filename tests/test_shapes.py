@@ -91,7 +91,7 @@ def test_waves(asked, tmp_path, monkeypatch):
 
 
 def test_an_unknown_shape(tmp_path):
-    with pytest.raises(ValueError, match="known: 64k; 64k, 192 and 128"):
+    with pytest.raises(ValueError, match="the names are 64k; 64k, 192 and 128"):
         run(f"--out={tmp_path / 'out'}", "--only=65k")
 
 

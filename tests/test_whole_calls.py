@@ -68,5 +68,5 @@ def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
 
 
 def test_an_unknown_row(posed):
-    with pytest.raises(ValueError, match="known: 64k; 64k, neighbours alike"):
+    with pytest.raises(ValueError, match="the names are 64k; 64k, neighbours alike"):
         run("--only=65k")
