@@ -435,9 +435,13 @@ class NSAAttention(nnx.Module):
         padding = "mark padding by negative segment_ids; rows of a cache have no padding"
         packed = {"segment_ids": segment_ids, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
-        if kv is not None and not (prefill or isinstance(kv.length, jax.core.Tracer)):
-            if not np.asarray(kv.length).any():
-                raise ValueError("kv must hold tokens if prefill=False, got an empty cache")
+        if (
+            kv is not None
+            and not prefill
+            and not isinstance(kv.length, jax.core.Tracer)
+            and not np.any(kv.length)
+        ):
+            raise ValueError("kv must hold tokens if prefill=False, got an empty cache")
         batch, length, _ = x.shape
         shards: dict[str, Any] = {}
         if self.context_axis is None:

@@ -47,7 +47,6 @@ SHAPE = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 HELD = 32  # rows held out, the last of the text
-PROJECTIONS = ["W_Q", "W_K", "W_V", "out"]  # what LoRA adapts with kv="shared"
 LORA_RATE = 5  # times the rate of all weights: adapters start at zero and need larger steps
 COLUMNS = "loss", "within", "beyond", "recall", "copied"
 
@@ -229,8 +228,11 @@ def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
             f"--runs={run} needs peft, which is not installed; run pip install peft"
         )
     peft: Any = importlib.import_module("peft")
+    # peft ignores names that the model does not have, so they are those of its branches
+    branches = itertools.chain.from_iterable(model.config.layer_spec.key_values)
+    projections = ["W_Q", *dict.fromkeys(branches), "out"]
     adapters = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS
+        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=projections
     )
     return peft.get_peft_model(model, adapters)
 
@@ -264,7 +266,7 @@ def main(argv: Sequence[str]) -> int:
         about |= {"preset": dataclasses.asdict(preset)}
         print(markdown.table(["run", "steps after", *COLUMNS]), end="")
         after = range(preset.steps, preset.steps + preset.after)
-        due = {0, preset.after, *(preset.every * 2**i for i in range(preset.after))}
+        due = {0, preset.after, *(preset.every << i for i in range(preset.after.bit_length()))}
         for run in ("dense", *FLAGS.runs):
             model: Any = dense
             if run != "dense":

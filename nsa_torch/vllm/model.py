@@ -150,11 +150,9 @@ class NSAForCausalLM(nn.Module):
             if name == HEAD and self.config.tie_word_embeddings:
                 head = weight
                 continue
-            if name not in own or own[name].shape != weight.shape:
-                if name not in own:
-                    raise ValueError(
-                        f"weight {name} must belong to the model, got an unknown name"
-                    )
+            if name not in own:
+                raise ValueError(f"weight {name} must belong to the model, got an unknown name")
+            if own[name].shape != weight.shape:
                 wanted = tuple(own[name].shape)
                 raise ValueError(
                     f"weight {name} must have shape {wanted}, got {tuple(weight.shape)}"
