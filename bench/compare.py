@@ -89,7 +89,8 @@ FLAGS = cli.define(
 command.define_names(
     "peers",
     peers.NAMES,
-    "Other libraries to measure in torch (separated by commas; repeatable).",
+    "Other libraries to measure in torch (separated by commas; repeatable). Dense attention of "
+    "installed FlashAttention packages is always measured.",
     FLAGS,
 )
 
@@ -173,12 +174,14 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
     forms += ["packed"] if FLAGS.packed else []
     whole = [(r, job) for r, job in plan if job.branch == "all" and not job.unsupported]
     plan += [(r, in_form(form, r, job, settings)) for form in forms for r, job in whole]
-    if FLAGS.peers:
-        torch = next((runner for runner in runners if runner.framework == "torch"), None)
-        if torch is None:
-            raise ValueError(f"peers need --framework torch or both, got {FLAGS.framework}")
-        found = peers.jobs(asked(settings, torch), branches, FLAGS.peers)
-        plan += [(torch, dataclasses.replace(job, asked=True)) for job in found]
+    torch = next((runner for runner in runners if runner.framework == "torch"), None)
+    if torch is not None:
+        problem = asked(settings, torch)
+        named = peers.jobs(problem, branches, FLAGS.peers)
+        plan += [(torch, dataclasses.replace(job, asked=True)) for job in named]
+        plan += [(torch, job) for job in peers.dense(problem, branches, FLAGS.peers)]
+    elif FLAGS.peers:
+        raise ValueError(f"peers need --framework torch or both, got {FLAGS.framework}")
     return plan
 
 

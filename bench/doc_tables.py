@@ -22,7 +22,7 @@ is one value, or several values separated by commas. The other tables are functi
 | `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
 | `parity` | the worst error of each path, from all records of `bench.compare` | |
-| `crossovers` | the answers of the first chart of `bench.report` | |
+| `crossovers` | the answers of the first chart of `bench.report` | `device` |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
@@ -61,6 +61,7 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
+CHARTED = "nvidia-h200"  # the device of `docs/crossover.svg`
 DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/README.md")
 DOCUMENTS += ("bench/records/log/quality_tables.md",)
 MARKER = re.compile(
@@ -69,7 +70,7 @@ MARKER = re.compile(
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records only show correctness
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
-USUAL = "cudnn", "flash"  # dense kernels that every torch on CUDA has
+DENSE = "cudnn", "flash", "fa4"  # the fastest of these is compared with NSA
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -122,17 +123,17 @@ def _time(line: Line | None) -> str:
     return MISSING if line is None else cell("{time_ms:ms}", line)
 
 
-def summary(device: str = "nvidia-h200") -> str:
-    """Return the times of NSA and of the faster dense kernel on some problems, and of packed
+def summary(device: str = CHARTED) -> str:
+    """Return the times of NSA and of the fastest dense kernel on some problems, and of packed
     rows.
     """
     found, lines = [], {mode: chosen("attention", device, mode=mode) for mode in PASSES}
     for what, sizes in KINDS["summary"].items():
         for mode, which in PASSES.items():
             about = sizes | {"framework": "torch", "input": "random"}
-            ours, *others = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *USUAL))
+            ours, *others = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *DENSE))
             dense = [x for x in others if x and x["status"] == "ok"]
-            if ours is None or len(dense) < len(USUAL):
+            if ours is None or len(dense) < len(DENSE):
                 raise ValueError(f"{device} must have records of {what}, got none")
             found.append((which, what, ours, min(dense, key=lambda x: x["time_ms"])))
     # The first shape of `bench.packed`, compared with separate rows.
@@ -254,20 +255,18 @@ def first_call(device: str) -> str:
     return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
 
 
-def _crossovers() -> tuple[str, list[crossover.Panel]]:
-    """Return the device, and its part of the first chart of `bench.report`, computed from all
-    of its records.
-    """
-    report = sources.read(sorted(DEVICE.glob("*.jsonl")))
-    (found,) = crossover.panels(report.records, report.training_lines).items()
+def _crossovers(device: str) -> list[crossover.Panel]:
+    """Return the first chart of `bench.report`, computed from all records of the device."""
+    report = sources.read(sorted((DEVICE.parent / device).glob("*.jsonl")))
+    (found,) = crossover.panels(report.records, report.training_lines).values()
     return found
 
 
-def crossovers() -> str:
+def crossovers(device: str = CHARTED) -> str:
     """Return the table of crossovers in that chart."""
     rows = (
         [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
-        for x in _crossovers()[1]
+        for x in _crossovers(device)
     )
     return table(["what", "NSA is faster", "measured", "commit"], rows)
 
@@ -398,7 +397,7 @@ def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
 
 def crossover_picture(old: str) -> str:
     """Return `docs/crossover.svg`."""
-    _, each = _crossovers()
+    each = _crossovers(CHARTED)
     data = [(x.name, x.answer, x.curves) for x in each if x.drawn]
     return drawn(old, data, lambda: plots.answers(each))
 

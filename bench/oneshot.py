@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import app
 
-from nsa_core import config_files, extras
+from nsa_core import config_files
 
 from . import environment
 from .harness import cli, heartbeat, process, records
@@ -151,7 +151,6 @@ class Run:
             "out": str(self.folder / step.name),
             "commit": f"--commit={FLAGS.commit}" if FLAGS.commit else "",
             "save": "--save_records" if FLAGS.save_records else "",
-            "peers": "--peers=flash_attn" if extras.version("flash_attn") else "",
         }
         command = process.expand(template, words, made)
         ended_well = {result.name for result in self.results if result.status == "ok"}

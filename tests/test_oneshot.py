@@ -186,7 +186,7 @@ def test_bad_plans_are_refused(steps, message, tmp_path):
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_plans_name_commands_that_exist(name):
     plan = oneshot.load(name)
-    words = {"root": "root", "out": "out", "commit": "", "save": "", "peers": ""}
+    words = {"root": "root", "out": "out", "commit": "", "save": ""}
     for step in plan:
         for template in filter(None, (step.command, step.quick, step.hopper)):
             command = expand(template, words, ["a.jsonl"])
@@ -216,16 +216,6 @@ def test_the_seeds_matrix_and_grid_are_measured_whole_on_any_gpu():
         assert {"256", "512", "1024"} <= set(lists["--S_list"].split(","))
         assert {"32", "64", "128", "256"} <= set(lists["--w_list"].split(","))
     assert "--framework jax" in plan["triton_jax"].command
-    assert "{peers}" in oneshot.template_of(plan["compare"], hopper=True)
-
-
-@pytest.mark.parametrize("version", ["2.8.3", None])
-def test_flash_attn_is_a_peer_where_it_is_installed(run, monkeypatch, version):
-    """A row of a package that is not installed would fail the step."""
-    monkeypatch.setattr(oneshot.extras, "version", {"flash_attn": version}.get)
-    _, summary = run(OK | {"command": f"{FAKE} ok {{peers}}"})
-    asked = "--peers=flash_attn" in summary["steps"][0]["command"]
-    assert asked == (version is not None)
 
 
 def test_words_of_a_command():

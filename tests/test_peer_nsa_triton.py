@@ -5,7 +5,6 @@ The stand-in's functions are those of github.com/XunhaoLai/native-sparse-attenti
 """
 
 import dataclasses
-import importlib.util
 import sys
 import types
 import warnings
@@ -130,7 +129,6 @@ def put_in_place(monkeypatch):
             setattr(ops, name, getattr(found, name))
         flash = types.ModuleType("flash_attn")
         flash.flash_attn_func = found.flash_attn_func
-        flash.__spec__ = importlib.util.spec_from_loader("flash_attn", None)
         for module in (package, ops, flash):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(peer_nsa_triton.records, "version", lambda package: "0.1.0")
@@ -157,7 +155,8 @@ def test_what_it_cannot_run_says_why(put_in_place, monkeypatch):
         ),
     ):
         assert reason in put_in_place(**changes)[branch].unsupported
-    monkeypatch.setattr(peer_nsa_triton.importlib.util, "find_spec", lambda name: None)
+    installed = {NAME: "0.1.0", "flash-attn-4": "4.0.0"}
+    monkeypatch.setattr(peer_nsa_triton.records, "version", installed.get)
     assert "needs flash_attn for the sliding window" in peer_nsa_triton.why_not(asked(), "all")
     assert peer_nsa_triton.why_not(asked(), "selected") is None
 

@@ -14,6 +14,7 @@ from nsa_torch import functional
 from tests import pretend
 
 SETTINGS = problems.settings("tiny", {"seq_len": 63})
+FLA = "flash-linear-attention"
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 
 
@@ -24,11 +25,10 @@ def asked(**changes):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which of the two packages are there."""
+    """Says which packages are there."""
 
     def say(*names):
-        found = {name: object() for name in names}
-        monkeypatch.setattr(peers.importlib.util, "find_spec", found.get)
+        monkeypatch.setattr(peers.records, "version", dict.fromkeys(names, "4.0.0").get)
 
     return say
 
@@ -36,7 +36,7 @@ def installed(monkeypatch):
 def test_refusals_say_why(installed):
     installed("flash_attn")
     assert "flash-linear-attention is not installed" in peers.why_not(asked(), "selected")
-    installed("fla", "flash_attn")
+    installed(FLA, "flash_attn")
     assert peers.why_not(asked(), "selected") is peers.why_not(asked(), "all") is None
     for changes, reason in (
         ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
@@ -45,13 +45,13 @@ def test_refusals_say_why(installed):
         ({"D": 320}, "needs D <= 256, got 320"),
     ):
         assert reason in peers.why_not(asked(**changes), "selected")
-    installed("fla")
+    installed(FLA, "flash-attn-4")
     assert peers.why_not(asked(), "selected") is None
     assert "needs flash_attn for its sliding window" in peers.why_not(asked(), "all")
 
 
 def test_rows_that_are_not_ours_say_so(installed):
-    installed("fla", "flash_attn")
+    installed(FLA, "flash_attn")
     found = {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
     assert list(found) == ["selected", "sliding", "all"]
     assert [job.judged for job in found.values()] == [True, True, False]
@@ -88,6 +88,19 @@ def test_flash_attention_packages_are_recorded_as_such(name, inputs, monkeypatch
         package.flash_attn_func = flash_attn_func
         monkeypatch.setitem(sys.modules, module, package)
     assert all(row(job, inputs)["time_ms"] > 0 for job in found), "they agree with the oracle"
+
+
+def test_dense_attention_of_installed_packages_is_measured_without_being_asked(installed):
+    found = lambda **changes: [
+        (job.branch, job.label)
+        for job in peers.dense(asked(dtype="bfloat16", **changes), BRANCHES, ["flash_attn"])
+    ]
+    installed("flash_attn")
+    assert found() == []
+    installed("flash-attn-4", "flash_attn")
+    assert found() == [("dense", "fa4")]
+    assert found(capability=(8, 0)) == found(platform="cpu") == []
+    assert not any(peers.dense(asked(dtype="bfloat16"), ["all"], []))
 
 
 def test_torchs_flash_is_said_to_be_a_copy(monkeypatch):

@@ -26,7 +26,6 @@ sum is ours. No function returns a log-sum-exp.
 """
 
 import functools
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,7 +80,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
         return (
             f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
         )
-    if branch == "all" and importlib.util.find_spec("flash_attn") is None:
+    if branch == "all" and records.version("flash_attn") is None:
         return f"{PACKAGE} needs flash_attn for the sliding window; flash_attn is not installed"
     return None
 

@@ -18,7 +18,6 @@ judged, and has no speed-up.
 """
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
 
 from nsa_core.config import NSAConfig
@@ -46,7 +45,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
     package.
     """
     group = problem.H // problem.Hkv
-    if importlib.util.find_spec("fla") is None:
+    if records.version("flash-linear-attention") is None:
         return "flash-linear-attention is not installed; install the extra peers"
     if problem.platform != "cuda":
         return f"fla.ops.nsa needs CUDA tensors, got {problem.platform}"
@@ -57,7 +56,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
         )
     if problem.D > WIDEST:
         return f"fla.ops.nsa needs D <= {WIDEST}, got {problem.D}"
-    if branch != "selected" and importlib.util.find_spec("flash_attn") is None:
+    if branch != "selected" and records.version("flash_attn") is None:
         return (
             "fla.ops.nsa needs flash_attn for its sliding window; flash_attn is not installed"
         )
@@ -73,6 +72,14 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
             yield from peer_nsa_triton.jobs(problem, branches)
         else:
             yield from _flash(name, problem, branches)
+
+
+def dense(problem: Problem, branches, named: Sequence[str]) -> Iterator[Job]:
+    """Yield dense attention of the FlashAttention packages that can run the problem, except of the
+    libraries in `named`, which have rows already.
+    """
+    able = [x for x in FLASH if x not in named and flash_why_not(x, problem) is None]
+    yield from jobs(problem, {"dense"}.intersection(branches), able)
 
 
 def flash_why_not(name: str, problem: Problem) -> str | None:
