@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Convert a dense model and tune it
 # This tutorial trains a small dense Llama, converts it to NSA, and tunes the converted model.
-# Up to the exact length both models compute the same. The tutorial needs the extras `hf` and
-# `bench`.
-# To convert your own checkpoint, replace `folder / "dense"` with its path.
-# [Dense checkpoints](../convert.md) lists the supported models and all options.
+# Up to a certain number of tokens, the exact length, both models compute the same. The tutorial
+# needs the extras `hf` and `bench`. To convert your own checkpoint, replace `folder / "dense"` with
+# its path. [Dense checkpoints](../convert.md) lists the supported models and all options.
 
 # %%
 import sysconfig
@@ -64,8 +63,8 @@ dense.save_pretrained(folder / "dense")
 
 # %% [markdown]
 # ## Convert
-# The exact length is `num_selected * select_block` tokens. The following command does the same:
-# `python -m nsa_torch.huggingface.convert dense nsa --start shared --set num_selected=16`.
+# The exact length is `num_selected * select_block` tokens. The call below does the same as the
+# command `python -m nsa_torch.huggingface.convert dense nsa --start shared --set num_selected=16`.
 # With `start="shared"` all branches share one set of keys and values. The cache then has a third
 # of the size that it has with separate keys and values.
 
@@ -85,7 +84,7 @@ print(f"largest difference of logits within {exact} tokens: {error:.1e}")
 
 # %% [markdown]
 # ## Compare
-# Within the exact length the losses are equal. Beyond this length NSA reads only selected blocks.
+# Within the exact length the two losses are equal. Beyond it NSA reads only selected blocks.
 
 
 # %%

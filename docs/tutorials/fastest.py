@@ -34,7 +34,7 @@ print(nsa_torch.explain(*inputs(lengths[-1])[:3]))
 
 # %% [markdown]
 # ## Measure
-# Each function computes the forward pass. `None` selects the implementation automatically.
+# Each function computes the forward pass. With `nsa(None)` the library chooses the implementation.
 
 
 # %%

@@ -4,7 +4,7 @@
 # recalls passages far beyond its sliding window, generates text, and serves the model.
 # On a CPU the tutorial uses tiny sizes and runs for less than a minute. The tiny model shows the
 # steps but learns little. On a GPU the tutorial trains 29 million weights for 1500 steps of 2 rows
-# of 8192 tokens. It uses bfloat16 there, because the Mosaic kernels need 16-bit inputs. To run it:
+# of 8192 tokens, in bfloat16, because the Mosaic kernels need 16-bit inputs. To run the tutorial:
 # ```bash
 # pip install '.[hf,bench]'            # in a checkout of the repository
 # python docs/tutorials/pretrain.py    # or open the file as a notebook with jupytext
@@ -93,9 +93,9 @@ plt.show()
 
 # %% [markdown]
 # ## Recall by distance
-# For each distance the plot shows how much the loss of the copy rises if another text replaces the
-# earlier passage. For a model that cannot read the passage, the rise is 0. The dashed line marks
-# the end of the window.
+# For each distance the plot shows the recall: how much the loss of the copy rises if another text
+# replaces the earlier passage. A model that cannot read the passage has a recall of 0. The dashed
+# line marks the end of the window.
 
 # %%
 model.eval()
@@ -145,10 +145,10 @@ print(tokenizer.decode(output[0]))
 
 # %% [markdown]
 # ## Serve
-# The folder is a checkpoint for every engine in [Serving](../serving.md). These commands start a
-# server with OpenAI's API and send a request. They need
-# `pip install 'transformers[serving]' requests`. Add `--continuous-batching` if you have
-# transformers 5.19 or newer. Requests then share pages.
+# The folder is a checkpoint for every engine in [Serving](../serving.md). The cell prints two
+# commands: one starts a server with OpenAI's API, the other sends a request. They need
+# `pip install 'transformers[serving]' requests`. If you have transformers 5.19 or newer, add
+# `--continuous-batching`, so that requests share one pool of pages.
 
 # %%
 print(f"python -m nsa_torch.huggingface.serve {folder} --port 8000")

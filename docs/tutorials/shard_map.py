@@ -88,7 +88,7 @@ def loss(params, tokens, labels, position, **context):
 
 # %% [markdown]
 # ## Loss on the mesh
-# Inside `shard_map` each device has its own rows and tokens. The mean over the devices is the loss.
+# Inside `shard_map` each device has its own rows and tokens. The loss is the mean over the devices.
 # JAX sums the gradients of the replicated parameters over the devices.
 
 
@@ -107,7 +107,7 @@ def sharded_loss(params, tokens, labels):
 
 # %% [markdown]
 # ## Data
-# `shard_sequence` puts the tokens into the order in which each device gets an equal amount of work.
+# `shard_sequence` reorders the tokens so that each device gets an equal amount of work.
 
 # %%
 files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
@@ -127,7 +127,7 @@ def sharded(x):
 
 # %% [markdown]
 # ## Train
-# Up to rounding, the first loss equals the loss on a single device.
+# Up to rounding, the first loss on the mesh equals the loss on a single device.
 
 # %%
 params = initial(jax.random.key(0))
