@@ -136,7 +136,8 @@ class Choices:
     """The choice for each step of a call. When printed, it has one line per step.
 
     Attributes:
-      attention: The implementation that runs all steps at once. None means step by step.
+      attention: The implementation that runs all steps at once. `attention=None` means step by
+        step.
       whole_refused: For each implementation of `attention`, the reason why it was refused.
       beside_dense: A note with the length from which `attention` is faster than dense attention
         on this device. None if no length is known, or if all steps do not run at once.

@@ -97,7 +97,7 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
     """Choose between `triton` and the plain implementation of a framework. Return the name.
 
     Args:
-      asked: One of the two names. None means `triton` if its kernels support the call.
+      asked: One of the two names. `asked=None` means `triton` if its kernels support the call.
       reasons: Why the kernels do not support the call; empty if they do.
 
     Raises:

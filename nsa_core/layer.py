@@ -94,13 +94,14 @@ class LayerSpec:
         columns `2i` and `2i + 1` are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
       rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or a dictionary with its values and
         its `rope_type`. `rope_scale` must then be 1.
-      qk_norm_eps: epsilon of an RMSNorm of each query head and each key head before the
-        rotation. Queries have one weight per column, and the keys of all branches share another
-        one. None means no norm.
+      qk_norm_eps: epsilon of an RMSNorm of each query head and each key head before the rotation.
+        Queries have one weight per column, and the keys of all branches share another one.
+        `qk_norm_eps=None` means no norm.
       bias: whether the projections of queries, keys, values and output have biases.
-      key_taps: number of taps of a causal depthwise convolution of the keys of a sequence, at least
-        2. A projected key `k[t]` becomes `k[t] + silu(sum_j w[j] * k[t - j])`, `0 <= j < key_taps`,
-        before norm and rotation (arXiv 2511.11571). None means no convolution.
+      key_taps: number of taps of a causal depthwise convolution of the keys of a sequence, at
+        least 2. A projected key `k[t]` becomes `k[t] + silu(sum_j w[j] * k[t - j])`, `0 <= j <
+        key_taps`, before norm and rotation (arXiv 2511.11571). `key_taps=None` means no
+        convolution.
 
     Raises:
       ValueError: A value is invalid. The message names the argument and the value.

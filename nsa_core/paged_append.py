@@ -46,8 +46,8 @@ def append(
     Args:
       phi: the framework's `apply_phi`.
       key .. slots: as in `nsa_torch.append`, checked.
-      wrong: bool `[B]`, the rows whose compressed tokens become NaN. None means that there are
-        no such rows.
+      wrong: bool `[B]`, the rows whose compressed tokens become NaN. `wrong=None` means that
+        there are no such rows.
       raw_is_there: whether the new tokens are already in their pages.
     """
     config, arrays, count = cache.config, cache.tensors(), key.selected.shape[0]

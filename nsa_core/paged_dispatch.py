@@ -114,8 +114,8 @@ class Decided(NamedTuple):
     Attributes:
       inputs: The arrays in the form that kernels on pages require.
       name: The implementation of `attention` on gathered rows that the caller named, or None.
-      of_tokens: Function that maps the output of padded rows to the tokens of the call. None
-        means that no rows were padded.
+      of_tokens: Function that maps the output of padded rows to the tokens of the call.
+        `of_tokens=None` means that no rows were padded.
     """
 
     inputs: Inputs

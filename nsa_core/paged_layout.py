@@ -273,8 +273,8 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
     is in `lengths` `[B]`.
 
     Args:
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first token. None means that all
-        rows have the same number of tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first token. `cu_seqlens_q=None`
+        means that all rows have the same number of tokens.
     """
     batch = lengths.shape[0]
     index = ops.arange(lengths, count)[0]

@@ -77,8 +77,8 @@ def attention(
         all layers.
       scale: factor of the logits; None means `D**-0.5`.
       recompute: whether to save only the inputs and the selection for the backward pass, which
-        then computes the branches again. If False, three more arrays of the output's size are
-        saved.
+        then computes the branches again. If `recompute` is False, three more arrays of the
+        output's size are saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
         (`nsa_jax.context`). The arrays then contain the tokens of this device, `T = S`;
         `compressed` describes the whole sequence.
@@ -226,7 +226,7 @@ def compress(
     Args:
       x: keys or values `[B, S, Hkv, D]`.
       params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`
-        (`nsa_core.compress_params`). None means that `phi` is the mean.
+        (`nsa_core.compress_params`). `params=None` means that `phi` is the mean.
       config: the block sizes.
       segment_ids: `[B, S]`, for packed rows. The compressed tokens of all sequences are then in
         the order of their first tokens, without gaps. The remaining slots are zeros.
@@ -267,8 +267,8 @@ def select_blocks(
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the block sizes and the number of selected blocks.
-      kv_len: number of keys, an int or int32 `[]` or `[B]`. Query `t` has position `t + kv_len
-        - T`. None means `T`.
+      kv_len: number of keys, an int or int32 `[]` or `[B]`. Query `t` has position `t + kv_len -
+        T`. `kv_len=None` means `T`.
       segment_ids, varlen: descriptions of packed rows, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
@@ -479,8 +479,8 @@ def varlen_metadata(
       segment_ids: `[B, S]`, as in `attention`.
       config: The config of the calls.
       max_segments: Upper bound for the number of runs of equal ids per row, including runs of
-        padding. None means that no bound is known. With a bound, Mosaic kernels use separate
-        tiles for each sequence, as in rows of one sequence.
+        padding. `max_segments=None` means that no bound is known. With a bound, Mosaic kernels
+        use separate tiles for each sequence, as in rows of one sequence.
       max_seqlen: Upper bound for the number of tokens of a sequence. Defaults to `S`. In a longer
         sequence, blocks beyond the bound may not be selected. With `max_segments`, Mosaic kernels
         treat a row that exceeds a bound as padding.

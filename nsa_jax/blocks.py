@@ -65,10 +65,10 @@ def block_attention(
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. The lists must not contain a block that
         `tail` adds.
-      query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a
-        row. None means `T`.
-      key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`. None means `S`.
-        The last valid query is at the last valid key.
+      query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a row.
+        `query_seq_lengths=None` means `T`.
+      key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`.
+        `key_value_seq_lengths=None` means `S`. The last valid query is at the last valid key.
       segment_ids: int `[B, S]`, the ids of packed rows (see `nsa_jax.attention`). Block indices
         then count from the start of each sequence.
       return_residual: whether to return the log-sum-exp too.
@@ -201,8 +201,8 @@ def paged_block_attention(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the
-        last row, at most `N`. None means that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last
+        row, at most `N`. `cu_seqlens_q=None` means that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `xla` (gathers and a softmax), or None for the

@@ -61,11 +61,11 @@ def index_blocks(
         `num_initial` and `num_local` force.
       num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
-        per index head.
+      reduce: `sum` adds the scores of all index heads and makes one list. `reduce=None` makes one
+        list per index head.
       entry: number of tokens that one index key represents.
-      kv_len: number of tokens, an int or int32 `[]` or `[B]`. None means `S'`, or `T` if `entry` is
-        above 1.
+      kv_len: number of tokens, an int or int32 `[]` or `[B]`. `kv_len=None` means `S'`, or `T` if
+        `entry` is above 1.
       segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`.
         Block indices then count from the start of each sequence.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
@@ -135,8 +135,8 @@ def paged_index_blocks(
       lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
         is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the
-        last row, at most `N`. None means that all rows have the same number of queries.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last
+        row, at most `N`. `cu_seqlens_q=None` means that all rows have the same number of queries.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
         power of two up to 256, and page tables of at most 32768 blocks. `xla` copies the keys of

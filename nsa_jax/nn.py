@@ -162,7 +162,7 @@ class KeyConvolution(nnx.Module):
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence, from 0.
           before: `[B C, taps - 1, columns]`, the projected keys before each of the `C` equal
-            chunks of a row. None means that each row begins a new sequence.
+            chunks of a row. `before=None` means that each row begins a new sequence.
         """
         weight, (rows, length, columns) = self.weight[...].astype(jnp.float32), key.shape
         taps = len(weight)
@@ -212,7 +212,7 @@ class NSAAttention(nnx.Module):
     and values, or each branch has its own.
 
     Args:
-      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). None means that `fields` has
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). `spec=None` means that `fields` has
         them.
       config: sizes of the branches. It replaces `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. With `config` the defaults are the recommended
@@ -357,7 +357,7 @@ class NSAAttention(nnx.Module):
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence.
           convolve: With `key_taps`, the function that convolves the projected keys `[B, T,
-            columns]`. None means that each row begins a new sequence.
+            columns]`. `convolve=None` means that each row begins a new sequence.
         """
         spec = self.spec
         batch, length, _ = x.shape
@@ -416,8 +416,8 @@ class NSAAttention(nnx.Module):
 
         Args:
           x: `[B, T, dim]`.
-          kv: a cache from `init_cache`. None means that the rows are whole sequences, and the
-            returned `kv` is None. The given cache is unchanged, or invalid if it is donated.
+          kv: a cache from `init_cache`. `kv=None` means that the rows are whole sequences, and
+            the returned `kv` is None. The given cache is unchanged, or invalid if it is donated.
           prefill: False declares that `x` continues a cache, which must then contain tokens
             (not checked in traced code). Chunks of any length may be appended in either case.
           segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). It must be None if a

@@ -153,10 +153,10 @@ def append(
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
       lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
         padding.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the end of
-        the last row, at most `N`. None means that each row has `N / B` new tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the end of the
+        last row, at most `N`. `cu_seqlens_q=None` means that each row has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
-        None means that compressed tokens are means.
+        `params=None` means that compressed tokens are means.
       made_with: as in `cached_attention`.
       slots: As in `nsa_torch.append`, for a cache in fp8.
 
@@ -221,9 +221,9 @@ def paged_attention(
       max_seqlen_q: Upper bound of the queries per row. It is also limited to the capacity of
         the page table. Defaults to `N`. If the bound is at most 8, rows are padded to it and
         run on kernels that read pages.
-      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1
-        to 8 queries, or an implementation of `attention`, which runs on gathered pages. None
-        means automatic.
+      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
+        8 queries, or an implementation of `attention`, which runs on gathered pages.
+        `implementation=None` means automatic.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.

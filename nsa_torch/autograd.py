@@ -1,5 +1,5 @@
 """Runs the functions of `nsa_jax` on torch tensors (implementation `jax`). The forward pass is
-one jitted call, and so is the backward pass, which computes the forward pass again.
+one jitted call of JAX. The backward pass is another one, which computes the forward pass again.
 """
 
 import functools
@@ -18,7 +18,7 @@ from nsa_torch.operators import MODES, InputMode, all_steps
 
 def _branch(*arrays, name, words, kv_len, **static):
     """Call `nsa_jax.<name>` with segment ids, a `kv_len` or None, and arrays. `words` has the
-    names of the arrays.
+    argument names of the arrays.
     """
     *arrays, segment_ids, lengths = arrays
     given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}
@@ -27,8 +27,9 @@ def _branch(*arrays, name, words, kv_len, **static):
 
 
 def _whole(*arrays, mode, kv_len, **static):
-    """Call `nsa_jax.attention`. The arrays are those of the input mode, followed by
-    `block_indices`. The other arguments are as in `_branch`.
+    """Call `nsa_jax.attention`. Its arrays are the tensors of the input mode
+    (`operators.InputMode`), followed by `block_indices`. `kv_len` and the segment ids are the
+    same as in `_branch`.
     """
     *given, block_indices, segment_ids, _ = arrays
     query, key, value, gates = mode.inputs(given)
@@ -62,9 +63,9 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """Run `function` or its backward pass. Without `grads` it returns the results. With
-    `grads`, the gradients of the first results, it returns the gradients of the floating-point
-    arrays.
+    """Run `function` or its backward pass. If `grads` is None, return the results of `function`.
+    Otherwise `grads` are the gradients of its first results. In that case, return the gradients
+    of its floating-point arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:
@@ -73,8 +74,8 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor that JAX accepts through DLPack. It is row-major and needs no gradient,
-    and int64 is converted to int32. A copy is made if necessary.
+    """Return a tensor that JAX accepts through DLPack. The returned tensor is row-major and needs
+    no gradient. An int64 tensor is converted to int32. `x` is copied only if necessary.
     """
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()
@@ -112,8 +113,8 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
 
 
 def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
-    """Return the function to which `dispatch.py` refers. `words` are the names of its tensors
-    in `nsa_jax`.
+    """Return the function of a branch to which `dispatch.py` refers. `words` are the names of the
+    function's tensors in `nsa_jax`.
     """
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"
     facts = {"floats": 3, "returned": 2, "name": name, "words": words}
@@ -145,7 +146,7 @@ for _mode in MODES:
 
 
 def attention(*tensors: Any, **options: Any) -> Tensor:
-    """Run all steps in one call. The arguments are the same as in `all_steps`. The backward pass
-    always computes the forward pass again.
+    """Run all steps in one call of JAX. The arguments are the same as in `operators.all_steps`.
+    The backward pass always computes the forward pass again.
     """
     return all_steps(_kind, *tensors, **options)

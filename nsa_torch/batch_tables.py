@@ -2,9 +2,9 @@
 or in each call.
 
 If the calls of a batch share boundaries, the tensor of the boundaries has a `Tables` object as
-an attribute. Operators, saved tensors of autograd and compiled graphs pass the same tensor and
-therefore find the tables. If a copy of the tensor is passed instead, the tables are computed
-again.
+an attribute. Operators, saved tensors of autograd and compiled graphs pass that tensor itself and
+therefore find the tables. If a caller passes a copy of the boundaries instead, the tables are
+computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches, or in four with work items of intervals. Without Triton, and for more sequences than one
@@ -31,15 +31,15 @@ from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS, capability_of, run_triton
 
 ATTRIBUTE = "nsa_tables"
-UNKNOWN = None, True, 0  # the value of `Tables.sizes` for boundaries without tables
-MAX_NUMBERS = 2**14  # maximum of numbers that one program can add up
+UNKNOWN = None, True, 0  # the default of `Tables.sizes`, for boundaries that have no tables
+MAX_NUMBERS = 2**14  # the maximum number of values that one Triton program can add up
 
 type Make = Callable[[Tensor], Sequence[Tensor]]  # a hashable function of boundaries
 
 
 class Tables:
-    """Stores arrays, keyed by the function that computes them. Arrays that a CUDA graph has
-    read keep their memory as long as this object exists.
+    """Stores arrays, keyed by the function that computes them. If a CUDA graph has read an array,
+    the array keeps its memory as long as this object exists.
 
     Args:
       max_seqlen: upper bound of tokens per sequence.
@@ -53,15 +53,18 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """Pickle without the arrays. The unpickled object computes them when they are needed."""
+        """Pickle the object without its arrays. The unpickled object computes each array when it
+        is needed."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
-        # `make` gets the boundaries without their tables, since it depends only on the values.
+        # `make` depends only on the values of the boundaries, and therefore receives them without
+        # tables.
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
-        """Compute all arrays again, in the same memory, on the current stream."""
+        """Compute all arrays again for new `borders`. The arrays keep their memory. The work runs
+        on the current stream."""
         self._shared.refill(borders.device, lambda make: make(borders.detach()))
         for x in self.gaps.values():
             getattr(x, ATTRIBUTE).refill(x)
@@ -78,16 +81,16 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """Return the result of `make` for these boundaries. If the boundaries have tables, the
-    result is cached there.
+    """Return the result of `make` for the boundaries `borders`. If the boundaries have a `Tables`
+    object, the result is cached in that object.
     """
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """Return the result of `function` for `borders` and numbers, which is cached if the
-    boundaries have tables.
+    """Return the result of `function` for `borders` and numbers. The result is cached if the
+    boundaries have a `Tables` object.
     """
     if torch.compiler.is_compiling():
         return function(borders, **static)
@@ -95,8 +98,8 @@ def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: H
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Attach tables to `borders`. The arrays that are derived from these boundaries are stored
-    there from now on.
+    """Attach a `Tables` object to `borders`. From then on, arrays that are derived from these
+    boundaries are stored in that object.
     """
     setattr(borders, ATTRIBUTE, tables)
     return borders
@@ -108,14 +111,15 @@ def tables_of(borders: Tensor | None) -> Tables | None:
 
 
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
-    """Return the values of `max_seqlen`, `padded` and `gap` for these boundaries."""
+    """Return the values of `max_seqlen`, `padded` and `gap` (see `Tables`) for `borders`."""
     tables = tables_of(borders)
     return UNKNOWN if tables is None else tables.sizes
 
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """Return the same boundaries for calls whose queries have a gap of `gap` tokens between
-    their halves. If the boundaries have tables, repeated calls return the same tensor.
+    """Return the same boundaries for calls whose queries have a gap of `gap` tokens between their
+    first and their second half. If the boundaries have a `Tables` object, repeated calls return
+    the same tensor.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -124,15 +128,17 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
 
 
 def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """Make boundaries that describe a single sequence, for calls whose queries have a gap."""
+    """Make boundaries that describe a single sequence of `length` tokens, for calls whose queries
+    have a gap of `gap` tokens between their halves."""
     make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
     (found,) = SHARED.get((of_one, length, gap, device), device, make)
     return attach(tables_of(found) or Tables(length, False, gap), found)
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """Return the `PlanTables` of a plan, and the number of the table of each buffer that the
-    steps of the plan read. Plans with equal tables share one object.
+    """Return the `PlanTables` of a plan, and a dictionary. The dictionary maps each buffer that
+    contains a table and that steps of the plan read to the number of its table. Plans with equal
+    tables share one `PlanTables` object.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -157,14 +163,14 @@ def _plan_tables(*given: Any) -> "PlanTables":
 
 class PlanTables:
     """Computes the tables of a plan. The first result is one array with all tables that Triton
-    kernels compute. The other results are the tables that torch computes or reads, as separate
-    tensors.
+    kernels compute. Each other result is a separate tensor with one table that torch computes or
+    reads.
 
     Args:
-      steps: Derived steps (`nsa_core.plan`). Buffer 0 has the boundaries, and the results
-        follow in order.
+      steps: Derived steps of a plan (`nsa_core.plan`), which compute arrays from the boundaries.
+        Buffer 0 of these steps has the boundaries, and the results of the steps follow in order.
       by_torch: The indices of the tables that steps of torch read.
-      kernels: Whether to compute tables with Triton kernels, if these support them.
+      kernels: Whether to compute tables with Triton kernels, if the kernels support these tables.
     """
 
     def __init__(
@@ -216,7 +222,8 @@ class PlanTables:
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """Return the index of the result that is this table as a separate tensor."""
+        """Return the index of the result that contains only the table `number`, as a separate
+        tensor."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:
@@ -229,14 +236,16 @@ class PlanTables:
         return begin
 
     def _describe(self) -> None:
-        """Find the sections of all steps that kernels can compute."""
+        """Find the steps that kernels can compute, and describe each of them as sections of a
+        launch."""
         runs, first, *_ = self.phases
         runs_at: dict[int, int] = {}  # keyed by the number of tokens per tile
         columns = 0  # the first number of `Tokens`
         tiles_of: dict[int, int] = {}  # tokens per tile, keyed by the index of `QueryTiles`
 
         def runs_of(tokens):
-            """Return the offset of the sequence data for tiles of `tokens` tokens."""
+            """Return the offset of the section about sequences that is used for tiles of `tokens`
+            tokens."""
             if tokens not in runs_at:
                 room = _pitch(self.capacity.sequences) * sections.RUN_ROWS
                 runs_at[tokens] = self._room(room)
@@ -323,7 +332,7 @@ class PlanTables:
         items.append(section._replace(kind=KINDS.items, **place))
 
     def _prepare(self) -> None:
-        """Prepare the launches. Each of them has one row of `self.sections` as input."""
+        """Prepare the launches. Each launch reads one row of `self.sections`."""
         from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
 
         rows, programs = [], []
@@ -368,7 +377,8 @@ class PlanTables:
             ]
 
     def _launched(self, borders: Tensor, out: Tensor) -> bool:
-        """Launch the kernels if they can run, and return whether they have written the array."""
+        """Launch the kernels if they can run on `borders`. Return whether they have written the
+        array `out`."""
         if not self.by_kernels:
             return False
         if is_capturing(self.device) and self not in SHARED.keys():

@@ -34,27 +34,28 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute causal attention of each query to the key blocks in its list, with one softmax
-    over all of them.
+    """Compute causal attention of each query to the key blocks in its list. One softmax covers
+    the keys of all these blocks.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. The query attends to those at or before its own position. The queries are the last
-    `T` of the `S` tokens. Query, key and value receive gradients, also through the log-sum-exp.
-    On `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order.
+    sequence. A query attends to the tokens of its listed blocks at or before its own position.
+    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
+    through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
+    deterministic, since sums have a fixed order.
 
     Args:
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
-      block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
-        `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of `Hkv`, often 1, or a multiple of
-        it. If it is a multiple, keys and values are repeated. The entries of a list may have
-        any order, and negative entries are empty. Blocks after the query's own block, or beyond
-        the last key, are masked. A list must not contain a block twice, since its keys would
-        then count twice.
+      block_indices: int32 `[B, T, G, n]`. `G` is the number of lists per token and divides `H`.
+        List `g` serves the query heads `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of
+        `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
+        repeated. The entries of a list may have any order, and negative entries are empty. Blocks
+        after the query's own block, or beyond the last key, are masked. A list must not contain a
+        block twice, since its keys would then count twice.
       block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
-        size up to 128. Both also support larger multiples of 64. They split larger blocks into
-        parts of 128 tokens, or of 64 if `block_size` is not a multiple of 128, and a list must
-        then have at most 64 parts.
+        size up to 128. `mosaic` and `triton` also support larger multiples of 64. They split such
+        blocks into parts of 128 tokens, or of 64 tokens if `block_size` is not a multiple of 128.
+        A list must then have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the
@@ -66,14 +67,14 @@ def block_attention(
       implementation: as in `selected_attention`.
 
     Returns:
-      The output `[B, T, H, Dv]` in the dtype of `query`, which is 0 if a query attends to no
-      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32 (float64
-      for float64 input), which is -inf for such queries. To add an attention sink with logit
-      `s`, compute `out * sigmoid(lse - s)`.
+      The output `[B, T, H, Dv]` in the dtype of `query`. The output is 0 for a query that attends
+      to no key. With `return_residual` the function also returns the natural log-sum-exp `[B, T,
+      H]` in float32 (float64 for float64 input). The log-sum-exp is -inf for a query that attends
+      to no key. To add an attention sink with logit `s`, compute `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit. On a CPU, or under `nsa_core.debug`, also if a
-        list contains a block twice.
+      ValueError: Shapes or dtypes do not fit. On a CPU, or under `nsa_core.debug`, a list that
+        contains a block twice also raises `ValueError`.
       NotImplementedError: The named implementation cannot run this call.
     """
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
@@ -114,9 +115,9 @@ def block_attention(
 def _of_long_lists(
     query, key, value, block_indices, block_size, include, scale, kv_len, implementation
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `(out, lse)` with the kernels for long lists, which gather single keys and have
-    no gradient. Return None if they do not support the call or if the caller named another
-    implementation.
+    """Compute `(out, lse)` with the kernels for long block lists. These kernels gather single
+    keys and have no gradient. Return None if the kernels do not support the call or if the caller
+    named another implementation.
     """
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):
@@ -149,28 +150,29 @@ def paged_block_attention(
     return_residual: bool = False,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `block_attention` of each row's last tokens to the row's keys and values in
-    pages. The result is `[N, H, Dv]`. Only the listed blocks are read. The launches depend only
-    on shapes, so that one CUDA graph serves growing lengths.
+    """Compute `block_attention` of each row's last tokens to the row's keys and values in pages.
+    The result is `[N, H, Dv]`. The kernels read only the listed blocks. The launches depend only
+    on shapes. One CUDA graph therefore serves rows that grow.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
-        is unused.
+      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+        unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
-        queries of all rows. None means that all rows have the same number of queries.
+        queries of all rows. `cu_seqlens_q=None` means that all rows have the same number of
+        queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None for
-        the first that can run.
+        the first of them that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit. If the host reads the indices, also if a list
-        contains a block twice or a page does not exist.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, a list that contains
+        a block twice, or an index of a page that does not exist, also raises `ValueError`.
       NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}

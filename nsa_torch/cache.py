@@ -1,13 +1,13 @@
 """Decoding in torch with a cache of fixed capacity. A call appends its tokens to the given
 cache, and returns that cache.
 
-The tensors of the cache are written in place. If an autograd graph holds a tensor, a copy of it
-is written instead, and replaces it in the cache. The counterpart in JAX is `nsa_jax.cache`. A
-write beyond the capacity raises `ValueError`.
+Calls write to the tensors of the cache in place. If an autograd graph holds a tensor, the call
+writes to a copy, and the copy replaces the tensor in the cache. A write beyond the capacity of
+the cache raises `ValueError`. The counterpart in JAX is `nsa_jax.cache`.
 
 The cache consists of pages, and the pages of a row are adjacent. A decode step without
-gradients runs on kernels that read pages (`paged_attend.py`), if one supports it. Every other
-call treats the pages of a row as one tensor.
+gradients runs on a kernel that reads pages (`paged_attend.py`), if such a kernel supports the
+step. Every other call treats the pages of a row as one tensor.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ class NSACache:
     """The keys and values of earlier tokens. Each call appends its tokens to the cache, with or
     without gradients.
 
-    Each array of a `PagedCache` is also an attribute here, with an axis for rows. For example
-    `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in tokens, rounded up to whole
-    pages. An absent array is None.
+    Each array of a `PagedCache` is also an attribute of `NSACache`, with an axis for rows. For
+    example `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in tokens, rounded up to
+    whole pages. The attribute of an array that the layer does not need is None.
     """
 
-    pages: PagedCache  # row `b` has the `n` pages from `b n` on
+    pages: PagedCache  # row `b` has the `n` pages `b n .. b n + n - 1`
     length: Tensor  # int32 [B], tokens of each sequence so far
     capacity: int  # in tokens
     longest: int = 0  # upper bound of the lengths, known on the host
@@ -80,7 +80,7 @@ class NSACache:
 
     @property
     def config(self) -> NSAConfig:
-        """The sizes from which compressed tokens are computed."""
+        """The `NSAConfig` whose sizes determine the compressed tokens of this cache."""
         return self.pages.config
 
     @property
@@ -93,8 +93,8 @@ class NSACache:
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return a cache with `function` applied to each tensor. Axis 0 of each tensor counts
-        rows.
+        """Return a cache with `function` applied to each tensor. Axis 0 of each tensor that
+        `function` receives counts rows.
         """
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
@@ -108,8 +108,8 @@ class NSACache:
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
-        """Remove all tokens, and the record of how they were computed. The tensors keep their
-        memory, except those that an autograd graph holds.
+        """Remove all tokens, and the record of how they were computed. Each tensor keeps its
+        memory, unless an autograd graph holds the tensor.
         """
         self.pages = self.pages.map(zeroed)
         self.pages.reset()
@@ -133,7 +133,7 @@ def init_cache(
     Args:
       batch, capacity: number of rows, and maximum number of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: the sizes for all calls on the cache that pass no other config.
+      config: the sizes of the layer. Calls on the cache use this config if they pass no other.
       dtype: dtype of keys and values.
       device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
@@ -173,12 +173,12 @@ def cached_attention(
 ) -> tuple[Tensor, NSACache]:
     """Append `T >= 1` tokens to the given cache and attend from them. Return `(out, cache)`.
 
-    The result equals `attention` over all tokens so far. The tokens may be appended at once, in
-    chunks of any size, or one at a time. The call returns the given cache, with or without
-    gradients. Call `cache.clone()` first to keep the earlier state. If gradients are recorded,
-    each call copies the tensors, and the graph retains them. Run steps without gradients under
-    `torch.no_grad()`. A function that `torch.utils.checkpoint` runs again must append to its
-    own clone.
+    The output of a token equals that of `attention` over all tokens so far. Tokens may be
+    appended all at once, in chunks of any size, or one at a time. The call returns the given
+    cache, with or without gradients. To keep the state before the call, call `cache.clone()`
+    first. If gradients are recorded, each call copies the tensors of the cache, and the autograd
+    graph retains them. Run steps without gradients under `torch.no_grad()`. A function that
+    `torch.utils.checkpoint` runs again must append to its own clone.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
@@ -189,25 +189,27 @@ def cached_attention(
       compress_params: parameters of the compressors of keys and values
         (`nsa_core.compress_params`).
       made_with: names and values of other properties of the tokens, such as `("rope_base",
-        1e4)`. Tokens with different values, or with another kind of `compress_params`, raise an
-        error.
+        1e4)`. If the cache has tokens with other values, or with another kind of
+        `compress_params`, the call raises an error.
       scale, implementation: as in `attention`.
-      new_lengths: int32 or int64 `[B]`, `0..T`, the number of the `T` tokens that belong to
-        each sequence. The other tokens are padding at the end, and their output is undefined.
-        Padding needs capacity, and later tokens overwrite it. The host reads the numbers only
-        on a CPU or under `nsa_core.debug`. None means `T`.
+      new_lengths: int32 or int64 `[B]`, `0..T`, the number of the `T` tokens that belong to each
+        sequence. The other tokens are padding at the end, and their output is undefined. Padding
+        needs capacity in the cache, and later tokens overwrite it. The host reads `new_lengths`
+        only on a CPU or under `nsa_core.debug`. `new_lengths=None` means `T`.
 
     Returns:
-      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the given cache.
+      `(out, cache)`, where `out` is `[B, T, H, Dv]` in the dtype of `query`, and `cache` is the
+      given cache.
 
     Raises:
-      ValueError: Shapes do not fit, the cache has another config, was filled with parameters of
-        another kind, or has too little capacity, or a backward pass runs the call again.
+      ValueError: Shapes do not fit, or the cache has another config, parameters of another kind,
+        or too little capacity. `ValueError` is also raised if a backward pass runs the call
+        again.
       NotImplementedError: The named implementation cannot run this call, or a CUDA graph is
         being captured and the cache was made before the capture.
     """
     step = None
-    may_be_known = (  # whether the same step may have been checked before
+    may_be_known = (  # whether an earlier call may already have checked the same step
         isinstance(cache, NSACache)
         and new_lengths is None
         and compress_params == (None, None)
@@ -288,7 +290,9 @@ def cached_attention(
             x = getattr(whole, f"{name}_{kind}")
             if name == "compressed":
                 x = x[:, first:slots]
-                return x if tokens else readable(x)  # a copy, if there are several rows
+                return (
+                    x if tokens else readable(x)
+                )  # this makes a copy if there are several rows
             return x[:, :tokens]
 
         sliding = "sliding" if pages.separate else "selected"
@@ -342,8 +346,8 @@ def extend(x: Tensor, used: int, length: int) -> Tensor:
 
 
 def crop(cache: NSACache, count: int) -> None:
-    """Remove the last `count` tokens of every sequence. A sequence with fewer tokens becomes
-    empty.
+    """Remove the last `count` tokens of every sequence. A sequence with fewer than `count` tokens
+    becomes empty.
 
     Raises:
       ValueError: `count` is negative or above `cache.longest`, or the layer convolves keys
@@ -365,8 +369,9 @@ def crop(cache: NSACache, count: int) -> None:
 
 
 def zeroed(x: Tensor) -> Tensor:
-    """Fill `x` with zeros, in place unless an autograd graph holds `x`. Attention multiplies
-    whole tiles, so that a NaN after the last token would reach the output.
+    """Return `x` filled with zeros. The zeros are written in place unless an autograd graph holds
+    `x`. They are needed because attention multiplies whole tiles: a NaN after the last token
+    would reach the output.
     """
     if x.requires_grad:
         return torch.zeros_like(x)
@@ -376,7 +381,7 @@ def zeroed(x: Tensor) -> Tensor:
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
     """Set the `count` entries after the first `used` [B] entries of `x` [B, M, ...] to zero, as
-    `zeroed` does. Indices beyond the last entry are clamped to it.
+    `zeroed` does. Indices beyond the last entry are clamped to the last entry.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

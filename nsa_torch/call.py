@@ -1,10 +1,11 @@
-"""Runs the checks, the choice and the planning of an attention call once for all calls with the
-same signature.
+"""Runs attention calls from stored programs. The checks, the choice of an implementation and the
+planning of a call run only once for all calls with the same signature.
 
 `signature_of` returns the `Signature` of a call, which records all properties on which checks,
 choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature, which runs the
-bound plans of the forward and the backward pass. A call under a mode, a tracer or a transform
-has no signature. The dispatcher of torch passes it to an operator (`operators.py`).
+bound plans of the forward and the backward pass. A call under a mode, a tracer or a transform of
+torch has no signature. The dispatcher of torch passes such a call to an operator
+(`operators.py`).
 """
 
 import itertools
@@ -26,26 +27,26 @@ from nsa_torch.plain import TENSORS, has_hooks, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls can have programs
 DEVICE_TYPES = ("cuda",)  # device types whose calls have signatures
-ONE = 9  # in a form: all fields of `Branches` are one tensor
+ONE = 9  # an entry of `Signature.form`: all fields of `Branches` are one tensor
 NAMES = frozenset({type(None), str})
 NUMBERS = frozenset({type(None), int, float})
 
 
 class Signature(NamedTuple):
-    """The properties that determine a call's checks, choice and plans. Values and addresses of
-    tensors are not among them.
+    """The properties that determine a call's checks, choice and plans. The values and addresses
+    of tensors are not part of a signature.
 
     Attributes:
       numbers: The fields of the `NSAConfig`, as numbers.
-      policy, interpreted: global state on which choices depend.
+      policy, interpreted: global state on which the choice of an implementation depends.
       sizes: `max_seqlen`, `padded` and `gap` of a packed row.
       checked: whether the caller has checked the arguments.
       gradient: whether any tensor requires a gradient while gradients are on.
-      hooked: Whether hooks for saved tensors are set. In that case each tensor is saved
-        separately, and none is freed early.
-      form: The number of tensors per argument. It is 0 for None, 1 for a tensor, 3 for
-        `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of
-        n tensors.
+      hooked: Whether hooks for saved tensors are set. With such hooks each tensor is saved
+        separately, and no saved tensor is freed early.
+      form: The number of tensors per argument. This number is 0 for None, 1 for a tensor, 3 for
+        `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of n
+        tensors.
       tensors: For each tensor, its shape, dtype and device, whether it is contiguous, and the
         number of bytes by which its address misses the alignment of the kernels.
     """
@@ -72,8 +73,8 @@ def signature_of(
     recompute: Any,
     checked: bool = False,
 ) -> tuple[Signature | None, list[Tensor]]:
-    """Return the signature of a call and the list of its tensors. The signature is None if
-    calls of this kind have none.
+    """Return the signature of a call and the list of its tensors. The signature is None if calls
+    of this kind cannot have a stored program.
 
     Args:
       given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
@@ -100,7 +101,7 @@ def signature_of(
             form.append(1)
         elif x is None:
             form.append(0)
-        elif kind is Branches and x[0] is x[1] is x[2]:  # an operator receives it once
+        elif kind is Branches and x[0] is x[1] is x[2]:  # an operator receives this tensor once
             flat.append(x[0])
             form.append(ONE)
         elif kind is Branches or kind is tuple:
@@ -136,18 +137,18 @@ def signature_of(
 
 
 class PlannedProgram(operators.Program):
-    """Runs calls of one signature in which every step is a kernel.
+    """Runs all calls with one signature. Every step of these calls is a kernel.
 
     Args:
       path: a `kernel_path.KernelPath`.
       config: the configuration of the calls.
-      tensors: the tensors of the first such call. They are not stored.
+      tensors: the tensors of the first call with this signature. The object does not store them.
 
     Attributes:
-      order: The function that picks, from the tensors of the call, those that the operator
-        receives, in the operator's order.
-      run: The bound plan of the forward pass, which returns the output, followed by the
-        residuals for the gradient.
+      order: The function that picks the operator's arguments from the tensors of the call, in the
+        operator's order.
+      run: The bound plan of the forward pass. It returns the output, and then the residuals
+        (tensors that are saved for the backward pass).
     """
 
     def __init__(self, path, signature: Signature, config: NSAConfig, tensors: list[Tensor]):

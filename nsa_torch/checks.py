@@ -18,9 +18,9 @@ FEWEST = 8  # minimum number of sequences for which tables have space
 
 
 def tensors(at=None, name_of_at="query", /, **given):
-    """Check that each argument is a plain tensor on the device of `at`, or of the first
-    argument if `at` is None. Each field of `Branches` and of parameters is checked in the same
-    way.
+    """Check that each argument is a plain tensor on the device of `at`, or on that of the first
+    argument if `at` is None. Each field of a `Branches` and of compressor parameters is checked
+    in the same way.
     """
     for name, each in _each(given):
         if not isinstance(each, Tensor):
@@ -42,7 +42,8 @@ def present(**given):
 
 
 def _each(given):
-    """Return names and values. A container has one entry per field."""
+    """Return the names and values of arguments. A container, such as `Branches`, has one entry
+    per field."""
     found = []
     for name, x in given.items():
         if isinstance(x, tuple) and hasattr(x, "_asdict"):
@@ -78,7 +79,7 @@ def tokens(
     value_name="value",
     length=None,
 ):
-    """Check the numbers of tokens of query and key. If these are the tokens of one rank,
+    """Check the numbers of tokens of query and key. If both have only the tokens of one rank,
     `length` is the number of tokens of the whole sequence.
     """
     tensors(**{"query": query, key_name: key, value_name: value})
@@ -87,7 +88,7 @@ def tokens(
 
 
 def packed_keys(cu_seqlens, query, key, length=None):
-    """Check `cu_seqlens` against queries and keys. `length` is as in `tokens`."""
+    """Check that `cu_seqlens` fits the queries and keys. `length` is the same as in `tokens`."""
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
             "query must be as long as key if cu_seqlens are given, "
@@ -108,7 +109,7 @@ def attention(
     length=None,
 ):
     """Check the tensors of `functional.attention` except the gates. `key` and `value` are
-    `Branches`. `length` is as in `tokens`.
+    `Branches`. `length` is the same as in `tokens`.
     """
     for *names, k, v in validate.named(key, value):
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
@@ -127,10 +128,10 @@ def attention(
 
 
 def gates(gates, query) -> Branches:
-    """Check gates and split them by branch, as `validate.gates` does. An eager call splits them
-    with `unbind`, whose gradient is a single stack. A compiled call does not use `unbind`,
+    """Check gates and split them by branch, as `validate.gates` does. An eager call splits the
+    gates with `unbind`, whose gradient is a single stack. A compiled call does not use `unbind`,
     since it would save the views in addition to the gates. The backward pass of Inductor would
-    then overwrite gates that it still reads.
+    then overwrite gates that Inductor still reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -149,8 +150,8 @@ def packed(cu_seqlens, x, name, length=None):
 
 
 def borders_array(cu_seqlens, name="cu_seqlens", *at):
-    """Check the shape and dtype of boundaries, not their values. `at` has the same meaning as
-    in `tensors`.
+    """Check the shape and dtype of the boundaries `cu_seqlens`, not their values. `at` has the
+    same meaning as in `tensors`.
     """
     tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
@@ -161,8 +162,8 @@ def borders_array(cu_seqlens, name="cu_seqlens", *at):
 
 
 def borders(cu_seqlens, length, name="cu_seqlens"):
-    """Check the values of boundaries if the host reads them. Boundaries of `VarlenMetadata`
-    have already been checked.
+    """Check the values of the boundaries `cu_seqlens` if the host reads them. Boundaries of a
+    `VarlenMetadata` have already been checked.
     """
     if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
@@ -175,7 +176,7 @@ def read(x: Tensor) -> Any:
 
 
 def within(name: str, x: Tensor, least: int, most: int) -> None:
-    """Check the range of values if the host reads them."""
+    """Check that the values of an argument are from `least` to `most`, if the host reads them."""
     if isinstance(x, Tensor) and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 
@@ -187,8 +188,8 @@ def distinct(block_indices: Tensor) -> None:
 
 
 def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
-    """Return whether some tokens of a packed row may belong to no sequence. If the host does
-    not know, the result is True.
+    """Return whether some tokens of a packed row may belong to no sequence. If the host does not
+    know the boundaries, return True.
     """
     if tables_of(cu_seqlens) is not None:
         return sizes_of(cu_seqlens)[1]
@@ -196,9 +197,10 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
-    """Return whether the host reads the values of an argument. It does so if it need not wait
-    for the device, if `debug` is on, or if the caller permits waiting (`wait`). It never reads
-    a tensor without values, or a tensor that is traced, compiled, transformed or captured.
+    """Return whether the host reads the values of an argument. The host reads them if it need not
+    wait for the device, if `nsa_core.debug` is on, or if the caller permits waiting (`wait`). The
+    host never reads a tensor without values, or a tensor that is traced, compiled, transformed or
+    captured.
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
@@ -210,10 +212,10 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """Return valid boundaries. The first is 0, and each is at least the previous one and at
-    most `length`, so that no kernel reads outside the row. In eager mode the last boundary is
-    repeated up to `room` sequences, so that calls with different numbers of sequences have the
-    same signature.
+    """Return valid boundaries, so that no kernel reads outside the row. The first boundary is 0,
+    and each is at least the previous one and at most `length`. In eager mode the last boundary is
+    repeated until there are `room(sequences)` sequences. Calls with different numbers of
+    sequences then have the same signature.
 
     Raises:
       ValueError: The same as in `borders`.
@@ -222,8 +224,8 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
         return cu_seqlens
     if torch.compiler.is_compiling():
         return held(cu_seqlens, length)
-    # A model passes the result to dozens of calls, for which this function returns it unchanged.
-    # Only the result is marked, since the caller's tensors must not get attributes.
+    # A model passes the result to dozens of calls. This function then returns its argument
+    # unchanged. Only the result is marked, since the caller's tensors must not get attributes.
     if getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
     borders_array(cu_seqlens)
@@ -234,7 +236,8 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 
 def room(sequences: int) -> int:
-    """Return the number of sequences for which tables are allocated if there are `sequences`."""
+    """Return the number of sequences for which tables are allocated if a row has `sequences`
+    sequences."""
     return max(FEWEST, 1 << (sequences - 1).bit_length())
 
 
@@ -248,7 +251,8 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
 
 
 def length(kv_len, query, cu_seqlens, capacity, most=None):
-    """Check `kv_len`. `most` is its maximum if that differs from `capacity`."""
+    """Check `kv_len`. `most` is the maximum of `kv_len` if the maximum differs from
+    `capacity`."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None if cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
@@ -293,7 +297,7 @@ def parameters(params, x, name_of_x):
 
 
 def device(given) -> torch.device:
-    """Return the device of new tensors. None means torch's default."""
+    """Return the device for new tensors. If `given` is None, return torch's default device."""
     try:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:

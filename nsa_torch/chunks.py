@@ -1,9 +1,9 @@
 """Computes attention in chunks of queries, which bounds the memory of the forward and the
 backward pass.
 
-The backward pass computes each chunk again. Every chunk adds to the gradients of keys and
-values, which accumulate in float32 or wider. torch.utils.checkpoint would accumulate
-them in the dtype of the keys, so that it is not used.
+The backward pass computes each chunk again. Every chunk adds to the gradients of keys and values.
+These gradients accumulate in float32 or wider. torch.utils.checkpoint is not used, since it would
+accumulate them in the dtype of the keys.
 """
 
 import functools
@@ -17,14 +17,14 @@ from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.plain import plain
 
-# Maximum size in bytes of an intermediate of one chunk, such as logits or gathered keys and
-# values.
+# Maximum size in bytes of an intermediate array of one chunk, such as logits or gathered keys.
 BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array whose first `axes` axes are merged, selected by indices. For an index
-    beyond the last row, `read` returns the last row, and the gradient is dropped.
+    """Rows of an array, selected by indices. The first `axes` axes of the array are merged to
+    one. For an index beyond the last row, `read` returns the last row, and the gradient is
+    dropped.
     """
 
     index: Tensor
@@ -35,7 +35,9 @@ class Rows(NamedTuple):
         index = self.index.clamp(max=shape.numel() - 1)
         if x.is_contiguous():
             return x.flatten(0, self.axes - 1)[index]
-        return x[torch.unravel_index(index, shape)]  # a cache must not be copied
+        return x[
+            torch.unravel_index(index, shape)
+        ]  # the array may be a cache, which must not be copied
 
     def zeros(self, x: Tensor) -> Tensor:
         # Gradients that belong to no row, including NaN, go to the spare row.
@@ -82,8 +84,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks(num_queries: int, row_bytes: int, most: int | None = None) -> Iterator[slice]:
-    """Return slices of the query axis that fit the memory budget. `row_bytes` is the number of
-    bytes per query.
+    """Return slices of the query axis whose chunks fit the memory budget. `row_bytes` is the size
+    per query of the largest intermediate array.
     """
     size = max(1, BUDGET_BYTES // max(row_bytes, 1))
     size = min(size, most or size)
@@ -99,13 +101,13 @@ def over_queries(
     seen: Callable[[int], int] | None = None,
 ) -> Any:
     """Apply `body(*chunk, *shared)` to chunks of the queries of `arrays` `[B, T, ...]`. `body`
-    returns one tensor or several. The function has no gradient.
+    returns one tensor or several. `over_queries` has no gradient.
 
     Args:
       shared: Arrays `[B, S, ...]` that every query may read.
       row_bytes: bytes per query of the largest intermediate.
-      seen: Function that maps a number of queries to the number of rows of `shared` that these
-        can read. None means that they can read all rows.
+      seen: Function that maps a number `n` to the number of rows of `shared` that the first `n`
+        queries can read. `seen=None` means that every query can read all rows.
     """
     found = []
     for part in chunks(arrays[0].shape[1], row_bytes):
@@ -117,7 +119,8 @@ def over_queries(
 
 
 class Work(NamedTuple):
-    """Attention in chunks of queries, as a plan that both passes use.
+    """Attention in chunks of queries. The forward and the backward pass use the same division
+    into chunks.
 
     Attributes:
       plan: Function that maps the slice of a chunk's queries to a `Chunk`.
@@ -156,8 +159,8 @@ class Work(NamedTuple):
         for part in self.parts(query):
             source, attend = self.plan(part)
             inputs = [x.detach() for x in (query[:, part], *map(source.read, pair))]
-            # Autocast is off as in the forward pass, regardless of the state around the
-            # backward pass.
+            # Autocast is off, as in the forward pass, whether or not it is on where the backward
+            # pass is called.
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
                 out, lse = attend(*(x.requires_grad_() for x in inputs))
                 results, grads = [out], [grad[:, part]]
@@ -173,14 +176,14 @@ class Work(NamedTuple):
 
 
 def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Callable]:
-    """Register a branch as an operator `nsa::branch_attention`, from a function that returns
-    its `Work`.
+    """Register a branch as an operator `nsa::branch_attention`. The decorated function returns
+    the `Work` of the branch.
 
     Args:
       name: Name in the kind of the call.
-      count: Number of tensors, which are the positional arguments of the function. Its keyword
-        arguments are `with_lse` and the entries of the result of `operators.unpack_layout`. It
-        returns None if no query has a key.
+      count: Number of tensors. They are the positional arguments of the decorated function. The
+        keyword arguments of that function are `with_lse` and the entries of the result of
+        `operators.unpack_layout`. The function returns None if no query has a key.
     """
 
     def define(work_of):
@@ -248,7 +251,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):
-        # read once, since a checkpoint does not provide them a second time
+        # read only once, since a checkpoint does not provide saved tensors a second time
         saved = ctx.saved_tensors
         found = [torch.empty_like(x) for x in saved]
         for part in _combine_parts(grad):

@@ -1,5 +1,5 @@
-"""Compression `phi`, which makes one token from each window of `l` tokens. A window begins every
-`d` tokens (Eq. 7).
+"""Compression: the function `phi` makes one compressed token from each window of `l` tokens. A
+window begins every `d` tokens (Eq. 7).
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def compress(
     """Apply `phi` to the windows of `x` [B, S, Hkv, D]. The result is `[B, C, Hkv, D]`. The
     first token of `x` has position `first`. In a packed row, `first` is 0, and the compressed
     tokens of all sequences are in the order of their first tokens, without gaps. The remaining
-    slots at the end are zeros.
+    slots at the end of the result are zeros.
     """
     if torch.compiler.is_compiling():
         rest = operators.MAY_BE_NAN, *operators.pack_layout(config, first, cu_seqlens, None)
@@ -48,7 +48,7 @@ def compress(
         number = count + shifts - 1
         # No einops here, since each use costs the host 10 us in every call.
         blocks = x[:, : number * stride].reshape(batch, number, stride, kv_heads, width)
-        if params is None:  # all windows of a stride block share its sum
+        if params is None:  # all windows that contain a stride block share the sum of the block
             sums = blocks.sum(dim=2, dtype=wide(x.dtype)).reshape(batch, number, -1)
             means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
             return means.to(x.dtype).reshape(batch, count, kv_heads, width)
@@ -79,15 +79,15 @@ def gradient_of_means(
         return F.pad(tokens, (0, 0, 0, 0, 0, length - tokens.shape[1]))
     taps, unused, _ = packed_windows(cu_seqlens, length, config)
     each = (grad.masked_fill(unused, 0).to(wide(dtype)) / block).to(dtype)[0, :, None]
-    # The same as the gradient of indexing, in a fixed order of sums.
+    # This equals the gradient of indexing, but the order of the sums is fixed.
     found = grad.new_zeros(shape[1:])
     return found.index_put_((taps,), each.expand(*taps.shape, -1, -1), accumulate=True)[None]
 
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
     """Apply `phi` to the windows of `x` that consist of the tokens `taps` `[C, l]`. The result
-    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding have no effect on the
-    gradients of parameters either.
+    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding affect neither the result
+    nor the gradients of the parameters.
     """
     windows = x[:, taps]
     if params is not None:
@@ -121,9 +121,8 @@ def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
     return out.to(dtype)
 
 
-# The operator that torch.compile and torch.export trace. Traced slices of an unknown length
-# would be valid for some lengths only. The tensors of the operator are the tokens and the
-# parameters.
+# torch.compile and torch.export trace this operator. Traced slices of an unknown length would be
+# valid for some lengths only. The tensors of the operator are the tokens and the parameters.
 KINDS = PoolParams, MLPParams, RopeMLPParams
 PARAMS: dict[int, Any] = {len(each._fields): each for each in KINDS}
 
@@ -141,7 +140,7 @@ def _gradients(grad, *arguments):
     leaves = [t.detach().requires_grad_() for t in arguments[:count]]
     with torch.enable_grad():
         (out,) = _compress(*leaves, *arguments[count:])
-    if not out.requires_grad:  # there is no window
+    if not out.requires_grad:  # there is no window to compress
         return [torch.zeros_like(t) for t in leaves]
     return torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
 

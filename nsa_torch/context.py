@@ -2,26 +2,27 @@
 
 Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
 and values are gathered for one batch row and a few key/value heads at a time (`head_groups`).
-The next gather runs while the current heads are computed. Each chunk of queries is then an
-ordinary call, whose keys end with the chunk's last token. The backward pass gathers keys and
-values again. It sums their gradients over the ranks in float32 by a reduce-scatter, also for a
-few heads at a time.
+The gather of the next heads runs while the current heads are computed. Attention of each chunk of
+queries is then an ordinary local call, whose keys end with the chunk's last token. The backward
+pass gathers keys and values again. A reduce-scatter in float32 sums their gradients over the
+ranks, also for a few heads at a time.
 
-On Mosaic kernels one call can compute both chunks of a rank, and its queries then have a gap
-between the chunks. If the compressed branch averages the tokens of the selected branch, each
-rank computes the means of all windows from the gathered tokens. On other kernels, and with other
-compressed tokens, each rank computes the compressed tokens whose windows begin in its own
-tokens. For these it also needs the tokens that follow its chunks, the halo. All ranks then
-gather the compressed tokens, of which there are `d` times fewer than raw tokens. `phi`
-therefore runs once per window, not once per rank. A window of `l` tokens belongs to the chunk
-with its first token. The halo has `l - d` tokens if the row is not packed and the length of a
-chunk is a multiple of the stride, otherwise `l - 1`. To provide it, the first tokens of every
-chunk are gathered. In the backward pass the two gathers become reduce-scatters in float32, and
-a learned `phi` is computed again.
+On Mosaic kernels one local call can compute both chunks of a rank. The queries of this call have
+a gap between the chunks. On Mosaic kernels, if the compressed branch averages the tokens of the
+selected branch, each rank computes the means of all windows from the gathered tokens. Otherwise
+each rank computes the compressed tokens of those windows that begin in its own tokens. These
+windows extend beyond the rank's chunks. The tokens that follow a chunk and belong to its windows
+are the halo of the chunk. All ranks then gather the compressed tokens, of which there are `d`
+times fewer than raw tokens. `phi` therefore runs once per window, not once per rank and window. A
+window of `l` tokens belongs to the chunk with its first token. The halo has `l - d` tokens if the
+row is not packed and the length of a chunk is a multiple of the stride, otherwise `l - 1`. The
+ranks provide the halos by gathering the first tokens of every chunk. In the backward pass the
+gathers of halos and of compressed tokens become reduce-scatters in float32. A learned `phi` is
+computed again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
-backward pass slices these from the rank's own tensors, or gathers them again. The outer
-autograd node saves all other tensors, so that `torch.utils.checkpoint` around the call works.
+backward pass slices these inputs from the rank's own tensors, or gathers them again. The outer
+autograd node saves all other tensors. `torch.utils.checkpoint` around the call therefore works.
 
 Shapes: `T` is the number of tokens of one rank, and `S` that of the whole sequence.
 """
@@ -61,7 +62,7 @@ from nsa_torch.varlen import borders_of
 def shard_sequence(
     x: Tensor, context_mesh: DeviceMesh, *, dim: int = 1, context_layout: Layout = "zigzag"
 ) -> Tensor:
-    """Return this rank's tokens of `x` along `dim`. Every rank passes the whole of `x`.
+    """Return this rank's tokens of `x` along `dim`. Every rank must pass the same whole `x`.
 
     If the length is not a multiple of the number of chunks, zeros are added at the end.
     `context_mesh` and `context_layout` are as in `nsa_torch.attention`.
@@ -84,8 +85,8 @@ def unshard_sequence(
     context_layout: Layout = "zigzag",
 ) -> Tensor:
     """Gather the whole sequence on every rank, without gradient. `length` is the length of the
-    sequence without the padding of `shard_sequence`. None means that the padding is kept. The
-    other arguments are as in `shard_sequence`.
+    sequence without the padding of `shard_sequence`. With `length=None` the result includes the
+    padding. The other arguments are the same as in `shard_sequence`.
     """
     ranks = Ranks(context_mesh, x.device)
     shards = Shards.of(ranks, "x", x.shape[dim], context_layout)
@@ -106,7 +107,8 @@ def shard_positions(
 
     Args:
       local_length: `T`, the number of tokens of this rank.
-      cu_seqlens: int `[num_seqs + 1]`, boundaries of the whole row. None means one sequence.
+      cu_seqlens: int `[num_seqs + 1]`, boundaries of the whole row. `cu_seqlens=None` means one
+        sequence.
       device: None means the current device of the mesh's device type.
       context_mesh, context_layout: as in `nsa_torch.attention`.
     """
@@ -141,10 +143,11 @@ def compress(
 
     Args:
       x: `[B, T, Hkv, D]`, the rank's own tokens.
-      params: The parameters, the same on every rank. Their gradient on each rank covers only
-        the windows of that rank. Sum it over the ranks to get the full gradient.
+      params: The parameters of `phi`, which must be the same on every rank. The gradient of the
+        parameters on a rank covers only the windows of that rank. Sum this gradient over the
+        ranks to get the full gradient.
       config: as in `nsa_torch.compress`.
-      cu_seqlens: Boundaries of the whole sequence, the same on every rank.
+      cu_seqlens: Boundaries of the whole sequence. They must be the same on every rank.
       context_mesh, context_layout: as in `nsa_torch.attention`.
 
     Returns:
@@ -169,8 +172,8 @@ def tokens_before(
     x: Tensor, count: int, *, context_mesh: DeviceMesh, context_layout: Layout = "zigzag"
 ) -> Tensor:
     """Return the `count` tokens before each of the `C` chunks of this rank, `[B C, count,
-    columns]`. `x` `[B, T, columns]` are this rank's tokens. Positions before the sequence are
-    zeros.
+    columns]`. `x` `[B, T, columns]` has this rank's tokens. Tokens before the start of the
+    sequence are zeros.
 
     Raises:
       ValueError: a chunk has fewer tokens than `count`.
@@ -199,8 +202,8 @@ def select_blocks(
     context_mesh: DeviceMesh,
     context_layout: Layout = "zigzag",
 ) -> Tensor:
-    """Select the blocks that the queries of this rank read, int32 `[B, T, Hkv, n]`. Ranks
-    exchange no tokens.
+    """Select the blocks that the queries of this rank read, int32 `[B, T, Hkv, n]`. The ranks
+    exchange no tokens in this function.
 
     Args:
       query: `[B, T, H, D]`, the rank's own.
@@ -230,8 +233,8 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, the device is
-    that of the mesh, so that this rank can still inform the other ranks of the error.
+    """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, return the
+    device of the mesh instead. This rank can then still inform the other ranks of the error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -254,7 +257,7 @@ def attention(
             raise
         arguments = *arguments[:-1], cu_seqlens
     called, tensors = call.signature_of(arguments, implementation, config, scale, recompute)
-    wanted = tuple(x.requires_grad for x in tensors)  # the same on all ranks
+    wanted = tuple(x.requires_grad for x in tensors)  # this value is the same on all ranks
     key, value = map(Branches.each, (key, value))
     separate = key.sliding is not key.selected or value.sliding is not value.selected
     known = called and (called, wanted, ranks.group, str(context_layout), separate)
@@ -295,7 +298,8 @@ def attention(
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     one_pair = key.compressed is key.selected and value.compressed is value.selected
     if compressed is None and not (on_mosaic and one_pair):
-        # The mean of a column does not depend on other columns.
+        # Keys and values can be averaged as one tensor, since the mean of a column does not
+        # depend on other columns.
         both = torch.cat([key.compressed, value.compressed], dim=-1)
         widths = key.compressed.shape[-1], value.compressed.shape[-1]
         means = compressed_tokens(shards, both, None, config, cu_seqlens)
@@ -319,8 +323,8 @@ def attention(
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
-    """Return whether all steps on the whole row would run on Mosaic kernels. If so, the steps
-    on its parts run on them too.
+    """Return whether all steps on the whole row would run on Mosaic kernels. In that case the
+    steps on parts of the row run on Mosaic kernels too.
     """
     floats, width = (*key, *value, *gates), value.selected.shape[-1]
     place, dtype, sizes, *rest, _ = problem_key(
@@ -332,10 +336,9 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _words(**given: Any) -> dict[str, Any]:
-    """Describe the arguments as text, which `agree` compares between ranks. A tensor, or a
-    tuple of tensors, is represented by shapes, dtypes and whether it requires a gradient. The
-    steps of the backward pass depend on these properties, and all ranks must run the same
-    steps.
+    """Describe the arguments as text, which `agree` compares between ranks. The text about a
+    tensor has its shape, its dtype and whether it requires a gradient. The steps of the backward
+    pass depend on these properties, and all ranks must run the same steps.
     """
 
     def word(x):
@@ -350,8 +353,8 @@ def _words(**given: Any) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """The tensors of a call. All belong to this rank, except the compressed tokens, which are
-    those of the whole sequence.
+    """The tensors of a call. The compressed tokens are those of the whole sequence. All other
+    tensors have only the tokens of this rank.
     """
 
     own: tuple[Tensor, ...]  # query [B, T, H, D]; three gates [B, T, H], or one [B, T, H, 3]
@@ -380,8 +383,8 @@ class Given(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One batch row with one group of heads (`context_layout.head_groups`). Gathers and local
-    calls process one unit at a time.
+    """One batch row with one group of heads (`context_layout.head_groups`). The gathers and local
+    calls of a rank process one such unit at a time.
     """
 
     row: int
@@ -402,14 +405,14 @@ class Call(NamedTuple):
     """
 
     shards: Shards
-    sizes: list[int]  # the number of tensors in each field of its `Given`
+    sizes: list[int]  # the number of tensors in each field of the call's `Given`
     recompute: bool
     takes_gaps: bool  # whether one local call may have queries with a gap
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """Return the local calls of a unit. If the kernels support a gap between queries, there
-        is one call for all queries. Otherwise there is one call per chunk.
+        """Return the local calls of a unit. If the kernels support a gap between queries, a
+        single call computes all queries. Otherwise there is one call per chunk of queries.
         """
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
@@ -426,8 +429,8 @@ class Call(NamedTuple):
         return [(slice(0, tokens.stop), end, options)]
 
     def units(self, given: Given) -> Iterator[Unit]:
-        """Yield the units. The gather of the next unit starts before the current unit is
-        yielded.
+        """Yield the units of this call. Before a unit is yielded, the gather of the next unit
+        starts.
         """
         batch, _, kv_heads = given.keys_values[0].shape[:3]
         group = given.own[0].shape[2] // kv_heads
@@ -484,18 +487,18 @@ def _attend(options: dict, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
 def local_graph(
     function: Callable[..., Tensor], leaves: list[Tensor], kept: list[Tensor]
 ) -> tuple[Tensor, Callable[..., list[Tensor | None]]]:
-    """Run a local call. Return its output, and a function that computes gradients. The autograd
-    graph does not keep the input tensors alive.
+    """Run a local call. Return the output of the call, and a function that computes its
+    gradients. The autograd graph of the call does not keep the input tensors alive.
 
     Args:
       leaves: The input tensors of the call.
-      kept: A list, to which the tensors that the graph saves are appended. The graph does not
-        own them.
+      kept: A list. The function appends the tensors that the autograd graph saves to this list,
+        and the graph does not own them.
 
     Returns:
       The output, and `gradients(leaves, kept, do, retain)`, which returns the gradient of each
-      leaf. Its arguments are the leaves and the saved tensors again, the gradient of the
-      output, and whether the graph is used once more afterwards.
+      leaf. The arguments of `gradients` are the leaves and the saved tensors again, the gradient
+      of the output, and whether the graph is used once more afterwards.
     """
     found, present = list[Tensor | None](), [leaves, kept]
     places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
@@ -530,8 +533,8 @@ def local_graph(
 
 
 class _Enter(torch.autograd.Function):
-    """Starts an autograd graph from leaves without keeping them alive. Their gradients are
-    written to `found`.
+    """Starts an autograd graph from leaves without keeping them alive. The backward pass writes
+    the gradients of the leaves to `found`.
     """
 
     @staticmethod
@@ -555,7 +558,9 @@ class _Attention(torch.autograd.Function):
         kept, graphs, calls = list[Tensor](), list[Callable](), list[LocalCall]()
         out = Whole(query, query.shape[:3] + value.shape[3:])
         for unit in call.units(given):
-            calls = calls or call.calls(query.device)  # while the first gather runs
+            calls = calls or call.calls(
+                query.device
+            )  # this runs on the host while the first gather is in progress
             whole = unit.wait()
             for each in calls:
                 function, leaves = call.local(given, unit, whole, *each)
@@ -645,7 +650,8 @@ class Whole:
         self._found: Tensor | None = None
 
     def put(self, part: Tensor | None, unit: Unit, tokens: slice) -> None:
-        """Put the part `[1, t, h, ..]` of a unit at its tokens. None means zeros."""
+        """Write the part `[1, t, h, ..]` of a unit to the positions `tokens`. If `part` is None,
+        write zeros."""
         if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
             self._found = part
         else:
@@ -667,8 +673,8 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
         if cu_seqlens is None:
             cu_seqlens = batch_tables.of_one(shards.length, 0, x.device)
         windows = PackedWindows(shards, config, cu_seqlens)
-    # The halo of a chunk consists of the first tokens of the next chunk, or of several next
-    # chunks if chunks are shorter than the halo.
+    # The halo of a chunk has the first tokens of the next chunk. If chunks are shorter than the
+    # halo, it has tokens of several next chunks.
     width = min(windows.halo, shards.chunk)
     heads = [tokens[:, :width] for tokens in x.split(shards.chunk, dim=1)]
     heads = _Gather.apply(shards, "the halo", torch.cat(heads, dim=1).transpose(0, 1))
@@ -690,7 +696,8 @@ def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the tensors `[chunks * n, ..]` of all ranks and orders them as in the sequence."""
+    """Gathers the tensors `[chunks * n, ..]` of all ranks and puts them into the order of the
+    sequence."""
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, what: str, x):
@@ -710,8 +717,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """Applies `function` to tensors. The backward pass runs `function` again and differentiates
-    it.
+    """Applies `function` to tensors. The backward pass runs `function` again, this time with
+    gradients.
     """
 
     @staticmethod
@@ -731,7 +738,8 @@ class _Learned(torch.autograd.Function):
 
 class WholeWindows(NamedTuple):
     """The windows of one sequence, if the length of a chunk is a multiple of the stride `d`. A
-    window begins every `d` tokens.
+    window begins every `d` tokens, so that the windows of a chunk have fixed positions in the
+    chunk.
     """
 
     shards: Shards
@@ -749,13 +757,13 @@ class WholeWindows(NamedTuple):
         return compress_windows(tokens, params, config=self.config, first=first)
 
     def joined(self, found) -> Tensor:
-        """Join the windows of all chunks to `[C, ..]`."""
+        """Join the compressed windows of all chunks to one tensor `[C, ..]`."""
         return found[: self.config.num_compressed(self.shards.length)]
 
 
 class PackedWindows:
-    """The windows of packed sequences, or of one sequence if the length of a chunk is no
-    multiple of the stride. The starts of packed windows are known only on the device.
+    """The windows of packed sequences. The class also serves one sequence if the length of a
+    chunk is no multiple of the stride. Only the device knows the starts of packed windows.
 
     The starts of two windows differ by at least `d` tokens. A chunk therefore has no more
     windows than a chunk of a single sequence.
@@ -778,9 +786,9 @@ class PackedWindows:
 
 
 class _Means(torch.autograd.Function):
-    """Computes `used_windows` for means. The gradient of a token is gathered from the windows
-    that contain the token. The gradient that autograd derives for indexing would be a scattered
-    sum instead.
+    """Computes `used_windows` for means, with its own gradient. The gradient of a token is
+    gathered from the windows that contain the token. Autograd would instead compute a scattered
+    sum as the gradient of indexing.
     """
 
     @staticmethod

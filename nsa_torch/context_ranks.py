@@ -1,9 +1,9 @@
 """The collectives of context parallelism, along a mesh dimension of `torch.distributed`, and
 the positions of each rank's tokens.
 
-All data moves through the process group of the mesh. Its errors are raised again with the name
-of the step, on every rank that waits. If a rank is lost, the others therefore end within the
-timeout of the process group.
+All data moves through the process group of the mesh. If the process group raises an error, every
+rank that waits raises it again with the name of the step. If a rank is lost, the other ranks
+therefore end within the timeout of the process group.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from nsa_torch import plans
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the argument is a mesh with one dimension."""
+    """Raise ValueError unless `mesh` is a `DeviceMesh` with one dimension."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -57,7 +57,7 @@ class Ranks:
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start an all-gather of `x`. Call the returned function to wait for the result, `[R,
-        *x.shape]`. Errors name the data as `what`.
+        *x.shape]`. Error messages call the data `what`.
         """
         found = x.new_empty(self.size, *x.shape)
         run = dist.all_gather_into_tensor, found.flatten(0, 1), x.contiguous()
@@ -65,7 +65,7 @@ class Ranks:
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start a reduce-scatter of `x` `[R, ...]`. Call the returned function to wait for the
-        sum of this rank. Errors name the data as `what`.
+        part of the sum that belongs to this rank. Error messages call the data `what`.
         """
         found = x.new_empty(x.shape[1:])
         run = dist.reduce_scatter_tensor, found, x.contiguous().flatten(0, 1)
@@ -99,7 +99,7 @@ class Shards(layouts.Shards):
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """Return the shards for `local_length` tokens per rank. Errors name the argument
+        """Return the shards for `local_length` tokens per rank. Error messages call the argument
         `name`.
         """
         chunk = layouts.chunk_length(name, local_length, layout)
@@ -128,16 +128,16 @@ class Shards(layouts.Shards):
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
-    """Check that `describe()` has the same result on all ranks. Return the result, and the row
-    of numbers that encodes it.
+    """Check that `describe()` has the same result, a text, on all ranks. Return the text, and a
+    row of numbers that encodes it.
 
-    Every call gathers one row. On a GPU the host writes and reads rows only for a new
-    description, since both operations wait for the device.
+    Every call gathers one such row from each rank. On a GPU the host writes and reads rows only
+    for a new description, since writing and reading wait for the device.
 
     Raises:
-      ValueError: The descriptions differ, or one of them failed. Every rank raises it. If
-        `describe` fails on a rank, that rank raises the error of `describe` instead. On a GPU,
-        a rank that has already described the same call compares the rows in `say`.
+      ValueError: The descriptions differ, or `describe` failed on a rank. All ranks raise this
+        error, except that a rank on which `describe` failed raises the error of `describe`. On a
+        GPU, a rank that has already described the same call compares the rows in `say`.
     """
     try:
         words = describe()
@@ -169,7 +169,8 @@ def agree(
 
 
 def refuse(ranks: Ranks, device: torch.device) -> None:
-    """Inform the other ranks, which wait in `agree` or `say`, that this rank has an error."""
+    """Inform the other ranks that this rank has an error. The other ranks wait in `agree` or
+    `say`."""
     ranks.gather(_row("", device), SIZES)()
 
 
@@ -179,9 +180,10 @@ def _row(text: str, device: torch.device) -> Tensor:
 
 
 def say(ranks: Ranks, row: Tensor) -> None:
-    """Gather the row of `agree` again, since other ranks may describe this call for the first
-    time. The host does not wait for a GPU. If ranks describe different calls, a device-side
-    assertion fails, and the process cannot use the device afterwards.
+    """Gather the row of `agree` for a call that this rank has described before. Other ranks may
+    describe the call for the first time. The host does not wait for a GPU. If ranks describe
+    different calls, a device-side assertion fails, and the process cannot use the device
+    afterwards.
     """
     torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
 

@@ -1,4 +1,5 @@
-"""Chooses an implementation for torch tensors. `nsa_core.dispatch` defines the registry.
+"""Chooses an implementation for each step of a call on torch tensors. `nsa_core.dispatch` defines
+the registry of implementations.
 
 The function of an implementation for a step is a target. A target has the arguments of the
 public function of the step, without `varlen` and `implementation`, and its `kv_len` is never
@@ -66,7 +67,7 @@ def jax_has_cuda() -> bool:
 
 @functools.lru_cache(4096)
 def on_disk(*layer) -> bool:
-    """Return whether the kernels of a layer are stored on disk. The arguments are those of
+    """Return whether the kernels of a layer are stored on disk. The arguments are the same as in
     `layer_note`.
     """
     return loaded.store().serves(layer_note(*layer))
@@ -105,10 +106,10 @@ def _table(step: str) -> tuple[Implementation, ...]:
         # uses tensor cores, but has no kernel for blocks
         ("fa2", products or "fa2", fa2.why_not),
         ("sdpa", products or "sdpa"),  # any device, with bounded memory
-        # a second framework in the process, which only its name selects, since `sdpa` never
-        # refuses
+        # JAX is a second framework in the process. Only an explicit name selects it, since `sdpa`
+        # never refuses a call and comes first
         ("jax", "autograd", jax_why_not),
-        ("reference", "reference"),  # dense
+        ("reference", "reference"),  # dense computation
     ]
     return tuple(
         Implementation(name, f"nsa_torch.{module}:{function}", *why_not)
@@ -129,10 +130,10 @@ class Chosen(NamedTuple):
     sliding: str
     attention: (
         str | None
-    )  # the implementation that runs all steps at once, also compression by means, or None
+    )  # the implementation that runs all steps at once, including compression by means; None if there is none
 
     def load(self, step: str) -> Callable:
-        """Return the function that runs `step`."""
+        """Return the function of the chosen implementation that runs `step`."""
         name = getattr(self, step)
         (entry,) = (x for x in REGISTRY.table[step] if x.name == name)
         return (
@@ -144,9 +145,10 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
     """Choose the implementation for the problem of a `problem_key`. `step` is the argument of
     `Registry.choices`.
 
-    Under `torch.compile` the choice is a constant, regardless of the number of tokens.
+    Under `torch.compile` the choice is a constant of the compiled code, regardless of the number
+    of tokens.
     """
-    # A plain tuple, as all arguments that torch.compile treats as constants.
+    # This is a plain tuple, like all arguments that torch.compile treats as constants.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
     fields: Any = _chosen(names, step, *problem)
     return Chosen(*fields)
@@ -173,7 +175,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     if debug.on:
         debug.choices(TORCH, asked, chosen)
     for choice in chosen:
-        choice.load()  # imports the module here, outside the code that torch.compile traces
+        choice.load()  # this imports the module outside the code that torch.compile traces
     whole = chosen.attention
     found = *(x.implementation for x in chosen), None if whole is None else whole.implementation
     return found if key is None else plans.keep(key, found)
@@ -189,13 +191,14 @@ def problem_key(
     gates: Iterable[torch.Tensor] = (),
     cached: bool = False,
 ) -> tuple:
-    """Describe a problem by numbers and strings, as the hashable key for `choose`.
+    """Describe a call by numbers and strings. The result is the hashable key from which `choose`
+    derives the problem.
 
     Args:
       query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
         the compressed keys.
       memory: The tensors that kernels read in place, keyed by name.
-      gates: other tensors that may require a gradient.
+      gates: other tensors of the call that may require a gradient.
       cached: whether the keys are in a cache.
     """
     device = query.device.type, query.device.index
@@ -212,7 +215,8 @@ def problem_key(
 
 
 def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
-    """Return the problem of a `problem_key`. Its `step` is set later."""
+    """Return the problem that a `problem_key` describes. The caller sets the field `step`
+    later."""
     platform, index = device
     names = "B", "T", "S", "H", "Hkv", "D", "Dv"
     packed, gradient, cached = flags
@@ -233,14 +237,14 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """Return the memory layout that kernels need and that a tensor lacks, or None. The text
-    continues the word "needs".
+    """Return the memory layout that kernels need and that a tensor lacks, or None. The returned
+    text continues a sentence after the word "needs".
     """
     for name, x in memory.items():
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}; pass a copy"
         if torch.compiler.is_compiling():
-            continue  # not known here; unaligned tensors are copied (`readable`)
+            continue  # alignment is not known here; unaligned tensors are copied (`readable`)
         start = x.storage_offset() * x.itemsize
         if start % ALIGNMENT:
             return (

@@ -1,7 +1,8 @@
 """Lists the installed packages, checks them and recommends fixes: `python -m nsa_torch.doctor`.
 
-It prints one line per subject: `ok`, `note` for a missing or slow part, or `broken` for an
-installed part that cannot run. The exit status is 1 if a subject is broken.
+The command prints one line per subject. The line begins with `ok`, with `note` for a missing or
+slow part, or with `broken` for an installed part that cannot run. The exit status is 1 if a
+subject is broken.
 """
 
 import importlib.metadata
@@ -34,9 +35,9 @@ def packages() -> Iterator[Finding]:
     """Report the versions of packages, and whether this library supports them."""
     try:
         requires = importlib.metadata.requires(LIBRARY) or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout
+    except importlib.metadata.PackageNotFoundError:  # the library runs from a checkout
         requires = []
-    # The bounds of tests may be narrower.
+    # The extra for tests may have narrower bounds.
     requires = [x for x in map(Requirement, requires) if 'extra == "test"' not in str(x.marker)]
     allowed = {x.name: x.specifier for x in requires}
     for name, extra in PACKAGES.items():
@@ -75,8 +76,8 @@ def gpu() -> Finding:
 
 
 def cuda() -> Iterator[Finding]:
-    """Check that JAX and torch use the same CUDA version. Two versions in one process may end
-    the process.
+    """Check that JAX and torch use the same CUDA version. Two CUDA versions in one process may
+    crash it.
     """
     release = torch.version.cuda
     for major in ("13", "12"):
@@ -122,7 +123,8 @@ def folder() -> Finding:
 
 
 def compilers() -> Finding:
-    """Check that Mosaic and Triton kernels can be built. Both need a C compiler."""
+    """Check that Mosaic and Triton kernels can be built. Both kinds of kernels need a C
+    compiler."""
     if reason := launcher_why_not():
         words = f"Triton {reason}; torch operators run instead of Triton kernels"
         return "compiler", "note", words

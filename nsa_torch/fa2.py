@@ -1,22 +1,26 @@
-"""Computes the three branches with the variable-length kernels of FlashAttention-2 (CUDA). They
-come from the package `flash_attn` if it is installed, otherwise from torch. Both align causal
-masks to the bottom right, so that the last query of a sequence sees its last key.
+"""Computes the three branches with the variable-length kernels of FlashAttention-2 (CUDA). The
+kernels come from the package `flash_attn` if it is installed, otherwise from torch. Both versions
+align causal masks to the bottom right: the last query of a sequence attends to its last key.
 
 Compressed branch: let `t = p - (l - 1)` for a query at position `p`. The query attends to `t //
 d + 1` compressed tokens. Within a residue class `t mod d`, each query therefore attends to one
 more token than the previous query. This is plain causal attention, with `d` classes per
-sequence. Each class is a separate sequence for FA-2. A dozen operators reorder queries, keys
-and results before and after it. The host needs 0.7 to 0.8 ms to launch these operators, which
-is more than the GPU needs below a few thousand tokens. On an H100 the branch takes 0.76 ms at
-256 tokens, 0.82 ms at 1024 and 1.1 to 1.2 ms at 4096. One call of SDPA with a dense mask takes
-0.22 ms. In eager mode FA-2 is therefore worthwhile only if the dense mask is too large. A CUDA
-graph replays the operators without the host. The indices are computed once for all calls of the
-same sizes (`_once`). The sliding branch is attention with a causal window. For the selected
-branch, the visible keys of every query and key/value head of a chunk are packed one after the
-other. The `G` query heads of such a pair are the queries of one sequence of FA-2. The keys are
-read block by block, or as key ranges under `nsa_torch.ranges.using`.
+sequence. Each class is a separate sequence for FA-2. A dozen operators reorder queries, keys and
+results before and after the call of FA-2. The host needs 0.7 to 0.8 ms to launch these operators.
+Below a few thousand tokens, the GPU needs less time than that. On an H100 the compressed branch
+takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to 1.2 ms at 4096. One call of SDPA with a
+dense mask takes 0.22 ms. In eager mode FA-2 is therefore worthwhile only if the dense mask is too
+large. A CUDA graph replays the operators without the host. The indices for the reordering are
+computed once for all calls of the same sizes (`_once`).
 
-If values and queries differ in width, the narrower ones are padded with zeros.
+Sliding branch: FA-2 computes attention with a causal window.
+
+Selected branch: a pair is one query with one key/value head. For all pairs of a chunk, the keys
+that the query may read are packed one after the other. The `G` query heads of a pair are the
+queries of one sequence of FA-2. The packed keys are copied block by block, or as key ranges under
+`nsa_torch.ranges.using`.
+
+If values and queries differ in width, the narrower tensor is padded with zeros.
 """
 
 import functools
@@ -54,7 +58,8 @@ def library() -> str:
 
 @functools.cache
 def _library() -> str:
-    # The module flash_attn may also belong to flash-attn-4, which lacks these functions.
+    # The module flash_attn may also belong to the package flash-attn-4, which lacks these
+    # functions.
     found = version("flash_attn")
     return f"flash_attn {found}" if found else f"torch {torch.__version__} (bundled)"
 
@@ -90,8 +95,8 @@ def varlen(query, key, value, bounds, longest, *, causal, window, scale):
       bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
       longest: upper bounds of the lengths of sequences of queries and of keys.
       causal: Whether attention is causal, with the mask aligned to the bottom right.
-      window: Number of keys before its own to which a query attends, or -1 for all. A window
-        implies a causal mask.
+      window: Number of keys before its own position to which a query attends, or -1 for all keys.
+        A window implies a causal mask.
     """
     if library().startswith("flash_attn"):
         from flash_attn import flash_attn_varlen_func
@@ -178,7 +183,7 @@ def sliding_attention(
     if config.window == 0:
         return nothing_seen(query, key, value)
     before = None
-    if isinstance(kv_len, Tensor):  # a row may have fewer keys than queries
+    if isinstance(kv_len, Tensor):  # a batch row may have fewer keys than queries
         # For a query before the first key, FA-2 returns a gradient of NaN. The gradients of
         # keys are NaN too if the query or the gradient of its output is NaN.
         before = (geometry_of(query, config, kv_len, None).position < 0)[..., None, None]
@@ -213,8 +218,8 @@ def sliding_attention(
 
 
 def _band(key, value, size, kv_len):
-    """Return the last `size` keys and values up to the last valid one, and the number of valid
-    ones among them.
+    """Return the last `size` keys and values up to the last valid token. Also return the number
+    of valid tokens among them.
     """
     batch, num_keys = key.shape[:2]
     if size >= num_keys:
@@ -294,12 +299,12 @@ def _selected_attention(
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):
-    """Return the result of `make()`, which calls on whole sequences with the same `sizes`
-    share. The second entry of `sizes` is the number of queries.
+    """Return the result of `make()`. Calls on whole sequences with the same `sizes` share this
+    result. The second entry of `sizes` is the number of queries.
 
     `make` runs dozens of small operators. At a few thousand tokens the host needs more time to
-    launch them than a GPU needs for FA-2. Each decode step has a new length, so that its
-    results are not shared.
+    launch these operators than a GPU needs for FA-2. The results of decode steps are not shared,
+    since each step has a new length.
     """
     if torch.compiler.is_compiling() or cu_seqlens is not None:
         return make()
@@ -309,7 +314,7 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
 
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
-    """Run `varlen` with values of any width. For a row without keys the log-sum-exp is -inf."""
+    """Run `varlen` with values of any width. A row without keys has a log-sum-exp of -inf."""
     width, value_width = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
     common = max(width, value_width)
@@ -320,8 +325,9 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
     )
     lse = lse.detach().masked_fill(lse == float("inf"), float("-inf"))
     if query.requires_grad and torch.is_grad_enabled():
-        # torch.compile always traces the backward pass of a `Function`, but that of an operator
-        # only if it is needed. torch.func does not support the gradient of an operator.
+        # torch.compile always traces the backward pass of a `Function`. It traces the backward
+        # pass of an operator only if that pass is needed. torch.func does not support the
+        # gradient of an operator.
         tied = _traced_lse if torch.compiler.is_compiling() else _WithoutGradient.apply
         lse = tied(query, lse)
     return once(out)[..., :value_width], lse
@@ -367,9 +373,9 @@ _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows. If the rows are a
-    permutation, its inverse `back` gathers the gradient. Otherwise the gradients of repeated
-    rows are summed in float32.
+    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows of `x`. If `rows` is
+    a permutation, the gradient is gathered with the inverse permutation `back`. Otherwise the
+    gradients of repeated rows are summed in float32.
     """
 
     @staticmethod

@@ -1,11 +1,12 @@
-"""The public functions on torch tensors, which check their arguments once and then run the chosen
-implementations.
+"""The public functions on torch tensors. Each function checks its arguments once and then runs
+the chosen implementations.
 
-The functions, their arguments and their results are the same as in `nsa_jax`, except that
-`cu_seqlens` replaces `segment_ids`, and `context_mesh` replaces `context_axis`.
-`nsa_core.types` documents the shapes. Functions that accept `key` and `value` also accept a
-`Branches` of tensors for each. `implementation` is None (automatic), a name for all branches,
-or a `Branches` of names. A named implementation never falls back to another one:
+The functions, their arguments and their results are the same as in `nsa_jax`, with two
+differences: `cu_seqlens` replaces `segment_ids`, and `context_mesh` replaces `context_axis`.
+`nsa_core.types` documents the shapes. Functions with the arguments `key` and `value` accept for
+each of them one tensor, or a `Branches` of tensors with one tensor per branch. `implementation`
+is None (automatic), a name for all branches, or a `Branches` of names. A named implementation
+never falls back to another one:
 
   mosaic       kernels for Hopper GPUs, 16-bit contiguous tensors (`nsa_torch.mosaic`)
   triton       kernels for NVIDIA GPUs from 8.0, contiguous tensors (`nsa_torch.triton`)
@@ -14,26 +15,26 @@ or a `Branches` of names. A named implementation never falls back to another one
   jax          `nsa_jax` through DLPack, one call forward and one backward
   reference    dense computation, for tests
 
-A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
-int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
-after the last sequence are padding. Positions restart in every sequence, no query reads another
-sequence, and block indices are local to the sequence. On a CPU, and on every device while
-`nsa_core.debug` reports events, the host reads the boundaries, and invalid ones raise
-`ValueError`. On a GPU and under torch.compile they are corrected:
+A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or int64,
+which starts with 0. Sequence `i` has the tokens `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may
+be empty. Tokens after the last sequence are padding. In every sequence, positions and block
+indices start at 0. No query reads another sequence. On a CPU, and on every device while
+`nsa_core.debug` reports events, the host reads the boundaries in `cu_seqlens`, and invalid
+boundaries raise `ValueError`. On a GPU and under torch.compile, invalid boundaries are corrected:
 
   the first is not 0                  it counts as 0
   one is less than its predecessor    it counts as the predecessor
   one is beyond `T`                   it counts as `T`
 
-Kernels need tables that are derived from the boundaries. Each call computes them again, unless
-`varlen_metadata` has computed them once for the batch.
+Kernels need tables that are derived from the boundaries. Each call computes these tables again,
+unless `varlen_metadata` has made metadata for the batch, which stores them.
 
 All functions are differentiable with respect to floating-point tensors, also through the
-log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No gradient
-flows through the block indices. Only `reference` has second derivatives. With other
-implementations, a backward pass that is recorded (`create_graph=True`) raises an error. Invalid
-input raises `ValueError`. The message names the argument, the rule and the value. A case that
-an implementation does not support raises `NotImplementedError`.
+log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No gradient flows
+through the block indices. Only `reference` has second derivatives. With other implementations, a
+backward pass that autograd records (`create_graph=True`) raises an error. Invalid input raises
+`ValueError`. The error message names the argument, the rule and the value. A call that a named
+implementation does not support raises `NotImplementedError`.
 """
 
 from typing import Any, Literal
@@ -90,21 +91,21 @@ def attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one tensor `[B, T, H, 3]` in the branches' order.
       config: block sizes, strides and number of selected blocks; the defaults are those of the
-        paper. Its `compute_dtype` is for inference only.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means that each
-        compressed token is the mean of its window.
+        paper. `config.compute_dtype` is for inference only.
+      compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
+        Hkv, Dv]`; None means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
         the blocks are selected by the scores of the compressed branch.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
-      varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once per
-        batch.
+      cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see the module).
+      varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Call `varlen_metadata`
+        once per batch.
       scale: factor of the logits, a positive number; None means `D**-0.5`.
-      recompute: whether to save only the inputs and the selection for the backward pass, which
-        then computes the branches again. If False, three more tensors of the output's size are
-        saved.
+      recompute: whether to save only the inputs and the block indices for the backward pass. The
+        backward pass then computes the branches again. If `recompute` is False, three more
+        tensors of the output's size are saved.
       context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`).
-        The tensors then contain the tokens of this rank, `T = S`; `compressed` and `cu_seqlens`
-        describe the whole sequence.
+        With a mesh, the tensors contain only the tokens of this rank (`T = S`), but `compressed`
+        and `cu_seqlens` describe the whole sequence.
       context_layout: distribution of the tokens over ranks, `zigzag` or `contiguous`.
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
@@ -113,8 +114,8 @@ def attention(
 
     Raises:
       ValueError: An argument has a shape, dtype, device or value that no implementation supports.
-      NotImplementedError: The named implementation cannot run this call. Also if `compute_dtype`
-        is set and the Mosaic kernels cannot run the call.
+      NotImplementedError: The named implementation cannot run this call. The error is also raised
+        if `config.compute_dtype` is set and the Mosaic kernels cannot run the call.
     """
     if context_mesh is not None:
         from nsa_torch import context
@@ -131,12 +132,13 @@ def attention(
 
 
 def decided(arguments, config, scale, recompute, implementation, checked: bool = False):
-    """Run `attention`. A known call runs its stored program.
+    """Run `attention` on checked or unchecked arguments. If a call with the same signature ran
+    before, its stored program runs.
 
     Args:
       arguments: The tensors of the call, with boundaries that have been clamped.
-      checked: whether the arguments have been checked. `key` and `value` are then `Branches`.
-        The queries of a packed row may then be the last `T` of the first `S` tokens.
+      checked: whether the arguments have been checked. If so, `key` and `value` are `Branches`,
+        and the queries of a packed row may be the last `T` of its first `S` tokens.
     """
     signature, tensors = None, []
     if not torch.compiler.is_compiling():
@@ -188,9 +190,9 @@ def attend(
     """Run the chosen implementation of each step on compressed tokens that already exist.
 
     Args:
-      query .. block_indices: as in `attention`, `key`, `value` and `gates` as `Branches`.
-      compressed: None means that compressed tokens are means. It requires one implementation
-        that runs all steps.
+      query .. block_indices: as in `attention`, but `key`, `value` and `gates` are `Branches`.
+      compressed: the compressed keys and values. None means that compressed tokens are means,
+        which requires one implementation that runs all steps.
       lengths: a dictionary with `config`, `kv_len`, `cu_seqlens` and `scale`.
       assume_finite: whether keys and values that no query attends to are known to be finite.
 
@@ -220,8 +222,7 @@ def attend(
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
         # `torch.utils.checkpoint` detects later writes to tensors that are its direct
-        # arguments, and calls saved-tensor hooks for them. It does neither for tensors in
-        # tuples.
+        # arguments, and calls saved-tensor hooks for them. For tensors in tuples it does neither.
         tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
         if not (recompute and torch.is_grad_enabled()):
             return by_branch(query, *tensors)
@@ -241,11 +242,12 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`. None means
-        that `phi` is the mean.
+      params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`. `params=None`
+        means that `phi` is the mean.
       config: the sizes `compress_block` (`l`) and `compress_stride` (`d`) of the windows.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch. The compressed tokens of all sequences are
-        then in the order of their first tokens, without gaps. The remaining slots are zeros.
+      cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch. The compressed tokens of all
+        its sequences are in the order of their first tokens, without gaps. The remaining slots of
+        the result are zeros.
       varlen: as in `attention`.
 
     Returns:
@@ -278,19 +280,19 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower index is chosen. A score underflows in float32 if all its
-    logits are 87 or more below the log-sum-exp (103 or more for `sdpa` and `fa2` on a GPU). Most
-    implementations treat such scores as 0. Only `reference`, and `sdpa` and `jax` on a CPU, still
-    order them (docs/kernels/numerics.md).
+    If scores are equal, the block with the lower index is chosen. A score underflows in float32
+    if all its logits are 87 or more below the log-sum-exp (103 or more for `sdpa` and `fa2` on a
+    GPU). Most implementations treat scores that underflow as 0. Only `reference`, and `sdpa` and
+    `jax` on a CPU, still order these scores (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the block sizes and the number of selected blocks.
-      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. Query `t` has position
-        `t + kv_len - T`. None means `T`. Without `cu_seqlens`, an int or None requires `C =
-        config.num_compressed(kv_len)`. For a tensor, `compressed_key` may have more entries than
-        these keys need.
+      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. Query `t` has position `t +
+        kv_len - T`. `kv_len=None` means `T`. Without `cu_seqlens`, if `kv_len` is an int or None,
+        `C` must be `config.num_compressed(kv_len)`. If `kv_len` is a tensor, `compressed_key` may
+        have more entries than these keys need.
       cu_seqlens, varlen: boundaries of a packed batch, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
@@ -326,9 +328,9 @@ def compressed_attention(
     Args: the same as in `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
 
     Returns:
-      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32, or in
-      float64 for float64 input. SDPA does not return the log-sum-exp, so that `sdpa` on a GPU
-      computes the product `q . k` a second time for it.
+      `(out, lse)`, where `out` is `[B, T, H, Dv]`, and `lse` is the natural log-sum-exp `[B, T,
+      H]` in float32, or in float64 for float64 input. SDPA does not return the log-sum-exp. For
+      it, `sdpa` on a GPU computes the product `q . k` a second time.
 
     Raises: as `select_blocks`.
     """
@@ -404,11 +406,11 @@ def sliding_attention(
 
 
 def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *lists):
-    """Choose an implementation of one step and run it.
+    """Choose an implementation for one step of attention and run the step.
 
     Args:
       memory: the query, the keys and the values, keyed by argument name.
-      lists: block indices, if the step reads them.
+      lists: block indices, if the step reads block indices.
     """
     query, key, *_ = tensors = [*memory.values()]
     width, packed = tensors[-1].shape[-1], cu_seqlens is not None
@@ -434,14 +436,14 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: The same as in `attention`. Arguments of `attention` that this function does not have
-      do not affect the choice, except `context_mesh`. `gates` affect the choice only if no other
-      argument requires a gradient. `compressed` affects it only if it requires a gradient, or if
-      kernels cannot read its memory layout.
+    Args: The same as in `attention`. Except for `context_mesh`, arguments of `attention` that
+      `explain` does not have do not affect the choice. `gates` affect the choice only if no other
+      argument requires a gradient. `compressed` affects the choice only if `compressed` requires
+      a gradient, or if kernels cannot read its memory layout.
 
     Returns:
-      One choice per step, with the reason why each earlier candidate was refused. When printed,
-      it has one line per step.
+      One choice per step, with the reason why each earlier candidate was refused. The printed
+      result has one line per step.
 
     Raises: the same errors as `attention`.
     """
@@ -457,7 +459,8 @@ def explain(
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """Return the arguments `query .. memory` of `dispatch.problem_key` for `attention`."""
+    """Return the arguments `query .. memory` of `dispatch.problem_key` for a call of
+    `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

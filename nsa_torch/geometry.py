@@ -1,7 +1,7 @@
 """Computes the position of each query in its sequence, in the key array and in the compressed
-array. The masks of `sdpa`, `fa2`, indexers and kernels are derived from these numbers. Kernels that
-read packed rows from slots derive them from `nsa_core.varlen` instead. The numbers are computed on
-the device of the query, so that the host does not wait for it.
+array. The masks of `sdpa`, `fa2`, indexers and kernels are derived from these numbers. Kernels
+that read packed rows from slots derive their masks from `nsa_core.varlen` instead. The numbers
+are computed on the device of the query, so that the host does not wait for the device.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from nsa_torch import batch_tables
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The positions of the queries. Key `k` of the array is token `k - key_start` of the
-    query's sequence. Padding counts as the start of a further sequence, so that the bounds of
-    the visible keys never decrease along the queries.
+    """The positions of the queries. For each query, key `k` of the key array is token `k -
+    key_start` of the query's sequence. Padding counts as the start of a further sequence, so that
+    the bounds of the visible keys never decrease along the queries.
     """
 
     position: (
@@ -27,9 +27,11 @@ class Geometry:
         # key
         Tensor
     )
-    key_start: Tensor  # int64 [B, T]: key index of the sequence's token 0
-    compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
-    offset: int | None  # key index of query 0; None if only the device knows it
+    key_start: Tensor  # int64 [B, T]: index in the key array of the sequence's token 0
+    compressed_start: Tensor  # int64 [B, T]: slot in the compressed array of the sequence's compressed token 0
+    offset: (
+        int | None
+    )  # index of query 0 in the key array; None if only the device knows this index
     cu_seqlens: Tensor | None  # int64 [num_seqs + 1], only for a packed batch
 
     @property
@@ -53,16 +55,16 @@ class Geometry:
 
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:
-    """Replace the tokens of `x` [B, T, ..] that are padding by 0. `real` [B, T] is False for
-    padding. A NaN in padding would otherwise spread in products of attention and in gradients
-    of weights.
+    """Return `x` [B, T, ..] with zeros in place of padding. `real` [B, T] is False for padding.
+    Otherwise a NaN in padding would spread through products of attention and gradients of
+    weights.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. By
-    default all tokens count.
+    """Return the tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. If
+    `count` is None, return them unchanged.
     """
     if count is None:
         return tensors
@@ -80,7 +82,7 @@ def geometry(
     device: torch.device | None,
 ) -> Geometry:
     """Return the `Geometry` of queries that are the last `num_queries` of `kv_len` tokens. In a
-    packed row, these are the first `kv_len` tokens of the row.
+    packed row, the `kv_len` tokens are the first ones of the row.
     """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
@@ -128,7 +130,7 @@ def packed_windows(
 
     Returns:
       Three arrays over slots: the tokens of the window, `[C, l]`, whether the slot is unused,
-      `[C, 1, 1]`, and the position of the window's first token, `[1, C]`.
+      `[C, 1, 1]`, and the position of the window's first token in its sequence, `[1, C]`.
     """
     tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
     return tokens, unused, at
@@ -144,15 +146,15 @@ def _windows(cu_seqlens, *, length, config):
 
 
 def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
-    """Return the key index of the first token of each compressed slot, `[C]`, or -1 for an unused
-    slot of a packed row.
+    """For each compressed slot, return the index of its window's first token in the key array,
+    `[C]`. An unused slot of a packed row has -1.
     """
     position = where.position[0]
     length, reach = position.numel(), config.compress_block - 1
     count = config.num_compressed(length)
     index = torch.arange(length, device=position.device)
-    # The last token of the window is in the same sequence if and only if its position is that
-    # of the first plus l - 1.
+    # The last token of a window is in the same sequence as the first one if and only if its
+    # position is l - 1 higher.
     last = F.pad(position, (0, reach), value=-1)[reach:]
     starts_one = (position >= 0) & (position % config.compress_stride == 0)
     complete = starts_one & (last == position + reach)
@@ -163,9 +165,9 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Return the boundaries of the compressed tokens of the sequences: the number of compressed
-    tokens before each sequence, then the total. No compressed token belongs to two sequences,
-    and there are no unused slots between sequences.
+    """Return the number of compressed tokens before each sequence, then the total number. These
+    are the boundaries of the sequences in the array of compressed tokens. No compressed token
+    belongs to two sequences, and there are no unused slots between sequences.
     """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

@@ -4,9 +4,9 @@ heads, and the rotary embedding.
     x -> projection [B, T, query | keys of each branch | values of each branch | gates]
       -> split, rotated
 
-On an NVIDIA GPU one Triton launch splits, normalizes and rotates the heads, and another
+On an NVIDIA GPU one Triton launch splits, normalizes and rotates the heads, and another launch
 computes the gradient (`kernels_pallas/triton/split_heads.py`). On other devices torch operators
-do this.
+compute the same.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class GateOutput(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Draw the weights again."""
+        """Initialize the weights again at random."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
         nn.init.zeros_(self.bias)
 
@@ -51,13 +51,14 @@ class Gate(nn.Module):
         self.spec = spec
 
     def reset_parameters(self) -> None:
-        """Draw the weights again."""
+        """Initialize the weights again at random."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
     @torch.no_grad()
     def set_constant(self, *logits: float) -> None:
-        """Set the gates to these logits (compressed, selected, sliding) for every query."""
+        """Set the logits of the gates (compressed, selected, sliding) to constants, the same for
+        every query."""
         self.fc2.weight.zero_()
         self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
 
@@ -95,16 +96,16 @@ class HeadGate(nn.Linear):
 
     @torch.no_grad()
     def set_constant(self, *logits: float) -> None:
-        """Set the gates to these logits (compressed, selected, sliding) for every query and
-        head.
+        """Set the logits of the gates (compressed, selected, sliding) to constants, the same for
+        every query and head.
         """
         self.weight.zero_()
         self.bias.copy_((torch.tensor(logits) * self.temp).repeat(self.out_features // 3))
 
 
 class SelectedGate(nn.Module):
-    """Returns the constant gates 0, 1, 0, so that only the selected branch remains. This module
-    has no weights.
+    """Returns the constant gates 0, 1 and 0. Only the selected branch then contributes to the
+    output. This module has no weights.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -112,13 +113,13 @@ class SelectedGate(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the gates `[B, T, H, 3]` for a query `[B, T, H, D]`."""
-        # Values from the host would need a copy, which a CUDA graph cannot capture.
+        # Values from the host would need a copy to the device, which a CUDA graph cannot capture.
         gates = torch.arange(3, device=query.device) == 1
         return gates.to(query.dtype).expand(*query.shape[:3], 3)
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """Shard `x`, which is equal on all ranks, in the same way as `like`."""
+    """Return `x`, which is equal on all ranks, sharded in the same way as `like`."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x
@@ -128,8 +129,9 @@ def _placed(x: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(x, mesh, like.placements, src_data_rank=None)
 
 
-# The number of tokens from which the products are fused. Each call concatenates the weights for
-# it, which costs 4 bytes of traffic per weight. The product has 2 FLOP per weight and token.
+# From this number of tokens on, the products of all projections are fused to one. For the fused
+# product, each call concatenates the weights, which costs 4 bytes of traffic per weight. The
+# product has 2 FLOP per weight and token.
 FUSED_FROM = 8192
 
 
@@ -162,17 +164,18 @@ def project(
     raw_keys: int = 0,
     convolve: Callable[[Tensor], Tensor] | None = None,
 ) -> QKV:
-    """Compute query, keys and values from `x` [B, T, dim]. Query and keys are normalized and
-    rotated.
+    """Compute the query, and the keys and values of each branch, from `x` [B, T, dim]. Query and
+    keys are normalized and rotated.
 
     Args:
-      query, keys, values: The projection layers. Those of keys and values are listed by branch.
+      query, keys, values: The projection layers. `keys` and `values` have one layer per branch.
       position: as in `split`.
       spec: sizes of the heads, and the rotation.
       norms: as in `split`.
       means: Whether to return also the mean of the query heads of each key/value head.
-      gate: A further projection layer, which computes the logits of gates, or None.
-      raw_keys: The number of branches whose keys are not rotated. They are the first branches.
+      gate: A further projection layer, which computes the logits of the gates, or None.
+      raw_keys: The number of branches whose keys are not rotated. These are the first branches in
+        the list.
       convolve: A function that is applied to the projected keys of all branches, `[B, T,
         columns]`, or None.
 
@@ -185,7 +188,7 @@ def project(
     few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
     plain = not few and all(_is_plain(each, x) for each in layers)
     fused = plain and len({each.bias is None for each in layers}) == 1
-    beside = None  # the gate, if its product is fused with the others
+    beside = None  # the gate, if its product is fused with the other projections
     if fused and isinstance(gate, HeadGate) and _is_plain(gate, x, HeadGate):
         beside = gate
     sizes = Heads(
@@ -241,8 +244,8 @@ def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
 def _product(
     x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
 ) -> Tensor:
-    """Apply `layers`, and `gate` without its bias, to `x` [B, T, dim] in one product. The
-    result is `[B, T, row]`, with zeros in the unused columns.
+    """Apply `layers`, and `gate` without its bias, to `x` [B, T, dim] in one matrix product. The
+    result is `[B, T, row]`, with zeros in unused columns at the end.
     """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
@@ -258,9 +261,9 @@ def _product(
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Computes `x @ cat(weights).T + bias` with `row` columns. The function saves the weights
-    for the backward pass, and not their concatenation. Sharded training could not free the
-    concatenation between the two passes.
+    """Computes `x @ cat(weights).T + bias` with `row` columns. The function saves the weights,
+    not their concatenation, for the backward pass. Sharded training could not free a
+    concatenation between the forward and the backward pass.
     """
 
     generate_vmap_rule = True
@@ -308,15 +311,16 @@ def split(
     scaling: rotation.Scaling | None = None,
     norms: Norms | None = None,
 ) -> QKV:
-    """Split a projection into the query and, for each branch, the key and the value. All are
-    contiguous. Query and keys are normalized and rotated.
+    """Split a projection into the query and, for each branch, the key and the value. All returned
+    tensors are contiguous. Query and keys are normalized and rotated.
 
     Args:
       projection: `[B, T, sizes.row]`.
       position: Positions of the tokens, `[B, T]`, or `[1, T]` if all rows have the same
         positions.
       base, scale, scaling: Parameters of the rotation.
-      norms: Norms of query and key heads over their columns; None means none.
+      norms: The norm of query heads and the norm of key heads, each over the columns of a head;
+        None means no norms.
     """
     cos, sin = _angles(position, sizes.D, base, scale, scaling)
     plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)
@@ -350,14 +354,15 @@ def split(
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
-    """Return the modules `q_norm` and `k_norm` of an attention layer, or None if it has none."""
+    """Return the modules `q_norm` and `k_norm` of an attention layer, or None if the layer has no
+    norms."""
     query, key = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
     return None if query is None or key is None else (query, key)
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply a plain norm to `x` in float32 or wider. The result is rounded only after the
-    rotation.
+    """Apply a plain norm to `x` in float32 or wider. The result has this dtype, since heads are
+    rounded only after the rotation.
     """
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)
@@ -384,7 +389,7 @@ def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
     """Return the angle by which each pair of columns turns per position, float32 `[width / 2]`.
-    With a `scaling` the rates are cached, since their computation needs several launches.
+    If `scaling` is given, the rates are cached, since their computation needs several launches.
     """
     if scaling is not None and undisturbed():
         given = width, base, scaling, device
@@ -410,7 +415,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether a layer computes only its product or norm. It must have no adapter, no
+    """Return whether a layer computes only its product or norm. Such a layer has no adapter, no
     hook, no shards and no other `forward`.
     """
     if type(layer) is not kind:
@@ -476,9 +481,10 @@ def launch(
     """Launch the Triton kernel that splits `projection` into `apart`, one tensor per group of
     heads.
 
-    If `back`, the kernel computes the gradient of a projection and writes it to `projection`.
-    `apart` then has the gradients of the heads, and `given` the projection. With norms it also
-    writes `partials`, sums of the gradients of the norm weights.
+    If `back` is true, the kernel computes the gradient of a projection and writes it to
+    `projection`. In that case `apart` has the gradients of the heads, and `given` has the
+    projection. If there are norms, the kernel then also writes `partials`, which are sums of the
+    gradients of the norm weights.
     """
     kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
     if back:

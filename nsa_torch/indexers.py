@@ -1,5 +1,5 @@
-"""Functions for indexers, which are small scorers that select the blocks of each query.
-`indexer_kl` is the loss that trains them.
+"""Functions for indexers. An indexer is a small scorer that selects key blocks for each query.
+`indexer_kl` is the loss that trains an indexer.
 """
 
 import functools
@@ -46,36 +46,36 @@ def index_blocks(
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
-    in float32. A list contains the first `num_initial` blocks, the last `num_local` blocks up
-    to the query's own, and the blocks with the highest z. If scores are equal, the lower index
-    is chosen. No array of size queries times keys is allocated. The implementation in torch
-    processes chunks of queries.
+    The scores are computed in float32. A list contains the first `num_initial` blocks, the last
+    `num_local` blocks up to the query's own, and the blocks with the highest z. If scores are
+    equal, the block with the lower index is chosen. No array of size queries times keys is
+    allocated. The implementation `torch` processes chunks of queries.
 
     Args:
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
-        * r + entry - 1`. Only queries at or after the last of these tokens use it.
-      pool: index keys per block. A block therefore has `pool * entry` tokens.
+      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry *
+        r + entry - 1`. Only queries at or after the last of these tokens use key `r`.
+      pool: number of index keys per block. A block therefore has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.
       num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum` adds the scores of all index heads and makes one list. None makes one list
-        per index head.
+      reduce: `sum` adds the scores of all index heads and makes one list. `reduce=None` makes one
+        list per index head.
       entry: number of tokens that an index key represents.
-      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. None means `S'`, or `T` if
-        `entry` is above 1.
+      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. `kv_len=None` means `S'`,
+        or `T` if `entry` is above 1.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), which requires
-        `entry=1`. Block indices then count from the start of each sequence.
+        `entry=1`. In a packed batch, block indices count from the start of each sequence.
       implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, contiguous tensors, a `pool` that is a power of two up to 256, at
         most 64 index heads of at most 256 columns, and no packed rows. If `activation` and
-        `reduce` are None, `num_selected` is at most 64 and `pool` is at least 16, it writes no
-        scores to memory. Otherwise it supports up to 32768 blocks per row, and writes up to 256
-        MiB of scores at a time.
+        `reduce` are None, `num_selected` is at most 64 and `pool` is at least 16, `triton` writes
+        no scores to memory. Otherwise `triton` supports up to 32768 blocks per row, and writes up
+        to 256 MiB of scores at a time.
 
     Returns:
-      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
+      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass the result as
       `block_indices` to `block_attention`, with `block_size = pool * entry`.
 
     Raises:
@@ -131,18 +131,19 @@ def paged_index_blocks(
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
     """Select blocks for the last tokens of each row, with index keys in pages. Pass the result
-    as `block_indices` to `paged_block_attention`. The launches depend only on shapes, so that
-    one CUDA graph serves growing lengths.
+    as `block_indices` to `paged_block_attention`. The launches depend only on shapes. One CUDA
+    graph therefore serves rows that grow.
 
     Args:
       index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
-        is unused.
+      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+        unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
-        queries of all rows. None means that all rows have the same number of queries.
+        queries of all rows. `cu_seqlens_q=None` means that all rows have the same number of
+        queries.
       implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, a `pool` that is a power of two up to 256, at most 64 index heads of
         at most 256 columns, and page tables of at most 32768 blocks. `torch` copies the keys of
@@ -171,7 +172,7 @@ def paged_index_blocks(
 
 
 def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
-    """Choose `triton` or `torch`. `asked` and `reasons` are arguments of
+    """Choose the implementation `triton` or `torch`. `asked` and `reasons` are arguments of
     `nsa_core.index.implementation`.
     """
     return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
@@ -223,28 +224,29 @@ def indexer_kl(
     cu_seqlens: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """Compute the loss KL(attention || indexer) for each query and index head. It sums over the
-    keys `j` that the query attends to:
+    """Compute the loss KL(attention || indexer) for each query and index head. The loss is a sum
+    over the keys `j` that the query attends to:
 
         t_j = mean over the index head's heads of exp(scale q . k_j - lse)   (no gradient)
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
-    With `block_indices` these are the keys of the listed blocks, as in the sparse stage of
-    training. Otherwise they are all keys up to the query, as in dense warm-up. Only
-    `index_query` and `index_key` receive gradients. The loss needs neither values nor the
-    gradient of the attention's output, so that it also works if the attention is frozen.
-    Neither pass allocates an array of size queries times keys. Sums have a fixed order.
+    With `block_indices` the sum is over the keys of the listed blocks, as in the sparse stage of
+    training. Without `block_indices` the sum is over all keys up to the query, as in dense
+    warm-up. Only `index_query` and `index_key` receive gradients. The loss needs neither values
+    nor the gradient of the attention's output, so that it also works if the attention is frozen.
+    Neither the forward nor the backward pass allocates an array of size queries times keys. Sums
+    have a fixed order.
 
-    Sources: the indexer loss is that of DeepSeek-V3.2. The mean over the heads of a group is
+    Sources: the indexer loss comes from DeepSeek-V3.2. The mean over the heads of a group comes
       from MiniMax-M3.
 
     Args:
       query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
         last `T` tokens.
       lse: `[B, T, H]`, the natural log-sum-exp of the attention over the same keys, as
-        `block_attention` and `sliding_attention` return it. -inf means that the query has no
-        keys, and its loss is 0.
+        `block_attention` and `sliding_attention` return it. A value of -inf means that the query
+        has no keys, and that its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
@@ -256,13 +258,13 @@ def indexer_kl(
       implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
         can run. `triton` needs an Ampere GPU or newer, one dtype for attention and indexer,
         `block_indices`, blocks of 16, 32, 64 or 128 keys, widths up to 128, no packed rows, and
-        at least one index head per key/value head. It stores one value per query, index head
-        and listed key, of 16 bits (of 32 bits for float32).
+        at least one index head per key/value head. `triton` stores one value per query, index
+        head and listed key. Such a value has 16 bits, or 32 bits for float32.
 
     Returns:
-      float32 `[B, T, Hi]` (float64 for float64 input). It is 0 for padding, and not negative if
-      `lse` is from the same keys. For a scalar loss, compute the mean over the tokens that
-      should count.
+      The loss, float32 `[B, T, Hi]` (float64 for float64 input). The loss is 0 for padding. It is
+      not negative if `lse` comes from attention over the same keys. For a scalar loss, compute
+      the mean over the tokens that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -296,8 +298,9 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """Return the index queries and index keys with zeros in place of padding. The gradient of
-    each is a product with the other, so that a NaN in padding would spread.
+    """Return the index queries and index keys with zeros in place of padding. A NaN in padding
+    would otherwise spread, since the gradient of index queries is a product with index keys, and
+    vice versa.
     """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:
@@ -312,7 +315,7 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
 
 
 class _Work(NamedTuple):
-    """All inputs of the loss except index queries and index keys. The first fields are the
+    """All inputs of `indexer_kl` except index queries and index keys. The first fields are the
     caller's tensors.
     """
 
@@ -352,7 +355,8 @@ class _KernelLoss(torch.autograd.Function):
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index_query, index_key, work: _Work):
-        # Saved so that torch detects whether one of them is modified before the backward pass.
+        # They are saved so that torch detects whether one of them is modified before the backward
+        # pass.
         ctx.save_for_backward(index_query, index_key, *work[:4])
         ctx.rest = work[4:]
         return over_queries(*work.loss(index_query, index_key)[1:])
@@ -360,8 +364,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        """Compute dS = grad (p sum(t) - t). Each row of scores belongs to one query and one
-        index head, as does `grad`.
+        """Compute dS = grad (p sum(t) - t), the gradient of the scores. A row of scores, and an
+        entry of `grad`, belong to one query and one index head.
         """
         index_query, index_key, *given = ctx.saved_tensors
         work = _Work(*given, *ctx.rest)

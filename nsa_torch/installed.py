@@ -1,14 +1,14 @@
-"""Measures the first calls of this library after it is installed from a wheel. These calls must
-not build or write anything.
+"""Measures the first calls of this library after an installation from a wheel. The first calls
+must not build or write anything.
 
     python -m nsa_torch.installed                    # a cold and a warm process per preset
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
-a paged cache and decodes a token from it. A layer with these heads then does the same with its
-own cache. The folders in which a process caches kernels are new and empty at first. The exit
-status is 1 if a process built or wrote something, or imported JAX. The command needs a Hopper
-GPU and torch.
+a paged cache and decodes a token from it. Then a layer with the same heads runs forward and
+backward, and reads a prompt and decodes a token with its own cache. The folders in which a
+process caches kernels are new and empty at first. The exit status is 1 if a process built or
+wrote something, or imported JAX. The command needs a Hopper GPU and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
@@ -42,12 +42,12 @@ from nsa_torch import installed
 installed.tell(time.perf_counter() - begin, *sys.argv[1:])
 """
 SHOWN = "native-sparse-attention", "torch", "triton", "jax"
-# The caches of compiled code; each gets its own folder.
+# The caches of compiled code. Each of them gets its own folder.
 VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the time of a call, including its work on the GPU."""
+    """Return the seconds that a call takes, including its work on the GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -118,7 +118,8 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 
 def faults(caches: Path) -> list[str]:
-    """List the actions of this process that are not allowed after an installation from a wheel."""
+    """List the actions of this process that must not happen after an installation from a
+    wheel."""
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:

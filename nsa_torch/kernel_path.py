@@ -1,9 +1,10 @@
 """Runs the steps of an implementation on kernels, `mosaic` or `triton`, on torch tensors as
-operators `nsa::*` (`operators.py`). Every function is one operator on the current stream, and
-the host never waits for the device. The arguments are those of `functional.py`, except that
-`kv_len` is never None. `nsa_core.steps.fused.Steps` has the steps themselves. If a gradient may
-be requested later, the selection and the output and log-sum-exp of each branch are saved. The
-backward pass cannot be differentiated (`plain.py`).
+operators `nsa::*` (`operators.py`). Every function of a `KernelPath` is one operator on the
+current stream, and the host never waits for the device. The arguments are the same as in
+`functional.py`, except that `kv_len` is never None. `nsa_core.steps.fused.Steps` has the steps
+themselves. If a gradient may be requested later, the operator saves the block indices, and the
+output and log-sum-exp of each branch. The backward pass itself cannot be differentiated
+(`plain.py`).
 """
 
 import contextlib
@@ -47,8 +48,8 @@ class KernelLayout:
         `operators.LAYOUT_ARGS`.
       assume_finite: whether rows of padding, and keys and values to which no query attends, are
         known to be finite.
-      placed: Whether the sequences of a packed row are laid out in slots (`nsa_core.varlen`).
-        Their compressed tokens are then stored in these slots.
+      placed: Whether the sequences of a packed row are laid out in slots (`nsa_core.varlen`). If
+        so, the compressed tokens of a sequence are stored in the slots of the sequence.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class KernelLayout:
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
         self.device = getattr(query, "device", None)  # arrays of a plan have no device
-        self.fixed = lengths is None and cu_seqlens is None  # depends only on sizes
+        self.fixed = lengths is None and cu_seqlens is None  # the layout depends only on sizes
         self.packed = cu_seqlens is not None
         self.placed = placed
         self.max_seqlen = max_seqlen
@@ -86,7 +87,7 @@ class KernelLayout:
 
     @property
     def longest(self) -> int:
-        """The maximum number of keys of a sequence."""
+        """The maximum number of keys per sequence."""
         return self.kv_len if self.max_seqlen is None else min(self.kv_len, self.max_seqlen)
 
     @functools.cached_property
@@ -121,7 +122,7 @@ class KernelLayout:
 
     num_keys = None
 
-    # A probability of zero times NaN is NaN, so that values after the last visible key are set
+    # A probability of zero times NaN is NaN. Values after the last visible key are therefore set
     # to zero. For keys, masking the logits is sufficient in the forward pass.
 
     def zero_unreachable(self, x: Branches) -> Branches:
@@ -151,7 +152,7 @@ class KernelLayout:
         return self.ops.derive(_cut, x, bounds[1])[0]
 
     def num_blocks(self, compressed_key) -> int:
-        """Return the maximum number of selection blocks of a sequence."""
+        """Return the maximum number of key blocks per sequence among which queries select."""
         longest = self.longest
         if self.lengths is not None:
             stride, block = self.config.compress_stride, self.config.compress_block
@@ -188,7 +189,8 @@ def _cut(ops, x, *ends, end: Any = 0):
     return [torch.where((there < end)[..., None, None], x, 0)]
 
 
-# How the layout sets those tokens to zero that no query of a branch may attend to.
+# For each branch, the method of the layout that sets tokens to zero if no query may attend to
+# them.
 BRANCHES = {
     "compressed": KernelLayout.zero_unreachable_compressed,
     "selected": KernelLayout.zero_unreachable_tokens,
@@ -197,14 +199,14 @@ BRANCHES = {
 
 
 class KernelPath:
-    """The functions of an implementation that consists of kernels. The constructor registers
-    its kinds of calls.
+    """The functions of an implementation that consists of kernels. The constructor registers the
+    kinds of calls of this implementation (`operators.Kind`).
 
     Args:
       name: name of the implementation.
-      steps: the steps on its kernels.
-      masks: Whether the kernels never read padding or keys and values to which no query
-        attends. If False, these are set to zero in copies.
+      steps: the steps of attention on the kernels of this implementation.
+      masks: Whether the kernels never read padding, or keys and values to which no query attends.
+        If `masks` is False, the kernels read copies in which such tokens are zeros.
       list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
         key, value, the number of selected blocks and `select_block`.
     """
@@ -253,13 +255,13 @@ class KernelPath:
 
     def kind(self, mode: InputMode, keep: str) -> str:
         """Return the name of a kind of calls that run all steps. `keep` is `FORWARD`, which
-        saves no residuals, `SAVING`, which saves all, or `RECOMPUTING`. The last one saves only
+        saves no residuals, `SAVING`, which saves all, or `RECOMPUTING`. `RECOMPUTING` saves only
         the residuals for a backward pass that computes the branches again.
         """
         return f"attention/{self.name}/{mode.name}/{keep}"
 
     def planned(self, mode: InputMode, keep: str) -> Any:
-        """Return the `Planned` of this kind."""
+        """Return the `Planned` function of the kind with this mode and `keep`."""
         return operators.kind_of(self.kind(mode, keep)).run
 
     def _layout(self, ops, query, assume_finite, *layout_args):
@@ -269,7 +271,7 @@ class KernelPath:
         }
         return KernelLayout(ops, query, *layout_args, **options)
 
-    # One branch, or only the selection.
+    # These kinds run one branch, or only select blocks.
 
     def _branch(self, branch, ops, query, key, value, *rest):
         indices, rest = _split(rest, -operators.REST_COUNT)
@@ -292,14 +294,14 @@ class KernelPath:
         given = query, key, layout.params, layout.num_blocks(key)
         return [fused.select_blocks(self.steps, ops, *given)]
 
-    # All steps. The residuals are the block indices, the computed means, and the outputs,
-    # log-sum-exps and lists of the branches. Block indices from the caller are no residual,
-    # since an operator must not return an input.
+    # These kinds run all steps. The residuals are the block indices, the computed means, and the
+    # outputs, log-sum-exps and lists of the branches. Block indices from the caller are no
+    # residual, since an operator must not return an input.
 
     def _forward(self, mode, keep, ops, *arguments):
         tensors, rest = _split(arguments, mode.count)
         pages = {}
-        if keep == PAGES:  # after the gates; the selected keys and values are pages
+        if keep == PAGES:  # arguments after the gates; the selected keys and values are pages
             given, rest = _split(rest, len(Pages._fields))
             pages = {"pages": Pages(*given)}
         given, *rest = rest
@@ -358,7 +360,7 @@ class KernelPath:
 
         Args:
           rest: The arguments that `operators.REST` describes.
-          means: The means of the forward pass. None means that this is the forward pass.
+          means: The means of the forward pass. `means=None` means that this is the forward pass.
         """
         inputs = mode.inputs(tensors)
         if mode.joined:

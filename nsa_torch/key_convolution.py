@@ -14,8 +14,8 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 
 class KeyConvolution(nn.Conv1d):
-    """Computes `k + silu(c)` for projected keys `k`, where `c` is their causal depthwise
-    convolution.
+    """Computes `k + silu(c)` for projected keys `k`. Here `c` is the causal depthwise convolution
+    of the keys.
     """
 
     def __init__(self, taps: int, columns: int, **factory: Any):
@@ -27,7 +27,7 @@ class KeyConvolution(nn.Conv1d):
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence, from 0.
           before: `[B C, taps - 1, columns]`, the projected keys before each of the `C` equal
-            chunks of a row. None means that each row begins a new sequence.
+            chunks of a row. `before=None` means that each row begins a new sequence.
         """
         (taps,), (rows, length, columns) = self.kernel_size, key.shape
         if before is None:
@@ -65,7 +65,8 @@ class KeyConvolution(nn.Conv1d):
 
         Args:
           pages: `[P, taps - 1, columns]`. Each page of `page_size` tokens stores the projected
-            keys of its newest tokens. The key of position `p` has index `p % (taps - 1)`.
+            keys of the newest tokens in the page. The key of position `p` has index `p % (taps -
+            1)`.
           page_table, lengths, cu_seqlens_q: as in `paged.append`.
         """
         kept, counts = pages.shape[1], key.shape[0] // lengths.shape[0]
@@ -100,7 +101,8 @@ class KeyConvolution(nn.Conv1d):
 
 def newest_keys(before: Tensor, key: Tensor, count: Tensor | None) -> Tensor:
     """Return the newest projected keys of each row after new tokens, in the shape of `before`.
-    The new tokens are the first `count` [B] of `key` [B, T, columns]. None means all of them.
+    The new tokens are the first `count` [B] of `key` [B, T, columns]. If `count` is None, all
+    tokens of `key` are new.
     """
     kept, key = before.shape[1], key.to(before.dtype)
     if count is None:

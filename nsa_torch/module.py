@@ -37,7 +37,7 @@ from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 
 class MLP(nn.Module):
     """The compressor `phi` of the paper, an MLP over a window of tokens. `nsa_jax.MLPParams` is
-    its counterpart in JAX.
+    the counterpart of this class in JAX.
     """
 
     def __init__(self, length: int, width: int, hidden: int, **factory: Any):
@@ -64,14 +64,15 @@ class MLP(nn.Module):
 
 
 class Pool(nn.Conv1d):
-    """A compressor `phi` that is a depthwise convolution. Its initial weights compute the mean."""
+    """A compressor `phi` that is a depthwise convolution. The initial weights compute the mean of
+    the window."""
 
     def __init__(self, length: int, stride: int, width: int, **factory: Any):
         options = {"stride": stride, "groups": width, "bias": False}
         super().__init__(width, width, length, **options, **factory)
 
     def reset_parameters(self) -> None:
-        """Set the weights to those of a mean."""
+        """Set the weights so that the convolution computes the mean of the window."""
         nn.init.constant_(self.weight, 1 / self.kernel_size[0])
 
     def params(self) -> PoolParams:
@@ -81,8 +82,8 @@ class Pool(nn.Conv1d):
 
 
 class Mark(nn.Module):
-    """An entry of the state_dict that records a property of the layer by its name. Its value is
-    not used.
+    """An entry of the state_dict that records a property of the layer. The entry's name records
+    it, and its value is not used.
     """
 
     def get_extra_state(self) -> Tensor:
@@ -98,38 +99,42 @@ class NSAAttention(nn.Module):
 
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps, key_taps:
-        see `nsa_core.layer.LayerSpec`, which also documents the errors and the meaning of None.
-      config: sizes of the branches. It replaces `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
-        `num_local` and `compute_dtype`. With `config` the defaults are the recommended
-        `gate="head"` and `kv="shared"`, otherwise "sigmoid" and "separate".
+        see `nsa_core.layer.LayerSpec`, which also documents the errors and the meaning of None
+        for these arguments.
+      config: sizes of the branches, an `NSAConfig`. It replaces the arguments `l`, `d`, `l_sel`,
+        `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass `config`, `gate`
+        and `kv` default to the recommended "head" and "shared". Otherwise they default to
+        "sigmoid" and "separate".
       rope_impl: must be "llama".
-      use_flash: True means that the implementation is chosen automatically. False means that
-        every branch runs on SDPA.
+      use_flash: True means that the implementation is chosen automatically, and False that every
+        branch runs on SDPA.
       use_triton_sel: whether the selected branch must run on the Triton kernels, regardless of
         `use_flash`.
-      implementation: as in `nsa_torch.attention`. It cannot be combined with `use_flash` or
-        `use_triton_sel`.
-      dense_below: whole sequences with fewer tokens than this use dense attention. It requires
-        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In shorter sequences all blocks
-        are selected, so that dense attention computes the same function. In a packed row,
-        `max_seqlen` of `varlen` counts, or the whole row without it. On measured GPUs
-        `nsa_torch.explain` reports the length from which NSA is faster than dense attention.
-        Attention to a cache never uses dense attention.
-      compute_dtype: as in `NSAConfig`; it applies only to inference on whole sequences.
-        You may also set the attribute later. Attention to a cache computes in the dtype of its
-        input.
-      context_mesh, context_layout: as in `nsa_torch.attention`. The input `x` then has the
-        tokens of this rank only.
+      implementation: as in `nsa_torch.attention`. You cannot combine `implementation` with
+        `use_flash` or `use_triton_sel`.
+      dense_below: whole sequences with fewer tokens than this number use dense attention.
+        `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In
+        sequences below that bound all blocks are selected, and dense attention therefore computes
+        the same function. A packed row is compared by the `max_seqlen` of `varlen`, or by its
+        total length if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the length
+        from which NSA is faster than dense attention. Attention to a cache never uses dense
+        attention.
+      compute_dtype: as in `NSAConfig`; it applies only to inference on whole sequences. You may
+        also set the attribute `compute_dtype` later. Attention to a cache computes in the dtype
+        of the layer's input.
+      context_mesh, context_layout: as in `nsa_torch.attention`. With a mesh, the input `x` has
+        only the tokens of this rank.
       device, dtype: of the parameters; None means torch's defaults.
 
-    Entries of the state_dict record gate and phi in their names (`kind.gate_sigmoid`), and kv
-    if it is "shared". Averaging weights does not change these names. `load_state_dict` raises
-    `ValueError` if the entries differ from this layer. It also raises it if a state_dict has no
-    such entries, unless you pass gate and phi to the constructor.
+    The state_dict has entries whose names record `gate` and `phi` (for example
+    `kind.gate_sigmoid`), and `kv` if it is "shared". Averaging weights does not change these
+    names. `load_state_dict` raises `ValueError` if these entries do not fit the layer. If a
+    state_dict has no such entries, `load_state_dict` also raises `ValueError`, unless you passed
+    `gate` and `phi` to the constructor.
     """
 
-    # Whether the layer sets padding rows to zero if a gradient is recorded. False means that
-    # the surrounding model already does so.
+    # Whether the layer sets padding to zero if a gradient is recorded. False means that the
+    # surrounding model already sets it to zero.
     zeroes_padding = True
     phi_k_mlp: MLP
     phi_v_mlp: MLP
@@ -192,7 +197,7 @@ class NSAAttention(nn.Module):
             )
         self.dense_below = dense_below
         self.compute_dtype = layer.computed(config, compute_dtype)
-        _ = self.config  # reading this property checks the compute dtype
+        _ = self.config  # reading the property `config` checks the compute dtype
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -235,14 +240,14 @@ class NSAAttention(nn.Module):
         Args:
           seq_len: number of tokens per row.
           batch: number of rows.
-          dtype: dtype of the projections' results. None means that of autocast if it is on,
-            otherwise that of the weights.
+          dtype: dtype of the projections' results. `dtype=None` means the dtype of autocast if
+            autocast is on, otherwise the dtype of the weights.
 
         Returns:
           One choice per step, as from `nsa_torch.explain`. The choice accounts for the backward
-          pass if gradients are recorded. No memory is allocated. With `gate="selected"` the
-          layer computes only the scores and the selected branch. Sequences shorter than
-          `dense_below` use dense attention.
+          pass if gradients are recorded. `explain` allocates no memory on the device. With
+          `gate="selected"` the layer computes only the scores and the selected branch. Sequences
+          shorter than `dense_below` use dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec, weight = self.spec, self.W_Q.weight
@@ -254,13 +259,14 @@ class NSAAttention(nn.Module):
             return functional.explain(*heads, **how)
 
     def varlen(self, cu_seqlens: Tensor, **sizes: Any) -> VarlenMetadata:
-        """Call `nsa_torch.varlen_metadata` with the config of this layer. `sizes` are further
-        arguments of that function.
+        """Call `nsa_torch.varlen_metadata` with the config of this layer. Pass further arguments
+        of `varlen_metadata` as `sizes`.
         """
         return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
-        """Initialize all weights again, for example after `meta` and `to_empty`."""
+        """Initialize all weights again. Call this, for example, after the layer was made on
+        `meta` and moved with `to_empty`."""
         for module in self.children():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -273,7 +279,8 @@ class NSAAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of the compressor `phi`, first for keys, then for values."""
+        """Return the parameters of the compressor `phi`: those for keys, then those for
+        values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         rates = lambda key: heads.rates(*turns, key.position.device)
         return self.spec.compress_params(self, rates)
@@ -290,9 +297,9 @@ class NSAAttention(nn.Module):
         Args:
           batch, capacity: number of rows, and maximum number of tokens per row.
           dtype: dtype of the stored keys and values, which is that of the projections' results.
-            None means that of autocast if it is on, otherwise that of the first floating-point
-            parameter with at least 16 bits. Pass it if weights are quantized, or if autocast is
-            on in later calls but not in this one.
+            `dtype=None` means the dtype of autocast if autocast is on, otherwise the dtype of the
+            first floating-point parameter with at least 16 bits. Pass `dtype` if weights are
+            quantized, or if autocast is on in later calls but not in this one.
           device: None means the device of the parameters.
         """
         spec = self.spec
@@ -315,19 +322,20 @@ class NSAAttention(nn.Module):
         return made
 
     def empty_newest_keys(self, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return `newest_keys` for an empty cache with `B` rows, or None without `key_taps`."""
+        """Return the field `newest_keys` for an empty cache with `B` rows. Return None if the
+        layer has no `key_taps`."""
         if self.spec.key_taps is None:
             return None
         return lengths.new_zeros((len(lengths), *self.spec.kept_keys), dtype=dtype)
 
     def convolve_after(self, before, position, count):
-        """Return the `convolve` of `project` for tokens after a cache's, and a list. The
-        function puts the newest keys into the list.
+        """Return a function and a list. The function is the argument `convolve` of `project` for
+        tokens that follow those of a cache. When it runs, it puts the newest keys into the list.
 
         Args:
-          before: The newest keys of the cache.
+          before: The newest projected keys of the cache.
           position: as in `project`.
-          count: int `[B]`, the tokens of each row. None means all.
+          count: int `[B]`, the number of tokens of each row. `count=None` means all tokens.
         """
         newest = []
 
@@ -343,16 +351,16 @@ class NSAAttention(nn.Module):
         position: Tensor,
         convolve: Callable[[Tensor], Tensor] | None = None,
     ):
-        """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
-        `nsa_torch.attention`.
+        """Compute `query, key, value, gates`, the arguments of `nsa_torch.attention`, from `x`
+        [B, T, dim].
 
-        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch;
-        `compress` does.
+        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch,
+        since `compress` rotates them.
 
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence.
           convolve: With `key_taps`, the function that convolves the projected keys `[B, T,
-            columns]`. None means that each row begins a new sequence.
+            columns]`. `convolve=None` means that each row begins a new sequence.
         """
         spec = self.spec
         if spec.key_taps is None:
@@ -381,8 +389,8 @@ class NSAAttention(nn.Module):
         return query, Branches(*key), Branches(*value), gates
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
-        """Compute only the selected branch, `[B, T, H, Dv]`. The scores come from the
-        compressed tokens.
+        """Compute only the selected branch, `[B, T, H, Dv]`. The scores that select blocks come
+        from the compressed tokens.
         """
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens)
         with torch.no_grad():  # block selection has no gradient
@@ -420,25 +428,25 @@ class NSAAttention(nn.Module):
         new_lengths: Tensor | None = None,
         attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
-        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. `kv` is the
-        given cache with the tokens appended, or None.
+        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. The returned
+        `kv` is the given cache, to which the tokens have been appended, or None.
 
         Args:
           x: `[B, T, dim]`.
-          kv: a cache from `init_cache`. None means that the rows are whole sequences, as in
-            training, and the returned `kv` is None. Otherwise the call appends to the given
-            cache and returns it, with or without gradients. Decode under `torch.no_grad()`: if
-            gradients are recorded, each call copies the tensors of the cache, and the graph
+          kv: a cache from `init_cache`. `kv=None` means that the rows are whole sequences, as in
+            training, and the returned `kv` is None. Given a cache, the call appends to it and
+            returns it, with or without gradients. Decode under `torch.no_grad()`: if gradients
+            are recorded, each call copies the tensors of the cache, and the autograd graph
             retains them.
           prefill: False declares that `x` continues a cache, which must then contain tokens.
             Chunks of any length may be appended in either case.
           cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). It must be
             None if a cache is given.
-          varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make it once for
-            all layers.
-          new_lengths: int `[B]`, as in `cached_attention`. It requires a cache.
-          attention_mask: must be None. Put padding after the tokens of a row. With a cache,
-            pass the number of tokens as `new_lengths`.
+          varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make one such
+            object for all layers.
+          new_lengths: int `[B]`, as in `cached_attention`. `new_lengths` requires a cache.
+          attention_mask: must be None. Put padding after the tokens of a row. With a cache, pass
+            the number of real tokens per row as `new_lengths`.
         """
         spec = self.spec
         checks.tensors(x=x)
@@ -516,7 +524,7 @@ class NSAAttention(nn.Module):
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens) | ranks
-        compressed = None  # means, which `attention` computes itself
+        compressed = None  # the compressed tokens are means, which `attention` computes itself
         if key_params is not None:
             compressed = (
                 compress(key.compressed, key_params, **packed),
@@ -538,9 +546,9 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
     """Check before any weight is copied that the checkpoint was saved from a layer with the
     same gate, phi and kv.
 
-    If the state_dict does not record them, they are added to it, provided that the caller
-    passed gate and phi to the constructor. If not `strict`, the state_dict may lack all weights
-    of this layer.
+    If the state_dict does not record gate and phi, they are added to it, provided that the caller
+    passed gate and phi to the constructor. If `strict` is False, the state_dict may lack all
+    weights of this layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):
@@ -549,7 +557,7 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel) -> Names:
-    """Convert the switches `use_flash` and `use_triton_sel` to implementations."""
+    """Convert the arguments `use_flash` and `use_triton_sel` to names of implementations."""
     if implementation is not None:
         if use_triton_sel or not use_flash:
             raise ValueError(

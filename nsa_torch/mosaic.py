@@ -1,6 +1,6 @@
 """The implementation `mosaic` in torch, which runs all steps on Mosaic kernels on Hopper GPUs.
-A CUDA graph can capture a call if a call of the same shape ran before, since that call compiles
-the kernels.
+A CUDA graph can capture a call if a call of the same shape ran before. The first such call
+compiles the kernels.
 """
 
 from kernels_pallas.specs.selected import of_blocks
@@ -12,7 +12,8 @@ from nsa_torch.kernel_path import KernelPath
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
-    """Return the shapes of starts, members and counts, the arrays with the block lists of tiles."""
+    """Return the shapes of the three arrays with the block lists of tiles: `starts`, `members`
+    and `counts`."""
     spec = of_blocks(sizes_of(Qkv(query, key, value), None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 

@@ -1,18 +1,19 @@
 """Registers attention as torch operators `nsa::*`. An operator computes all tables and launches
-all kernels of its call. `torch.compile` treats it as a unit. Each gradient is a separate
-operator.
+all kernels of its call. `torch.compile` does not trace into an operator. Each gradient is a
+separate operator.
 
     attention, attention_backward                  all steps
     branch_attention, branch_attention_backward    one branch
     compress, compress_backward                    compressed tokens, in compiled code
     select_blocks
 
-The first argument of an operator is the name of its `Kind`, which states the implementation and
-the form of the call, for example `attention/mosaic/shared_kv/saving`. The tensors follow, and
-then the arguments of `REST`.
+The first argument of an operator is the name of its `Kind`. The name states the implementation
+and the form of the call, for example `attention/mosaic/shared_kv/saving`. The tensors of the call
+follow, and then the arguments of `REST`.
 
-The dispatcher of torch needs more time for such a call than a launch. If the dispatcher would
-only look up the function (`plain`), `call` bypasses it.
+The dispatcher of torch needs more time for a call of an operator than the launch of a kernel
+needs. If the dispatcher would only look up the function (`plain`), `call` bypasses the
+dispatcher.
 """
 
 import functools
@@ -53,7 +54,7 @@ LAYOUT_ARGS = (
 # `assume_finite` means that keys and values to which no query may attend are finite.
 REST = f"bool assume_finite, {LAYOUT_ARGS}"
 REST_COUNT = REST.count(",") + 1
-MAY_BE_NAN = False  # an `assume_finite`
+MAY_BE_NAN = False  # `assume_finite`
 FORWARD_SCHEMA = "(str kind, Tensor?[] tensors, {}) -> Tensor[]"
 BACKWARD_SCHEMA = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {}) -> Tensor[]"
 DEVICES = ("cpu", "cuda")
@@ -70,22 +71,22 @@ REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 class Kind(NamedTuple):
-    """A kind of call and its functions. The arguments of each function are a flat list of
-    tensors or None, followed by the arguments of `REST`.
+    """A kind of call and its functions. The arguments of each of these functions are a flat list
+    of tensors or None, followed by the arguments of `REST`.
 
     Attributes:
       name: The name of the kind, which begins with the name of the operator.
-      run: Function that returns the results.
-      shapes: Function that returns uninitialized results.
+      run: Function that computes and returns the results.
+      shapes: Function that returns uninitialized tensors with the shapes of the results.
       backward: Function that returns the gradients of the first `floats` tensors. Its arguments
-        are the gradient of the first result, the saved results, the gradient of the second
-        result if there is one, and then the arguments of the call. None means that the kind has
-        no gradient.
-      floats: Number of tensors that can have a gradient. They are the first tensors.
-      kept: Slice of the results that are saved for the gradient.
-      returned: Number of results that the caller gets. They are the first results, and may be
-        saved too.
-      composed: Whether the function consists only of torch operators.
+        are the gradient of the first result, the saved results, the gradient of the second result
+        if there is one, and then the arguments of the call. `backward=None` means that the kind
+        has no gradient.
+      floats: Number of tensors that can have a gradient. These tensors come first.
+      kept: Slice that selects the results that are saved for the gradient.
+      returned: Number of results that the caller gets. These results come first, and may be saved
+        too.
+      composed: Whether the function `run` consists only of torch operators.
     """
 
     name: str
@@ -108,8 +109,8 @@ def define(name: str, run, shapes, backward=None, **attributes) -> None:
 
 
 def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
-    """Return the function of a step to which `dispatch.py` refers. It runs calls of `kind`, or
-    of `without_lse` if the log-sum-exp is not needed.
+    """Return the function of a step to which `dispatch.py` refers. The function runs calls of the
+    kind `kind`, or calls of the kind `without_lse` if the log-sum-exp is not needed.
     """
     selects = kind.startswith("select_blocks")
 
@@ -125,8 +126,8 @@ def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any
 
 
 def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
-    """Run the operator and return its results. Results that are saved for the gradient may be
-    missing.
+    """Run the operator and return its results. Results that are only saved for the gradient may
+    be missing.
     """
     if torch.compiler.is_compiling():
         return _dispatched(kind, arguments)
@@ -144,7 +145,8 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
 
 
 def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
-    """Run the operator of the gradient, and return its results as `call` does."""
+    """Run the operator that computes the gradients of `kind`, and return its results as `call`
+    does."""
     if under_transforms() and not torch.compiler.is_compiling():
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
         return Gradient.apply(kind, len(kept), grad, *kept, *arguments)
@@ -157,8 +159,8 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
 
 
 def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Tensor]:
-    """Call the operator through the dispatcher of torch. For a backward pass, `gradient` has
-    the gradient of the output and the saved results.
+    """Call the operator through the dispatcher of torch. In a backward pass, `gradient` has the
+    gradient of the output, and then the saved results.
     """
     name = kind.partition("/")[0] + ("_backward" if gradient else "")
     tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
@@ -182,8 +184,8 @@ def refuse_transforms(*tensors: Tensor) -> None:
 
 
 def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments with plain tensors instead of wrappers from a transform that has
-    ended. A function from torch.func.vjp runs after the transform has ended, and kernels need
+    """Return the arguments with plain tensors instead of the wrappers of a transform that has
+    ended. A function from torch.func.vjp runs after its transform has ended, and kernels need
     tensors with memory.
     """
     if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
@@ -234,8 +236,8 @@ def pack_layout(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | No
 def unpack_layout(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """Return the arguments of `pack_layout` keyed by name, without the sizes that belong to the
-    boundaries.
+    """Return the arguments of `pack_layout`, keyed by name. The sizes that belong to the
+    boundaries are left out.
     """
     return {
         "config": config_of(*numbers),
@@ -266,19 +268,20 @@ def index_shapes(query, key, *rest):
 
 
 def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
-    """Split the last arguments of a `Kind.backward` into the gradient of the second result and
-    the arguments of the call. That gradient may be missing. `count` is the number of tensors of
-    the call.
+    """Split the last arguments of a `Kind.backward` into the gradient of the second result, which
+    may be missing, and the arguments of the call. `count` is the number of tensors of the call.
     """
     given = len(flat) - count - REST_COUNT
     return (flat[0] if given else None), flat[given:]
 
 
 class Program:
-    """A kind of call that autograd records, together with the arguments that are not tensors.
+    """A kind of call that autograd records, together with those arguments of the call that are
+    not tensors.
 
     Attributes:
-      alone: Whether only the autograd node of the call refers to the saved results.
+      alone: Whether no object other than the autograd node of the call refers to the saved
+        results.
       run: Function that returns the results for the caller, followed by the saved results.
     """
 
@@ -320,8 +323,8 @@ class Program:
         return call_backward(self.kind.name, first, [*kept, *second], self.arguments(tensors))
 
     def complete(self, grads, tensors) -> Sequence[Tensor]:
-        """Return the gradients of the results. If the first result has none, its gradient is
-        zeros.
+        """Return the gradients of the results. If autograd has no gradient for the first result,
+        return zeros for it.
         """
         if grads[0] is not None:
             return grads
@@ -330,14 +333,14 @@ class Program:
 
 
 class Eager(torch.autograd.Function):
-    """A call with a gradient that bypasses the dispatcher. Only tensors are arguments of this
-    function, and its autograd node holds the saved results. torch.library.register_autograd
-    would list all arguments of the schema for each tensor.
+    """A call with a gradient that bypasses the dispatcher of torch. Only tensors are arguments of
+    this function, and its autograd node holds the saved results. torch.library.register_autograd
+    would instead list all arguments of the schema for each tensor.
     """
 
     @staticmethod
     def forward(ctx, program, *tensors):
-        """Run `program`, a `Program`."""
+        """Run the call that `program`, a `Program`, describes."""
         with torch._C._AutoDispatchBelowAutograd():
             found = program.run(tensors)
         count = program.returned
@@ -386,8 +389,8 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
 
 
 class Dispatched(torch.autograd.Function):
-    """A call with a gradient through the dispatcher of torch, for compiled code and torch.func.
-    Saved results are returned as further results.
+    """A call with a gradient that uses the dispatcher of torch, for compiled code and torch.func.
+    The results that are saved for the gradient are returned as further results.
     """
 
     @staticmethod
@@ -446,9 +449,10 @@ class InputMode(NamedTuple):
 
     Attributes:
       name: The name of the mode in the kinds of operators.
-      compresses: Whether the keys and values of the compressed branch are tokens, whose windows
-        are then averaged.
-      shared: Whether all branches share their keys and values, which are then passed once.
+      compresses: Whether the call receives tokens for the compressed branch. If so, the call
+        averages their windows.
+      shared: Whether all branches share their keys and values. If so, keys and values are passed
+        once.
       joined: Whether the gates are one tensor `[B, T, H, 3]` instead of three tensors.
     """
 
@@ -458,7 +462,7 @@ class InputMode(NamedTuple):
     joined: bool = False
 
     def with_joined_gates(self) -> "InputMode":
-        """Return the same mode for gates in one tensor."""
+        """Return the same mode, but for gates in one tensor."""
         return self._replace(name=f"{self.name}_joined", joined=True)
 
     @property
@@ -467,9 +471,9 @@ class InputMode(NamedTuple):
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def inputs(self, arguments: Sequence[Any]) -> Inputs:
-        """Return the tensors of the call by branch. Gates in one tensor stay one tensor. If
-        `compresses` is true, keys and values of the compressed branch are tokens `[B, S, Hkv, .]`
-        that are not averaged yet.
+        """Return the tensors of the call by branch. Gates in one tensor are returned as one
+        tensor. If `compresses` is true, keys and values of the compressed branch are tokens `[B,
+        S, Hkv, .]` whose windows have not been averaged yet.
         """
         half = 1 if self.shared else 3
         pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]
@@ -479,7 +483,8 @@ class InputMode(NamedTuple):
         return Inputs(arguments[0], key, value, each)
 
     def gradients(self, found: Inputs) -> list[Any]:
-        """Return the gradients of the tensors, in order."""
+        """Return the gradients of the tensors of the call, in the order in which the call
+        receives them."""
         gates: Any = [found.gates] if self.joined else found.gates
         listed = found.query, *found.key, *found.value, *gates
         return [x for x in listed if x is not None]
@@ -492,17 +497,17 @@ MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 # The residuals of a call: none, all residuals, or only those for a backward pass that computes
 # the branches again.
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
-PAGES = "pages"  # like FORWARD
+PAGES = "pages"  # the same residuals as FORWARD
 
 
 def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]]:
-    """Return the mode of a call, and its tensors in order.
+    """Return the `InputMode` of a call, and its tensors in the order of that mode.
 
     Args:
       key, value: Keys and values by branch.
       gates: Gates by branch, or one tensor with all gates.
       compressed: Compressed keys and values, which replace the compressed fields of `key` and
-        `value`. None means that the tokens in these fields are averaged.
+        `value`. `compressed=None` means that the call averages the tokens in these fields.
     """
     if compressed is not None:
         mode = PRECOMPRESSED
@@ -543,16 +548,16 @@ def all_steps(
     """Compute attention as one operator.
 
     Args:
-      kind: Function that returns the name of the kind for an input mode and the residuals to
-        save.
+      kind: Function that returns the name of the kind. Its arguments are an input mode and the
+        residuals to save.
       key, value: Keys and values by branch. The compressed field is not read if `compressed` is
         given.
-      compressed: `(k_cmp, v_cmp)`. None means that compressed tokens are means.
-      assume_finite: Whether keys and values to which no query attends are finite, as in a
-        cache. If so, they need not be replaced by zeros in copies.
+      compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.
+      assume_finite: Whether keys and values to which no query attends are finite, as in a cache.
+        If they are finite, no copy is needed in which they are zeros.
       recompute: Whether the backward pass computes the branches again, so that the forward pass
         does not save their outputs.
-      pages: Pages with the selected keys and values, which have no gradient.
+      pages: Pages with the keys and values of the selected branch, which have no gradient.
     """
     mode, tensors = arranged(query, key, value, gates, compressed)
     keep = kept_of(requires_grad(*tensors), recompute)
@@ -566,8 +571,8 @@ def all_steps(
 
 
 def _in_memory(tensors):
-    """Resolve the negative bit of tensors, so that kernels can read them. The dispatcher does not
-    do so for lists that contain None.
+    """Resolve the negative bit of tensors, so that kernels can read them. The dispatcher of torch
+    does not resolve it in lists that contain None.
     """
     return [x if x is None else x.resolve_neg() for x in tensors]
 

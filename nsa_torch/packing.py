@@ -1,10 +1,10 @@
 """Reorders rows so that dense kernels for sequences of variable length, such as
 FlashAttention-2, compute the branches of NSA.
 
-The orders are computed on the device by cumulative sums and searches. Arrays have the maximum
-possible length, so that the host need not know the actual length. On CUDA, the Triton kernels
-of `kernels_pallas.triton.pack` move the rows. They need 24 bytes of indices for a range of
-tokens, such as a selected block. On a CPU, torch indexes the tensors.
+The device computes the new orders of rows by cumulative sums and searches. Arrays have the
+maximum possible length, so that the host need not know the actual length. On CUDA, the Triton
+kernels of `kernels_pallas.triton.pack` move the rows. These kernels need 24 bytes of indices per
+range of tokens, such as a selected block. On a CPU, torch indexes the tensors.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from nsa_torch.torch_ops import run_triton
 def residue_classes(
     where: Geometry, count: int, config
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return a packed order in which causal attention computes the compressed branch. Let R be
-    the number of sequences.
+    """Return a packed order of queries and compressed keys in which plain causal attention
+    computes the compressed branch. R is the number of sequences.
 
     Returns:
       row_of: `[B*T]`, the packed row of each query. A query without keys has -1.
@@ -34,9 +34,9 @@ def residue_classes(
     """
     device, stride, borders = where.position.device, config.compress_stride, where.cu_seqlens
     batch, length = where.position.shape
-    # For each batch row, or for each sequence of the packed row, `[R]`: the index of its first
-    # query in the flattened `[B*T]`, and that of its compressed token 0 in the flattened
-    # `[B*C]`.
+    # These arrays `[R]` have an entry per batch row, or per sequence of the packed row. The entry
+    # is the index of its first query in the flattened `[B*T]`, or that of its compressed token 0
+    # in the flattened `[B*C]`.
     if borders is not None and where.offset is not None:
         query_start = (borders[:-1] - where.offset).clamp(0, length)
         compressed_start = compressed_bounds(borders, config)[:-1]
@@ -91,9 +91,9 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 @dataclasses.dataclass(frozen=True)
 class Ranges:
     """Runs of consecutive tokens, stored one after the other in a packed buffer, from which a
-    `Chunk` reads its keys. Two runs of one head either begin at the same token or share no
-    token, as is the case for selection blocks. `read` and `add` launch kernels. `rows` is their
-    alternative for torch.
+    `Chunk` reads its keys. Two runs of one head either begin at the same token or share no token,
+    as selection blocks do. `read` and `add` launch Triton kernels. Where these cannot run, torch
+    uses `rows` instead.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array
@@ -107,9 +107,9 @@ class Ranges:
         return self.start.numel() * self.longest
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the runs of `x` `[B, S, Hkv, D]` as `[capacity, D]`. `x` may have any strides.
+        """Return the runs of `x` `[B, S, Hkv, D]`, packed as `[capacity, D]`. `x` may have any
 
-        Rows after the last run are not written.
+        strides. Rows of the result after the last run are not written.
         """
         x = x.resolve_neg()
         packed = x.new_empty(self.capacity, x.shape[-1])
@@ -124,11 +124,13 @@ class Ranges:
         return x.new_zeros(x.shape, dtype=wide(x.dtype))
 
     def add(self, total: Tensor, grad: Tensor) -> None:
-        """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`.
+        """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`. By
 
-        By default it uses atomics, whose order varies. If
-        torch.are_deterministic_algorithms_enabled(), the order is fixed and the result is
-        bitwise reproducible.
+        default the kernel adds with atomics, whose order varies. If
+
+        torch.are_deterministic_algorithms_enabled(), the order of the sums is fixed and the
+
+        result is bitwise reproducible.
         """
         pack = _kernels()
         if torch.are_deterministic_algorithms_enabled():
@@ -189,16 +191,16 @@ def selected_ranges(
     config,
     handed: Tensor | None = None,
 ) -> tuple[Ranges, Tensor]:
-    """Return the packed keys and values of a chunk of queries. They are ordered by row, query
-    and key/value head.
+    """Return the `Ranges` of the packed keys and values of a chunk of queries. The ranges are
+    ordered by row, query and key/value head.
 
     Args:
-      block_indices: `[B, T, Hkv, n]`. An entry that is negative, or after the query, counts as
-        empty.
-      handed: The key ranges of the same selection, int32 `[B, T, Hkv, n, 2]`, which are read
-        instead of the blocks. Each range begins at the start of a block, and empty slots are
-        `(0, 0)`. A range of several blocks is split into blocks, since two runs must begin at
-        the same token or share no token (`Ranges`).
+      block_indices: `[B, T, Hkv, n]`. An entry counts as empty if it is negative or if its block
+        begins after the query.
+      handed: The key ranges of the same selection, int32 `[B, T, Hkv, n, 2]`. If they are given,
+        they are read instead of the blocks. Each range begins at the start of a block, and empty
+        slots are `(0, 0)`. A range of several blocks is split into blocks, since two runs must
+        begin at the same token or share no token (`Ranges`).
 
     Returns: The ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
     """
@@ -227,8 +229,8 @@ def selected_ranges(
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
-    """Return the number of bytes per query for `slots` packed keys and values per head with
-    64-bit indices.
+    """Return the number of bytes per query that `slots` packed keys and values per head need,
+    including their 64-bit indices.
     """
     batch, _, heads, width = key.shape
     return batch * heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
@@ -238,7 +240,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     """Gather rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The result
     is `[M, H, D]`.
 
-    For an index outside `0 .. B*S - 1` the result is 0. `x` may have any strides.
+    A row with an index outside `0 .. B*S - 1` is 0 in the result. `x` may have any strides.
     """
     if torch.compiler.is_compiling():
         return torch.ops.nsa.gather_rows(x, rows)
@@ -256,7 +258,7 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
-    """Run `gather` on CUDA."""
+    """Run `gather` on CUDA with a Triton kernel."""
     batch, tokens, heads, width = x.shape
     packed = x.new_empty(rows.numel(), heads, width)
     if packed.numel() == 0 or x.numel() == 0:

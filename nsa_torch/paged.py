@@ -1,8 +1,8 @@
 """A paged cache for decoding and serving in torch, and `append`, which writes tokens to it.
 
 The caller manages the pool of pages and the page table of each row, as serving engines do with
-a page allocator. Shapes are static, and the host reads no tensor. One CUDA graph therefore
-serves rows that grow, shrink, end or begin. A row of length 0 is padding.
+a page allocator. Shapes are static, and the host reads no tensor. One CUDA graph therefore serves
+rows that grow, shrink, end or begin. A row whose length is 0 is padding.
 
     append           raw tokens to their pages; finished compressed tokens to theirs
     paged_attention  from the pages (`paged_attend.py`)
@@ -40,13 +40,14 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 APPENDERS = "mosaic", "triton", "torch"
 MAX_ROWS = 64
-# The fields of a cache for the arguments of `PagedCache.view`.
+# The fields of a cache that the arguments of `PagedCache.view` fill.
 ARRAY_OF = {f"{kind}_pages": f"selected_{kind}" for kind in ("key", "value")}
 ARRAY_OF |= {f"{kind}_scale": f"selected_{kind}_scale" for kind in ("key", "value")}
 
 
 class PagedCache(PagedArrays):
-    """The pages of one layer. `PagedArrays` lists the tensors, which are zeros at first.
+    """The pages of one layer's cache. `PagedArrays` lists the tensors of the cache, which are
+    zeros at first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
@@ -58,13 +59,13 @@ class PagedCache(PagedArrays):
       separate: whether each branch has its own keys and values (`Branches`), which triples the
         memory for raw tokens.
       compressed_dtype: for a cache in fp8, the dtype of compressed keys, new tokens and queries.
-        None means bfloat16.
+        `compressed_dtype=None` means bfloat16.
       max_rows: for a cache in fp8, the number of rows whose newest `2 l` tokens are stored
         unrounded.
 
     Attributes:
-      apart: The stride between two pages of this cache in the tensors, in units of pages. It is
-        above 1 if other pages are in between (`view`).
+      apart: The stride between two pages of this cache in the tensors, in units of pages. The
+        stride is above 1 if other pages are between them (`view`).
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -106,25 +107,26 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype = torch.bfloat16,
         max_rows: int = MAX_ROWS,
     ) -> Self:
-        """Make a cache on pages that a serving engine owns, without copying them. Other pages
-        may be between the given ones, such as those of other layers. For example, pages of keys
-        and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
-        between pages, kernels read them without a copy. The tensors of the cache then include
-        the pages in between. Tensors that are allocated here get the same number of pages.
+        """Make a cache on pages that a serving engine owns, without copying the pages. Other
+        pages, such as those of other layers, may be between the given pages. For example, pages
+        of keys and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same
+        stride between pages, kernels read the arrays without a copy. In that case the tensors of
+        the cache include the pages in between. Tensors that this method allocates get the same
+        number of pages.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           config: as in `PagedCache`.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
-          separate: whether each branch has its own keys and values. The pages for the other
-            branches are then allocated here.
+          separate: whether each branch has its own keys and values. If so, this method allocates
+            the pages for the other branches.
           key_scale, value_scale: for pages in fp8, float32 `[P, Hkv, l']`, per token and head.
-          compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. The other tensors of
-            an fp8 cache are allocated here.
+          compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. This method allocates
+            the other tensors of an fp8 cache.
 
         Raises:
-          ValueError: Shapes or dtypes do not fit. For example, pages do not have
-            `config.select_block` tokens, or fp8 pages have no scales.
+          ValueError: Shapes or dtypes do not fit. For example, the error is raised if pages do
+            not have `config.select_block` tokens, or if fp8 pages have no scales.
         """
         validate.configuration(config)
         given: dict[str, Any] = {"key_pages": key_pages, "value_pages": value_pages}
@@ -180,13 +182,14 @@ class PagedCache(PagedArrays):
         """Make a cache with the maximum number of pages that fit in a given block of memory.
 
         Args:
-          memory: `[elements]`, contiguous, in the dtype of the cache. Its content is not
-            changed. The tensors of the cache are placed in it one after the other. A page needs
-            `paged_layout.page_elements` elements over all tensors.
+          memory: `[elements]`, contiguous, in the dtype of the cache. This method does not change
+            the content of `memory`. The tensors of the cache use parts of `memory`, one after the
+            other. A page needs `paged_layout.page_elements` elements over all tensors.
           kv_heads, key_width, value_width, config, separate: as in `PagedCache`.
 
         Raises:
-          ValueError: `memory` is not such a tensor, or is smaller than a page.
+          ValueError: `memory` is not a contiguous tensor with one axis, or is smaller than a
+            page.
         """
         sizes = kv_heads, key_width, value_width, config, separate
         checks.tensors(memory=memory)
@@ -213,7 +216,7 @@ class PagedCache(PagedArrays):
         return cache
 
     def reset(self) -> None:
-        """Clear the record of how the tokens were computed. The pages are unchanged."""
+        """Clear the record of how the tokens were computed. The pages keep their contents."""
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
@@ -228,19 +231,21 @@ class PagedCache(PagedArrays):
 
     @property
     def own_pages(self) -> int:
-        """The number of pages of this cache, without other pages in between."""
+        """The number of pages that belong to this cache, without other pages between them."""
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
-        """Convert a page table to indices into the tensors, which may include other pages."""
+        """Convert a page table to indices into the cache's tensors. The tensors may include other
+        pages."""
         if self.apart == 1 or not isinstance(page_table, Tensor):
             return page_table
         return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
-        """Copy the unrounded newest tokens of rows that forked in an fp8 cache. `source` and
-        `target` are indices `[K]` of buffers, as in `slots` of `append`. Without this copy up to
-        `l / d` of the fork's next compressed tokens are computed from rounded tokens.
+        """Copy the buffers with the unrounded newest tokens of rows that forked in an fp8 cache.
+        `source` and `target` are indices `[K]` of buffers, as in `slots` of `append`. Without
+        this copy up to `l / d` of the fork's next compressed tokens are computed from rounded
+        tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -248,8 +253,8 @@ class PagedCache(PagedArrays):
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
-        """Return the default buffer of newest tokens for each row of a call, int32 `[rows]`:
-        row `b` uses buffer `b`.
+        """Return the index of the default buffer of newest tokens for each row of a call, int32
+        `[rows]`. By default row `b` uses buffer `b`.
         """
         found, ring = getattr(self, "_slots", None), self.recent_key
         if found is None or found.shape[0] != ring.shape[0]:
@@ -260,13 +265,13 @@ class PagedCache(PagedArrays):
 
 
 def block_elements(spec: LayerSpec) -> int:
-    """Return the number of elements that a layer stores in a block of `select_block` tokens."""
+    """Return the number of elements that a layer stores per block of `select_block` tokens."""
     sizes = spec.n_kv_groups, spec.d_k, spec.d_v, spec.config, spec.separate
     return paged_layout.page_elements(*sizes) + math.prod(spec.kept_keys)
 
 
 def carve_blocks(memory: Tensor, blocks: int, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
-    """Divide `memory` [elements] into the pages of `blocks` blocks of a layer, and the
+    """Divide `memory` [elements] into two parts: the pages of `blocks` blocks of a layer, and the
     projected keys that `KeyConvolution.in_pages` stores per block.
     """
     memory = memory[: blocks * block_elements(spec)]
@@ -280,8 +285,8 @@ def carve_blocks(memory: Tensor, blocks: int, spec: LayerSpec) -> tuple[PagedCac
 def _allocated(
     given: dict[str, Any], device: torch.device, dtype, compressed_dtype, *rest: Any
 ) -> dict[str, Any]:
-    """Return the arrays of a cache. Those that are not in `given` are allocated and filled with
-    zeros. `rest` are the other arguments of `new_arrays`.
+    """Return the arrays of a cache. Arrays that are not in `given` are allocated and filled with
+    zeros. `rest` has the other arguments of `new_arrays`.
     """
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype or dtype)):
         if not isinstance(x, torch.dtype):
@@ -338,40 +343,41 @@ def append(
 ) -> None:
     """Write new tokens, and the compressed tokens that they complete, to their pages in place.
 
-    A token is not written if it is beyond the end of the row's page table or if its entry of
-    the table is negative. Rows of length 0 write nothing. If an entry is beyond the pool, the
-    call raises an error on a CPU or under `debug`. Otherwise the token is not written. Two rows
-    must not write to the same page. A row may begin with pages that another row fills in this
-    call, except in a call of one token per row.
+    A token is not written if it is beyond the end of the row's page table or if its entry of the
+    table is negative. Rows of length 0 write nothing. If a token's entry of the table is beyond
+    the pool of pages, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
+    without `debug`, such a token is not written. Two rows must not write to the same page. A row
+    may begin with pages that another row fills in this call, except in a call of one token per
+    row.
 
     Args:
       cache: the cache, which is modified in place.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
         other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
-      lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
-        padding.
+      lengths: int32 `[B]`, tokens per row including the new ones. A row of length 0 is padding.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the number of
-        new tokens of all rows. Tokens after these belong to no row. None means that each row
-        has `N / B` new tokens.
+        new tokens of all rows. Tokens after that number belong to no row. `cu_seqlens_q=None`
+        means that each row has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
-        None means that compressed tokens are means.
+        `params=None` means that compressed tokens are means.
       made_with: as in `cached_attention`.
-      slots: int32 `[B]`, only for a cache in fp8: the index, below `max_rows`, of the buffer
-        that stores the newest tokens of each row unrounded. Two rows must not share a buffer,
-        and a row must have the same one in all calls. A row with an index of `max_rows` or more
-        has no buffer. None means that row `b` uses buffer `b`. Means of tokens that are not in
-        a buffer are computed from rounded tokens.
+      slots: int32 `[B]`, only for a cache in fp8: the index, below `max_rows`, of the buffer that
+        stores the newest tokens of each row unrounded. Two rows must not share a buffer, and a
+        row must have the same buffer in all calls. A row with an index of `max_rows` or more has
+        no buffer. `slots=None` means that row `b` uses buffer `b`. Means of tokens that are not
+        in a buffer are computed from rounded tokens.
       implementation: `mosaic` or `triton`, which write the tokens in one launch, or `torch`. If
-        compressed tokens are means, the same launch writes them, and a second launch follows if
-        a row has several new tokens. Otherwise torch computes the compressed tokens. None means
-        the first that can run, and `mosaic` only if its kernel is stored on disk.
+        compressed tokens are means, the same launch also writes the compressed tokens, and a
+        second launch follows if a row has several new tokens. If compressed tokens are not means,
+        torch computes them. `implementation=None` means the first of the three that can run, but
+        `mosaic` only if its kernel is stored on disk.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
         parameters of another kind.
-      NotImplementedError: A gradient is required, also one of `params`, or the named
-        implementation cannot run. The error is raised before any token is written.
+      NotImplementedError: An argument, or one of `params`, requires a gradient, or the named
+        implementation cannot run. `NotImplementedError` is raised before any token is written.
     """
     paged_layout.check_cache(cache)
     given = page_table, lengths, cu_seqlens_q
@@ -383,7 +389,7 @@ def append(
 def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
-    """Append tokens whose arguments have been checked."""
+    """Append the new tokens of a call whose arguments have been checked."""
     at, means = (page_table, lengths, cu_seqlens_q), new.are_means
     by_kernel = _kernel(cache, new.key, page_table, cu_seqlens_q, means, implementation)
     if by_kernel is not None:
@@ -398,7 +404,8 @@ def write_tokens(
 
 
 class NewTokens(NamedTuple):
-    """The checked tokens of a call. `contents` describes the cache after they are appended."""
+    """The checked new tokens of a call. `contents` describes the cache after these tokens are
+    appended."""
 
     key: Branches[Tensor]
     value: Branches[Tensor]
@@ -436,7 +443,7 @@ def checked_tokens(
     made_with: Facts,
     slots: Tensor | None = None,
 ) -> NewTokens:
-    """Check the arguments of `append` and return the new tokens. The errors are those of
+    """Check the arguments of `append` and return the new tokens. The raised errors are those of
     `append`.
     """
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
@@ -463,8 +470,8 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """Return the function that writes the tokens by a kernel. None means that torch operations
-    write them.
+    """Return the function that writes the tokens with a kernel, or None if torch operations write
+    them.
     """
     if implementation not in (None, *APPENDERS):
         raise ValueError(
@@ -503,14 +510,15 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
 
 
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
-    """Return the reason why the Triton kernel cannot run this call, or None."""
+    """Return the reason why the Triton kernel of `append` cannot run this call, or None."""
     if cache.is_fp8 and not means:
         return "supports a cache in fp8 only if compressed tokens are means"
     return append_why_not(cache)
 
 
 def append_why_not(cache: PagedCache) -> str | None:
-    """Return the reason why Triton kernels cannot read and write such pages, or None."""
+    """Return the reason why Triton kernels cannot read and write the pages of this cache, or
+    None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, got {device.type}"
@@ -520,7 +528,7 @@ def append_why_not(cache: PagedCache) -> str | None:
 
 
 def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
-    """Return the static sizes of the Mosaic kernel for this call."""
+    """Return the static sizes of the Mosaic kernel that runs this call of `append`."""
     (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
     return mosaic_append.append_spec(
         *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),
@@ -537,7 +545,7 @@ def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -
 def append_by_mosaic(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches
 ) -> None:
-    """Write new tokens to their pages, and the compressed tokens if these are means. The
+    """Write new tokens to their pages. If compressed tokens are means, write these too. The
     tensors of the cache must be contiguous, with more than 8 bits per element.
     """
     spec = append_spec(cache, key, page_table, cu_seqlens_q, means)

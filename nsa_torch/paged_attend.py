@@ -1,10 +1,10 @@
-"""Attention from a paged cache in torch. If the rows have few queries, as in decoding with or
-without draft tokens, kernels read the pages. Otherwise the steps of `attention` run on rows
-that are gathered from the pages.
+"""Attention from a paged cache in torch. If each row has few queries, as in decoding with or
+without draft tokens, kernels read the pages directly. Otherwise the keys and values of each row
+are gathered from the pages, and the steps of `attention` run on them.
 
-On an NVIDIA GPU one launch gathers the keys and values of a branch. It reads and writes each
-entry once. On other devices torch copies whole pages. Gathered entries that no query attends to
-are set to zero, regardless of the contents of their pages.
+On an NVIDIA GPU one launch gathers the keys and values of a branch. This launch reads and writes
+each entry once. On other devices torch copies whole pages. Gathered entries that no query attends
+to are set to zero, regardless of the contents of their pages.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
-# Implementations whose sliding branch reads only tiles that have a key in some query's window,
-# and their largest tile. A tile begins at a multiple of its size.
+# For implementations whose sliding branch reads only tiles with a key in some query's window: the
+# size of their largest tile. A tile begins at a multiple of its size.
 READING_TILES = "mosaic", "triton"
 KEY_TILE = max(128, *interval.BLOCKS)
 
@@ -67,43 +67,45 @@ def paged_attention(
     result is `[N, H, Dv]`.
 
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before
-    this function, or pass the new tokens to it. On `mosaic` the latter is a single launch for
-    rows of up to 8 tokens, if compressed tokens are means and `cu_seqlens_q` is None. In that
-    launch no row may begin with pages that another row fills. The output of a row is bitwise
-    independent of the other rows. It is 0 for rows of length 0 and for tokens that belong to no
-    row. If the page table names a page that does not exist, the call raises an error on a CPU
-    or under `debug`. Otherwise the entry is clamped to the pool. A length beyond the page table
-    is clamped to its capacity.
+    this function, or pass the new tokens to this function. On `mosaic`, a single launch appends
+    the tokens and attends, for rows of up to 8 tokens, if compressed tokens are means and
+    `cu_seqlens_q` is None. In such a launch no row may begin with pages that another row fills.
+    The output of a row is bitwise independent of the other rows. The output is 0 for rows of
+    length 0 and for tokens that belong to no row. If the page table names a page that does not
+    exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU without `debug`,
+    such an entry is clamped to the pool of pages. A length beyond the page table is clamped to
+    the table's capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       cache: the cache with the tokens of all rows.
       page_table, lengths, cu_seqlens_q: as in `append`.
-      key, value, params, made_with, slots: arguments of `append`, which then runs first. None
-        means that the tokens are already in the cache.
+      key, value, params, made_with, slots: arguments of `append`. If `key` and `value` are given,
+        `append` runs first. None means that the tokens are already in the cache.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound of the queries per row. If a row has more, the call raises an
-        error if the host reads the boundaries. Otherwise the output of that row is undefined.
-        The bound is also limited to the capacity of the page table. It is not used
-        without `cu_seqlens_q` or with `runs`. None means that the host reads the boundaries
-        from the device. If the bound is at most 8, rows are padded to it and run on kernels
-        that read pages. The rounding of the output then depends on the bound.
-      runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host.
-        The rows of one run are processed together. With `runs` the host reads nothing from the
-        device. The lengths that `plan_runs` receives may be upper bounds. None means that all
-        rows are one run.
-      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1
-        to 8 queries, or an implementation of `attention`, which runs on gathered pages. None
-        means automatic.
+      max_seqlen_q: Upper bound of the queries per row. If a row has more queries and the host
+        reads `cu_seqlens_q`, the call raises an error. If the host does not read it, the output
+        of that row is undefined. The bound is also limited to the capacity of the page table.
+        Without `cu_seqlens_q`, or with `runs`, the bound is not used. `max_seqlen_q=None` means
+        that the host reads `cu_seqlens_q` from the device. If the bound is at most 8, rows are
+        padded to the bound and run on kernels that read pages. The rounding of the output then
+        depends on the bound.
+      runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host. The
+        rows of one run are processed together. With `runs` the host reads nothing from the
+        device. The lengths that `plan_runs` receives may be upper bounds. `runs=None` means that
+        all rows are one run.
+      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
+        8 queries, or an implementation of `attention`, which runs on gathered pages.
+        `implementation=None` means that the implementation is chosen automatically.
 
     Raises:
       ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or `runs`
-        has more rows or tokens than the call. It is also raised if the host can detect that
-        `runs` belongs to another call.
+        has more rows or tokens than the call. `ValueError` is also raised if the host can detect
+        that `runs` belongs to another call.
       NotImplementedError: A gradient is required, or the named implementation cannot run this
-        call. The error is raised before any token is written.
+        call. `NotImplementedError` is raised before any token is written.
     """
     paged_layout.check_cache(cache, config)
     if (key is None) != (value is None):
@@ -151,7 +153,7 @@ def finish(
     step: "Step | None",
 ) -> Tensor:
     """Append the new tokens, run the chosen implementation and return its output. If the `step`
-    is a single launch, it is cached.
+    is a single launch, the launch is cached.
     """
     cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
     attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
@@ -175,8 +177,8 @@ def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
     """Choose the kernels that read pages for attention of the last tokens `[B, T, H, D]` of all
-    rows. Return None if no such kernel can run. The arguments are those of `cached_attention`,
-    which have been checked, and the pages of its cache.
+    rows. Return None if no such kernel can run. The arguments are the checked arguments of
+    `cached_attention`, and the pages of the cache.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -192,8 +194,8 @@ def decide_step(
 def _in_runs(
     inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
 ) -> Callable[[], Tensor]:
-    """Return a function that computes attention for the rows of each run. `new` has the keys
-    and values of the new tokens.
+    """Return a function that computes attention run by run (`plan_runs`). `new` has the keys and
+    values of the new tokens.
     """
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
@@ -215,8 +217,8 @@ def _in_runs(
         whole = None
         if new is not None and at_hand and run.whole and run.even:
             whole = new.of(run.tokens, table.shape[0])
-        # The lengths on the host are exact for rows of a prompt. None of their tokens is
-        # missing, so that no output is masked.
+        # The lengths on the host are exact for rows of a prompt. Every position of these rows has
+        # a token, so that no output is masked.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
             part = _prepared(_decide(mine, run.queries, implementation), *rest)
@@ -240,8 +242,8 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """Return a function that computes the output. `whole` and `full` are the same as in
-    `gathering`.
+    """Return a function that computes the output of the call with the chosen implementation.
+    `whole` and `full` are the same as in `gathering`.
     """
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
@@ -258,18 +260,18 @@ def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None
 
 
 class _Launch(NamedTuple):
-    """The launch of a decode step, which all steps with the same key share."""
+    """The launch of a decode step. All steps with the same key (`Step._key`) share one launch."""
 
     start: Callable[[int, Sequence[int]], None]
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
     copied: Sequence[
         int
     ]  # indices in `Step.given` of tensors that must be copied for the kernel
-    contents: Contents  # contents of the cache after the step
+    contents: Contents  # the `Contents` of the cache after the step
 
 
 class Step(NamedTuple):
-    """The host side of a decode step. The step is one kernel whose launch depends only on
+    """The host side of a decode step that is one kernel. The launch of the kernel depends only on
     shapes. If a step with the same key ran before, its launch is reused without checks.
     """
 
@@ -315,7 +317,7 @@ class Step(NamedTuple):
         return results[0].view(*query.shape[:-1], -1)
 
     def given(self) -> list[Any]:
-        """Return the inputs of the kernel other than the cache. Keys and values are listed by
+        """Return the inputs of the kernel, without the cache. Keys and values are listed by
         branch.
         """
         found = [self.query, self.gates, self.page_table, self.lengths]
@@ -328,7 +330,8 @@ class Step(NamedTuple):
         """Return the key under which the launch is cached, or None if shapes do not determine
         the launch.
         """
-        # `signature_of` expects the boundaries of a packed row last, and a step has none.
+        # `signature_of` expects the boundaries of a packed row last. A decode step has no such
+        # boundaries.
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
         found, _ = call.signature_of(arrays, self.implementation, config, self.scale, False)
@@ -336,7 +339,7 @@ class Step(NamedTuple):
         return found and (found, one, self.cache.contents, tuple(self.made_with))
 
     def keep(self, inputs: Inputs, out: Tensor) -> Tensor:
-        """Cache the launch of the step that has just run. Return `out`."""
+        """Cache the launch of the step that has just run. Return `out` unchanged."""
         given, device = self.given(), self.query.device
         as_given = isinstance(self.gates, Tensor) and self.gates.dtype is inputs.gates.dtype
         key = self._key(given) if as_given and device.type in call.DEVICE_TYPES else None
@@ -352,7 +355,7 @@ class Step(NamedTuple):
 
 
 def _appends(inputs: Inputs, new: NewTokens) -> bool:
-    """Return whether the step's kernel appends the tokens too."""
+    """Return whether the kernel of the decode step also appends the new tokens."""
     if not new.are_means:
         return False
     there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
@@ -425,7 +428,7 @@ def with_indices(
 
 
 def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
-    """Return the index of each row's buffer of newest tokens in an fp8 cache."""
+    """In an fp8 cache, return for each row the index of the buffer with its newest tokens."""
     if not cache.is_fp8:
         return None
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
@@ -438,12 +441,12 @@ def gathering(
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
 ) -> Callable[[], Tensor]:
-    """Return a function that gathers the pages of each row and runs `attention`. It is called
-    after the new tokens have been written to their pages.
+    """Return a function that gathers the pages of each row and runs `attention`. Call the
+    returned function after the new tokens have been written to their pages.
 
-    `whole` has the keys and values of rows without earlier tokens, which are used instead of
-    the pages. `full` means that all rows have the same number of queries and that no row has
-    length 0, so that no output is masked.
+    `whole` has the keys and values of all tokens if the rows have no earlier tokens. If `whole`
+    is given, the pages are not read. `full` states that all rows have the same number of queries
+    and that no row has length 0. No output is then masked.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -471,7 +474,7 @@ def gathering(
     gates = Branches(*gates.unbind(-1))
 
     width = cache.selected_value.shape[-1]
-    # Gathered copies are contiguous, so that the choice depends only on their shapes.
+    # Gathered copies are contiguous. The choice therefore depends only on their shapes.
     keys = query.new_empty(0, capacity, *cache.selected_key.shape[2:])
     memory = {"query": queries}
     if whole is not None:
@@ -511,7 +514,8 @@ def gathering(
 
 
 def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
-    """Return whether kernels read the selected keys and values from pages."""
+    """Return whether the chosen kernels read the keys and values of the selected branch from
+    pages."""
     cache, query = inputs.cache, inputs.query
     key, value = cache.selected_key, cache.selected_value
     in_order = key.is_contiguous() and value.is_contiguous()
@@ -537,18 +541,19 @@ def side_by_side(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Branches[Pair]:
-    """Return the keys and values of each branch as `[B, S, Hkv, .]`. Those of the compressed
-    branch are `[B, S / d, Hkv, .]`, one entry per slot in the pages. They begin with compressed
-    token 0, so that the last `l / d - 1` entries are unused.
+    """Return the keys and values of each branch as `[B, S, Hkv, .]`. The compressed branch has
+    `[B, S / d, Hkv, .]`, with one entry per slot in the pages. Its entries begin with compressed
+    token 0, and the last `l / d - 1` entries are unused.
 
     Args:
       page_table, lengths: as in `paged_attention`.
-      queries: The number of queries of the longest row. It bounds the number of tokens that the
-        sliding branch needs.
-      at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If they are given,
+      queries: The maximum number of queries per row. This number bounds the number of tokens that
+        the sliding branch needs.
+      at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If `at_hand` is given,
         only compressed tokens are copied.
-      margin: How many tokens before those of the sliding branch must be zeros. Tokens before
-        these may be uninitialized. None means that all earlier tokens must be zeros.
+      margin: The number of tokens directly before those of the sliding branch that must be zeros.
+        Tokens before these zeros may be uninitialized. `margin=None` means that all earlier
+        tokens must be zeros.
       last_page: Whether the selected branch needs only the page with each row's last token.
     """
     config = cache.config
@@ -577,7 +582,7 @@ def _copy(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Pair:
-    """Copy the keys and values of a branch."""
+    """Copy the keys and values of one branch from the pages to one tensor per row."""
     names = f"{branch}_key", f"{branch}_value"
     key, value = (getattr(cache, name) for name in names)
     in_order = key.is_contiguous() and value.is_contiguous()

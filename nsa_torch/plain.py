@@ -6,11 +6,12 @@ incoming gradient requires no gradient. A Hessian or a gradient penalty would th
 the part that depends on the inputs, so that this module raises an error instead.
 
 By default, torch frees the tensors that an operator has saved only after the operator's
-backward pass. The outputs of the three branches are half of the memory of a call. Only one of
-the first launches (`deltas`) reads them, so that dq can reuse their memory. They are therefore
-released early, but only in the last pass through a graph (no `retain_graph`), and only without
-hooks for saved tensors. A hook may keep such a tensor, or copy it back on another stream.
-After the pass, code that reads `out.grad_fn.saved_tensors` finds tensors without memory.
+backward pass. The outputs of the three branches are half of the memory of a call. In the backward
+pass only one of the first launches (`deltas`) reads these outputs. dq can then reuse their
+memory. The outputs are therefore released early, but only in the last pass through a graph (no
+`retain_graph`), and only without hooks for saved tensors. A hook may keep such a tensor, or copy
+it back on another stream. After the backward pass, code that reads `out.grad_fn.saved_tensors`
+finds tensors without memory.
 """
 
 import contextlib
@@ -28,9 +29,9 @@ TENSORS = frozenset({Tensor, torch.nn.Parameter})  # tensor classes that overrid
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Return whether torch runs operations on these tensors directly. This requires that
-    `undisturbed()` is true, and that no tensor belongs to a subclass or has the negative bit.
-    Arguments that are not tensors are ignored.
+    """Return whether torch runs operations on these tensors directly. It does so if
+    `undisturbed()` is true and no tensor belongs to a subclass or has the negative bit. Arguments
+    that are not tensors are ignored.
     """
     return undisturbed() and all(
         type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
@@ -52,7 +53,7 @@ def undisturbed() -> bool:
 
 
 def traced(tensors: Iterable[Any]) -> bool:
-    """Return whether a tensor stands for an input of a function that is being compiled.
+    """Return whether a tensor represents an input of a function that torch.compile traces.
     `is_compiling` does not suffice, since it is False while torch 2.11 traces a backward pass.
     """
     return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
@@ -62,16 +63,16 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast, which would otherwise compute the scores of float32
     tensors in bfloat16.
     """
-    # Tensors on meta have no autocast. torch 2.11 cannot compile code that asks for the
-    # autocast of that device.
+    # The device meta has no autocast. torch 2.11 cannot compile code that reads the autocast
+    # state of that device.
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products of tensors of `dtype`. If autocast is on, this is the dtype
-    of autocast, except for float64.
+    """Return the dtype in which torch computes matrix products of tensors of `dtype`. If autocast
+    is on, the result is the dtype of autocast, except for float64.
     """
     if dtype is torch.float64:
         return dtype
@@ -81,8 +82,8 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def constant[Function: Callable](function: Function) -> Function:
-    """Decorate a function as `torch.compiler.assume_constant_result` does, but without an
-    import of the compiler, which takes longer than all other imports.
+    """Decorate a function as `torch.compiler.assume_constant_result` does, but do not import the
+    compiler. That import takes longer than all other imports together.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -94,7 +95,8 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def is_last_pass() -> bool:
-    """Return whether no other pass through the same graph can follow this backward pass."""
+    """Return whether no other pass through the same autograd graph can follow the current
+    backward pass."""
     return not _keeps_graph()
 
 
@@ -106,11 +108,12 @@ def has_hooks() -> bool:
 
 
 def release(tensors: Sequence[Tensor]) -> None:
-    """Free the memory of tensors that no later operation reads. The tensors are empty
-    afterwards. Work that is already queued on the current stream may still read the memory.
+    """Free the memory of tensors that no later operation reads. The tensors have no elements in
+    memory afterwards. Work that is already queued on the current stream may still read the
+    memory.
     """
     for x in tensors:
-        if x.untyped_storage().nbytes() == x.nbytes:  # no other tensor shares its memory
+        if x.untyped_storage().nbytes() == x.nbytes:  # no other tensor shares the memory of `x`
             x.untyped_storage().resize_(0)
 
 
@@ -143,8 +146,8 @@ def check_first_order() -> None:
 
 
 def once(x: Tensor) -> Tensor:
-    """Return `x` so that second derivatives raise an error. It is for results of kernels from
-    other libraries.
+    """Return `x`, marked so that second derivatives raise an error. Use this function for results
+    of kernels from other libraries.
     """
     return _Once.apply(x)
 
@@ -170,13 +173,14 @@ class _Once(torch.autograd.Function):
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:
-    """Raise NotImplementedError. This is the backward pass of functions without a gradient."""
+    """Raise NotImplementedError. Functions that have no gradient use this function as their
+    backward pass."""
     raise NotImplementedError(MESSAGE)
 
 
 class Refused(torch.autograd.Function):
-    """Marks a gradient as dependent on `inputs`, and raises an error for the gradient of that
-    gradient.
+    """Marks a gradient as dependent on `inputs`. If autograd asks for a second derivative, this
+    function raises an error.
     """
 
     @staticmethod

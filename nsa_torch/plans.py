@@ -1,14 +1,14 @@
-"""Runs the functions of operators from plans. For each call it finds the plan, or makes one.
+"""Runs the functions of operators from plans. A plan lists the kernels of a call and their
+buffers (`nsa_core.plan`). The plan of a call is looked up, and made if it does not exist yet.
 
 A plan depends only on the key of a call. The key consists of the shape and dtype of each
-tensor, all other arguments, and the device. Strides and addresses are not part of it, nor
-whether two arguments are the same tensor.
+tensor, all other arguments, and the device. Strides and addresses are not part of the key.
+Whether two arguments are the same tensor is not part of it either.
 
-A plan (`nsa_core.plan`) runs on torch tensors on the current stream. Some launches run on a
-side stream, which forks from the current stream and joins it again. The host never waits for
-the device. A plan is bound to a device once. Binding computes everything that does not depend
-on addresses. Launches need only addresses, so that a buffer becomes a tensor only if torch also
-reads it.
+A plan runs on torch tensors on the current stream. Some launches run on a side stream, which
+forks from the current stream and joins it again. The host never waits for the device. A plan is
+bound to a device once. Binding computes everything that does not depend on addresses. Launches
+need only addresses. A buffer therefore becomes a tensor only if torch also reads it.
 """
 
 import contextlib
@@ -46,20 +46,21 @@ from nsa_torch.torch_ops import INTERPRETED, TORCH_OPS, capability_of
 
 # Buffers up to this size may be allocated early or freed late, so that launches are consecutive.
 LATE_BYTES = 4 * 2**20
-BUNDLED_BYTES = LATE_BYTES  # maximum size of a tensor in a bundle, which is freed as a whole
+BUNDLED_BYTES = LATE_BYTES  # maximum size of a tensor in a bundle. A bundle is freed as a whole
 # Minimum number of consecutive launches that become one step. A step can run as a CUDA graph, which
-# saves the host little time for fewer launches.
+# saves the host little time if there are fewer launches.
 ROW = 3
 NOTHING = Kept()
 
 
 class Bundle(NamedTuple):
-    """Small tensors that are saved for a gradient, in one allocation. Each time a separate
-    tensor is made, saved or read, the host needs half the time of a launch.
+    """Small tensors that are saved for the backward pass, in one allocation. If each of them were
+    a separate tensor, making, saving or reading one would cost the host half the time of a
+    launch.
 
     Attributes:
       offsets: the offset in bytes of each saved tensor, or None if it has its own memory.
-      bytes: the total size.
+      bytes: the total size of the allocation.
     """
 
     offsets: tuple[int | None, ...]
@@ -67,7 +68,7 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
-        """Make a bundle for the small results of a plan, except the first result and those that
+        """Make a bundle for the small results of a plan, except the first result and results that
         torch reads.
         """
         by_torch = touched_by_torch(plan.steps)
@@ -82,8 +83,8 @@ class Bundle(NamedTuple):
         return cls(tuple(offsets), end) if end else None
 
     def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
-        """Return all saved tensors, in the shapes of `wanted`. `kept` has those with their own
-        memory and the bundle.
+        """Return all saved tensors, with the shapes of `wanted`. `kept` has the saved tensors
+        with their own memory, and the tensor of the bundle.
         """
         *own, bundle = kept
         rest = iter(own)
@@ -117,21 +118,21 @@ class BoundPlan:
         last result.
 
     Attributes:
-      given: indices of arguments that are not in the bundle; None means all.
+      given: indices of the arguments that are not in the bundle; None means all arguments.
       slots: for each buffer that has its own memory, the slots of its parts and their offsets.
-        The entries after the buffers are those of the workspace, the bundle and the results of
-        `tables`, which contain all other buffers.
-      read_arguments: arguments that kernels read, which are copied if kernels cannot read them
-        in place.
+        The last entries belong to the workspace, the bundle and the results of `tables`. These
+        allocations contain all other buffers.
+      read_arguments: arguments that kernels read. Such an argument is copied if kernels cannot
+        read it in place.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
       constants: indices of buffers that do not depend on the call.
-      read_by_torch: constants that a step of torch reads, by position in the list and index of
-        the buffer.
-      known: A weak reference to the constants, a list of addresses that includes theirs, and a
-        stream that does not have to wait until they are computed.
+      read_by_torch: constants that a step of torch reads, each as its position in the list and
+        the index of its buffer.
+      known: A weak reference to the constants, a list of addresses that includes those of the
+        constants, and a stream that does not have to wait for their computation.
       tables: the function that computes the tables of a batch.
-      tables_read_by_torch: indices of tables that torch reads, and of the results that contain
-        them.
+      tables_read_by_torch: indices of tables that torch reads, and of the results of `tables`
+        that contain them.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class BoundPlan:
             for x in (*step.reads, *step.writes):
                 at.setdefault((x.buffer, x.offset), len(at))
         self.tables, batch = batch_tables.of_plan(plan, device)
-        # For each buffer in another allocation: the index of that allocation, counted after the
-        # buffers, and the offset.
+        # For each buffer in another allocation: the index of that allocation, which continues the
+        # count of the buffers, and the offset in the allocation.
         inside = {
             n: (0, x.offset) for n, x in enumerate(buffers) if x.memory is Memory.WORKSPACE
         }
@@ -199,8 +200,7 @@ class BoundPlan:
         tensor.
 
         Args:
-          bundle: the memory of the bundle, which contains the arguments that are not in
-            `given`.
+          bundle: the tensor of the bundle. It contains the arguments that are not in `given`.
           gives_back: whether to free the memory of arguments that the plan has `released`.
         """
         tensors: list[Any] = [*given, *self.blank, gives_back]
@@ -230,7 +230,7 @@ class BoundPlan:
         found = () if borders is None else batch_tables.of(borders, self.tables)
         for number, i in self.tables_read_by_torch:
             tensors[number] = found[i]
-        workspace = None  # its memory is kept until the last launch is queued
+        workspace = None  # the workspace keeps its memory until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -259,7 +259,8 @@ class BoundPlan:
         return found
 
     def _constants(self, stream: int) -> tuple[Kept, list[int]]:
-        """Return the constants, and a list of addresses that has those of the constants."""
+        """Return the constants, and a list of addresses that includes the addresses of the
+        constants."""
         kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
         same, addresses, _ = self.known
         if same() is not kept:
@@ -274,7 +275,7 @@ class BoundPlan:
 
     def _made(self) -> list[Tensor]:
         """Return the constants. Another plan on this device may already have computed them, or
-        their inputs.
+        arrays from which they are computed.
         """
         known: dict[int, tuple[Any, Tensor]] = {}  # the source and the tensor of each buffer
         for step in self.plan.constants:
@@ -286,9 +287,9 @@ class BoundPlan:
                 arrays = [
                     y.reshape(x.shape) for x, (_, y) in zip(step.reads, reads, strict=True)
                 ]
-                # A step that reads arrays computes its results on their device. Other steps
-                # need the device mode of torch, which costs the host as much time as an
-                # operator.
+                # A step that reads arrays computes its results on the device of these arrays.
+                # Other steps need the device mode of torch, which costs the host as much time as
+                # an operator.
                 with contextlib.nullcontext() if arrays else self.device:
                     return step.function(TORCH_OPS, *arrays, **dict(step.static))
 
@@ -299,14 +300,14 @@ class BoundPlan:
         return [known[n][1] for n in self.constants]
 
     def _bound(self, at, read_by_kernels, lying) -> list[Step]:
-        """Return the steps of the plan. Consecutive launches become one step.
+        """Return the steps of the bound plan. Consecutive launches become one step.
 
         Args:
           at: the slot of each part of a buffer.
           lying: the offset of each buffer that is in a bundle.
         """
-        # For each launch: the kernel, the slots that it reads and writes, results with their
-        # own memory, and buffers that no later step uses.
+        # For each launch: the kernel, the slots that it reads and writes, its results that have
+        # their own memory, and buffers that no later step uses.
         plan, found, row = self.plan, list[Step](), list[Any]()
         for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
             following = list[Step]()
@@ -344,9 +345,9 @@ class BoundPlan:
         return len(self.plan.buffers) + self.joins.index(beside)
 
     def _launches(self, row: Sequence[Any]) -> list[Step]:
-        """Return the steps that run consecutive launches: one step if there are at least `ROW`
-        launches, otherwise one per launch. A step frees at its end the buffers that no later
-        step uses.
+        """Return the steps that run consecutive launches. At least `ROW` launches become one
+        step. Fewer launches become one step each. At its end, a step frees the buffers that no
+        later step uses.
         """
         if len(row) >= ROW:
             kernels, arguments, allocated, drops = zip(*row, strict=True)
@@ -385,7 +386,7 @@ class BoundPlan:
         """
 
         def run(tensors, addresses, stream):
-            if not self.on_gpu:  # tests
+            if not self.on_gpu:  # tests use this
                 return start(tensors, addresses, stream)
             other = _stream_beside(self.device, stream)
             other.wait_stream(torch.cuda.current_stream(self.device))
@@ -409,7 +410,7 @@ class BoundPlan:
     def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
         """Return a step on tensors: a derived step, or a launch by Triton."""
         reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
-        # Usually each one is a whole buffer.
+        # Usually each view is a whole buffer.
         parts = [
             (i, x)
             for i, x in enumerate(step.reads)
@@ -448,7 +449,8 @@ class BoundPlan:
 
 
 def _release(arguments: Sequence[int]) -> Step:
-    """Return a step that frees the memory of arguments if the call permits it."""
+    """Return a step that frees the memory of arguments if the call permits this
+    (`gives_back`)."""
 
     def run(tensors, addresses, stream):
         if tensors[-1]:
@@ -458,7 +460,8 @@ def _release(arguments: Sequence[int]) -> Step:
 
 
 def _part(x: Tensor, view) -> Tensor:
-    """Return a view of a buffer as a view of the buffer's tensor."""
+    """Return the part of the tensor `x` that a `view` of a buffer describes. `x` is the tensor of
+    that buffer."""
     if view.bytes != x.nbytes:
         size = _dtype(view.dtype).itemsize
         x = x.view(-1)[view.offset // size : (view.offset + view.bytes) // size]
@@ -467,7 +470,7 @@ def _part(x: Tensor, view) -> Tensor:
 
 @functools.cache
 def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """Return the side stream of a stream on a device. It has a higher priority."""
+    """Return the side stream of a stream on a device. The side stream has a higher priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -475,9 +478,9 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-KEPT = 1024  # maximum number of entries
-# Results of earlier calls, by key. Most public calls need one look-up. There are five kinds of
-# values:
+KEPT = 1024  # maximum number of entries in `KNOWN`
+# Results of earlier calls, by key. Most public calls need only one look-up. There are five kinds
+# of values:
 #   call.PlannedProgram      all steps of `attention`, by `call.Signature`
 #   BoundPlan                an operator, by its arguments (`Planned.__call__`)
 #   names                    the implementation of each step, by `dispatch.problem_key`
@@ -488,7 +491,9 @@ KNOWN: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 _prepared: set[Hashable] = set()  # layers on a GPU whose kernels were prepared
 
-instead: ArrayOps | None = None  # if set, steps run on this `ArrayOps` directly, without plans
+instead: ArrayOps | None = (
+    None  # if this is set, steps run on this `ArrayOps` directly, without plans
+)
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
@@ -519,13 +524,15 @@ def unplanned(ops: ArrayOps) -> Iterator[None]:
 
 
 class Planned(NamedTuple):
-    """A function that is traced once for all calls of one signature.
+    """A function of kernels that is traced once for all calls with the same key. The trace is a
+    plan.
 
     Attributes:
-      function: The traced function. It returns arrays, given an `ArrayOps` and the arguments of
-        an operator.
-      backward: The function that computes gradients from the gradient of the first result, the
-        other results, and the arguments. None means that there is none.
+      function: The traced function. Its arguments are an `ArrayOps` and the arguments of an
+        operator. It returns arrays.
+      backward: The function that computes gradients. Its arguments are the gradient of the first
+        result, the other results, and the arguments of the call. `backward=None` means that there
+        are no gradients.
     """
 
     function: Callable[..., Iterable[Any]]
@@ -553,7 +560,7 @@ class Planned(NamedTuple):
         """Bind a plan of a call to its device.
 
         Args:
-          arguments: The arguments of the call. Those in a bundle are `Array`s.
+          arguments: The arguments of the call. Arguments in a bundle are `Array`s, not tensors.
           tensors: The tensors among the arguments.
           bundle, bundles: as in `BoundPlan`.
         """
@@ -570,8 +577,9 @@ class Planned(NamedTuple):
     def prepare(self, plan: Plan, arguments: Sequence[Any], device: torch.device) -> None:
         """Compile and load the kernels of a layer, in parallel, at its first call.
 
-        Other lengths may need other kernels of the layer. Each of these is loaded when its plan
-        is bound. If one of them was never built, all kernels of the call are built.
+        Other lengths may need other kernels of the layer. Such a kernel is loaded when a plan
+        that runs it is bound. If one of these kernels was never built, all kernels of the call
+        are built.
         """
         described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
         # Lengths are axes of tensors, and are among the first numbers of
@@ -591,8 +599,8 @@ class Planned(NamedTuple):
 
         Args:
           arguments: Tensors or arrays.
-          device: The device of the call. None means no GPU, so that no measured tile sizes
-            apply.
+          device: The device of the call. `device=None` means no GPU. Measured tile sizes then do
+            not apply.
         """
         ops = PlanOps(
             capability_of(device.index) if device and device.type == "cuda" else INTERPRETED
@@ -607,8 +615,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """Return the plan of a call and that of its gradient. The arguments are those of
-        `Planned.plan`, and the plan of the call if it exists already.
+        """Return the plan of a call and the plan of its gradient. The arguments are the same as
+        in `Planned.plan`, and also the plan of the call if it exists already.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:

@@ -1,6 +1,6 @@
 """Converts block indices to half-open ranges of keys, which `fa2` can read instead of blocks.
-Two methods compute the same ranges: v1 loops over the rows on the host, and v2 runs a dozen
-operators on the device. `nsa_jax.ranges` is v2 in JAX.
+Two methods compute the same ranges: `v1` loops over the rows on the host, and `v2` runs a dozen
+operators on the device. `nsa_jax.ranges` implements `v2` in JAX.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch.plain import constant
 
 MODES = ("none", "v1", "v2", "adaptive")
-# The mode `adaptive` uses v2 from this length on, and v1 below it.
+# The mode `adaptive` uses v2 from this number of queries on, and v1 for fewer queries.
 ADAPTIVE_MIN_LEN = 1024
 
 _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="none")
@@ -22,8 +22,8 @@ _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="n
 
 @contextlib.contextmanager
 def using(mode: str) -> Iterator[None]:
-    """Make the selected branch of `fa2` convert blocks to ranges and read the ranges. Only the
-    cost changes, not the result.
+    """Make the selected branch of `fa2` convert blocks to ranges and read the ranges. This
+    changes only the cost, not the result.
 
     Raises:
       ValueError: `mode` is unknown.
@@ -39,7 +39,7 @@ def using(mode: str) -> Iterator[None]:
 
 @constant  # torch 2.11 cannot trace the value of a context variable
 def asked() -> str:
-    """Return the mode that `using` set."""
+    """Return the mode that the context manager `using` has set."""
     return _mode.get()
 
 
@@ -55,7 +55,8 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """Return the ranges if `using` is active, or None if `fa2` reads blocks."""
+    """Return the key ranges of `block_indices` if `using` is active, or None if `fa2` reads
+    blocks."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None
@@ -81,8 +82,8 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
     valid = (block >= 0) & (block * size <= last)
     before = torch.nn.functional.pad(block, (1, -1), value=-2)
     opens = valid & (block != before + 1)
-    # The index of the run of each block. Blocks without a run go to an extra slot, which is
-    # removed.
+    # This is the index of the run of each block. Blocks without a run go to an extra slot, which
+    # is removed.
     run = torch.where(valid, opens.cumsum(-1) - 1, count)
     end = torch.where(valid, torch.minimum((block + 1) * size, last + 1), 0)
     starts = block.new_zeros(*block.shape[:-1], count + 1)
@@ -92,7 +93,7 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
 
 
 def to_ranges_by_row(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
-    """Compute `to_ranges` row by row on the host, which waits for the device."""
+    """Compute the result of `to_ranges` row by row on the host. The host waits for the device."""
     size, count = config.select_block, block_indices.shape[-1]
     heads, found = block_indices.shape[2], []
     rows = block_indices.flatten(0, 2).tolist()

@@ -3,9 +3,9 @@ any dtype.
 
 Queries are processed in chunks. A chunk attends to a prefix of the compressed tokens, to a band
 of the sliding keys, or to the gathered blocks of its selection. A boolean mask is computed from
-positions. SDPA does not return the log-sum-exp. With `with_lse` a second product `q . k`
-computes it. On a CPU the plain formula (`_plain`), which needs no second product, replaces SDPA
-for every dtype except bfloat16.
+positions. SDPA does not return the log-sum-exp. If `with_lse` is true, a second product `q . k`
+computes the log-sum-exp. On a CPU the plain formula (`_plain`) replaces SDPA for every dtype
+except bfloat16. The plain formula needs no second product.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from nsa_torch.chunks import Chunk, Rows, Span, Work, chunked, wide
 from nsa_torch.geometry import geometry_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# maximum number of queries per chunk of the sliding branch, if the window is shorter
+# maximum number of queries per chunk of the sliding branch, if the window is shorter than this
+# number
 SHORT_CHUNK = {"cpu": 64, "cuda": 1024}
 
 
@@ -65,7 +66,7 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
             end = where.offset + queries.stop
             source = Span(max(end - size, 0), end)
             token = torch.arange(*source, device=query.device)
-        else:  # only the device has the start of the band
+        else:  # only the device knows where the band starts
             band = torch.arange(min(size, num_keys), device=query.device)
             first = index[:, queries][:, :1, 0] - (window - 1)
             token = band + first.clamp(min=0, max=num_keys - band.numel())
@@ -119,16 +120,16 @@ def selected_attention(
 
 
 def block_rows(where, block_indices, queries, num_keys, config):
-    """Return the indices in `[B*S*Hkv]` of the keys in the blocks of a chunk, and whether the
-    query attends to each of them, `[B, Q, Hkv, n*l']`.
+    """Return the indices in `[B*S*Hkv]` of the keys in the selected blocks of a chunk of queries,
+    and whether the query attends to each of these keys. Both results are `[B, Q, Hkv, n*l']`.
     """
     blocks = block_indices[:, queries].to(torch.int64)
     batch, _, kv_heads, _ = blocks.shape
     inside = torch.arange(config.select_block, device=blocks.device)
-    token = blocks[..., None] * config.select_block + inside  # in the sequence
+    token = blocks[..., None] * config.select_block + inside  # positions in the sequence
     seen = (blocks[..., None] >= 0) & (token <= where.position[:, queries, None, None, None])
-    # Zero times NaN is NaN. A masked slot therefore has the query's own token, and a padding
-    # query has no row.
+    # Zero times NaN is NaN. A masked slot therefore has the index of the query's own token, and a
+    # padding query has no index of a row.
     own = where.key_index[:, queries, None, None, None]
     index = torch.where(seen, token + where.key_start[:, queries, None, None, None], own)
     batch_start = torch.arange(batch, device=blocks.device) * num_keys
@@ -150,7 +151,7 @@ def _dense(seen, scale, with_lse):
         # A key to which no query attends may be padding, and 0 * NaN is NaN.
         unseen = ~seen.any(dim=1)[..., None, None]
         key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
-        # The heads of a group are rows of one matrix, so that K and V are not repeated.
+        # The heads of a group are rows of one matrix. K and V are therefore not repeated.
         group = query.shape[2] // key.shape[2]
         out, lse = attend_rows(
             rearrange(query, "b q (k g) d -> b k (g q) d", g=group),
@@ -178,8 +179,8 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
         query, key, value = (x.to(lossless) for x in (query, key, value))
         out, lse = _plain(query, key, value, seen, empty, scale, with_lse)
         return out.to(dtype), lse
-    # SDPA returns NaN for a row without keys. Such a row attends to all keys, and its result is
-    # then replaced.
+    # SDPA returns NaN for a row without keys. Such a row therefore attends to all keys here, and
+    # its result is replaced afterwards.
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
     with sdpa_kernel(BACKENDS):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -194,12 +195,13 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
-    """Compute the plain formula of attention, with masks that replace logits.
+    """Compute attention by its plain formula. A mask replaces masked logits, instead of adding
+    -inf to them.
 
     SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU,
-    its flash kernel uses a 20-bit exponential, which doubles the error of float32 gradients. It
-    also stores float16 gradients of probabilities in float16, which overflow under a loss
-    scale. Chunks are small enough for the plain formula.
+    the flash kernel of SDPA uses a 20-bit exponential, which doubles the error of float32
+    gradients. That kernel also stores float16 gradients of probabilities in float16, where they
+    overflow under a loss scale. Chunks are small enough for the plain formula.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)

@@ -1,9 +1,9 @@
-"""Selects the blocks that a query reads: scores from the probabilities of the compressed
-branch, then the top-n.
+"""Selects the blocks that a query reads. The probabilities of the compressed branch give a score
+per block, and the `n` blocks with the highest scores are selected.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. All arrays are float32 (float64 for float64 input) and
 have no gradient. On a CPU, scores that are too small for this dtype are compared by their
-logarithms, which are computed only if they decide the selection.
+logarithms. The logarithms are computed only if they decide the selection.
 """
 
 import functools
@@ -83,8 +83,8 @@ def _parts(query, compressed_key):
 
 
 def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=False):
-    """Return the scores `[B, Q, Hkv, N]` of one chunk, or their logarithms. Blocks are local to the
-    sequence.
+    """Return the scores `[B, Q, Hkv, N]` of one chunk of queries, or their logarithms. Block
+    indices count from the start of the query's sequence.
     """
     kv_heads, count = compressed_key.shape[2], compressed_key.shape[1]
     dtype = wide(query.dtype)
@@ -101,7 +101,7 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=F
     if log:
         logits = logits.log_softmax(dim=-1)
     probs = logits.logsumexp(dim=2) if log else logits.softmax(dim=-1).sum(dim=2)
-    # Softmax returns NaN for a row without keys, and a masked key may be NaN.
+    # Softmax returns NaN for a row without keys, and the product with a masked key may be NaN.
     nothing = -torch.inf if log else 0
     probs = probs.masked_fill_(~seen, nothing)  # [B, Hkv, Q, C]
     if where.cu_seqlens is not None and count:

@@ -15,15 +15,15 @@ from kernels_pallas.runtime import driver
 from nsa_interop import launch
 
 LOG = logging.getLogger(__name__)
-# the limit in bytes over all devices, which only the tensors of the last uses may exceed
+# the limit in bytes over all devices; only the tensors of the last `RECENT` uses may exceed it
 BYTES = 24 * 2**20
-RECENT = 32  # number of uses of tensors, which is more than a forward and backward pass have
+RECENT = 32  # the number of last uses, more than those of a forward and backward pass
 MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logged
 
 
 class Kept(list[Tensor]):
-    """A list of cached tensors, which is never modified. A weak reference to it detects whether
-    the list still exists.
+    """A list of cached tensors. The list is never modified. A weak reference to the list detects
+    whether it still exists.
     """
 
     __slots__ = ("__weakref__",)
@@ -34,11 +34,11 @@ class Shared:
     last `recent` uses are never dropped, regardless of their size, since current calls may need
     them.
 
-    The cache may be used on any stream, since a stream waits for the stream that computed a
-    tensor. A CUDA graph may outlive this cache, so that a tensor that a graph reads is retained
-    until the process ends. If a tensor did not exist before the capture, the graph computes it
-    at each replay. One call before the capture avoids this. That call is also needed to compile
-    kernels.
+    The cache may be used on any stream. A stream that reads a tensor waits for the stream that
+    computed it. A CUDA graph may outlive this cache. A tensor that a graph reads is therefore
+    retained until the process ends. If a tensor did not exist before the capture, the graph
+    computes it at each replay. One call before the capture avoids this computation. That call is
+    also needed to compile kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
@@ -76,7 +76,8 @@ class Shared:
         return tensors
 
     def _pin(self, key, found):
-        """Wait until the tensors are computed, and retain them until the process ends."""
+        """Wait until the cached tensors in `found` are computed, and retain them until the
+        process ends."""
         tensors, _, event = found
         if event is not None:
             # A CUDA graph cannot wait for work outside the graph.
@@ -130,7 +131,7 @@ class Shared:
 
         _, stream, event = _made(device, write)
         if is_capturing(device):
-            return  # an event in a CUDA graph does not exist outside the graph
+            return  # an event that is recorded in a CUDA graph does not exist outside the graph
         with self._lock:
             for key, (used, (tensors, *_)) in self._kept.items():
                 if key in kept:
@@ -165,10 +166,10 @@ def is_capturing(device: torch.device) -> bool:
 
 def _made(device, make):
     """Return the result of `make()`, the address of the stream that computed it, and an event
-    that marks the end of this work.
+    that marks the end of the computation.
     """
     with torch.inference_mode(False), torch.no_grad():
-        # Contiguous, so that a kernel can read them without a copy.
+        # The tensors are made contiguous, so that a kernel can read them without a copy.
         tensors = Kept([x.contiguous() for x in make()])
     if device.type != "cuda":
         return tensors, None, None

@@ -25,15 +25,15 @@ class TorchOps(ArrayOps):
         tensors = [readable(x) for x in tensors]
         if isinstance(kernel, TritonKernel):
             return launch_triton(kernel, *tensors)
-        # The sum to which a branch is added was always computed here, and has no later
-        # reader.
+        # The tensor to which a branch is added was always computed here, and no other operation
+        # reads it later.
         over = tensors[len(tensors) - kernel.in_place :]
         out = [*over, *[None] * (len(kernel.outputs) - len(over))] if over else ()
         return launch(kernel, *tensors, out=out)
 
     def run_in_place(self, kernel, *tensors):
-        """Run a Triton kernel that writes to its arguments, which may be tuples of tensors. All
-        tensors must be contiguous, and none is copied.
+        """Run a Triton kernel that writes to its arguments. An argument may be a tuple of
+        tensors. All tensors must be contiguous, and none is copied.
         """
         for i, x in enumerate(tensors):
             if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):
@@ -126,9 +126,9 @@ class TorchOps(ArrayOps):
             there = at.there
             pages[at.page[there], at.offset[there]] = new[there]
             return pages
-        # Shapes are static, so that an invalid entry must write too. It writes the same value
-        # as the first valid entry. If no entry is valid, it writes the value that is already
-        # stored.
+        # Shapes are static, so that an invalid entry must also write. An invalid entry writes the
+        # same value as the first valid entry. If no entry is valid, it writes the value that is
+        # already stored.
         index = torch.arange(new.shape[0], device=new.device)
         source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
         page, offset = at.page[source], at.offset[source]
@@ -137,7 +137,9 @@ class TorchOps(ArrayOps):
         return pages
 
     def write(self, x, index, part):
-        if x[index].data_ptr() != part.data_ptr():  # otherwise the kernel has written it there
+        if (
+            x[index].data_ptr() != part.data_ptr()
+        ):  # otherwise the kernel has written the result there
             x[index] = part
         return x
 
@@ -159,7 +161,8 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor that contains these arrays at equal distances, so that one copy serves
-    all. They are usually gates. Return None if no single tensor contains them.
+    all of them. The arrays are usually gates. Return None if no single tensor contains the
+    arrays.
     """
     first, *others = arrays
     if not others:
@@ -184,8 +187,8 @@ def readable(x):
     """Return `x`, or a copy if kernels cannot read `x` in place.
 
     Copies can be needed for bounds, gates, block indices, tokens that are only compressed,
-    tensors from torch.compile, and tensors with the negative bit. For other tensors of the
-    caller, `dispatch.choose` refuses the kernels instead.
+    tensors from torch.compile, and tensors with the negative bit. If kernels cannot read another
+    tensor of the caller in place, `dispatch.choose` refuses the kernels instead.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x
@@ -193,14 +196,15 @@ def readable(x):
 
 
 def launch_triton(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
-    """Run a Triton kernel and return its outputs. Every tensor is stored row by row."""
+    """Run a Triton kernel and return its outputs. Every input and output tensor is row-major."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
         for shape, dtype in kernel.outputs
     ]
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     arguments: Any = *tensors, *kernel.scalars, *outputs, kernel.constants
-    # Newer versions of Triton warn if fusing is not specified. Calls of JAX specify it too.
+    # Newer versions of Triton warn if the fusing of multiply and add is not specified. Calls of
+    # JAX specify it too.
     run_triton(kernel.jitted, (kernel.programs,), *arguments, **options, enable_fp_fusion=True)
     return outputs
 

@@ -1,6 +1,6 @@
 """The implementation `triton` in torch, which runs all steps on Triton kernels on NVIDIA GPUs
-from Ampere on. A new length causes no compilation. A CUDA graph can capture a call if the layer
-has run before. If compressed tokens are means, torch computes them.
+from Ampere on. A new sequence length causes no compilation. A CUDA graph can capture a call if
+the layer has run before. If compressed tokens are means, torch computes them.
 """
 
 import types
@@ -42,7 +42,7 @@ def _means(ops, x, *borders, config):
 
 @derived(lambda x, *rest, length, **static: [like(x, x.shape[0], length, *x.shape[2:])])
 def _of_tokens(ops, x, *rest, length, config, packed):
-    """Compute the gradients of tokens from the gradients of their means and of the other
+    """Compute the gradients of tokens by adding the gradients from their means and from the other
     branches.
     """
     borders = rest[0] if packed else None

@@ -1,11 +1,11 @@
-"""Metadata about the sequences of a packed row, computed once per batch for all layers.
+"""Metadata about the sequences of a packed row. It is computed once per batch for all layers.
 
     meta = nsa_torch.varlen_metadata(cu_seqlens, max_seqlen=8192, config=config)
     for layer in layers:
         y = nsa_torch.attention(query, key, value, gates, config=config, varlen=meta)
 
-The tables that kernels read are computed when a call first needs them. They are stored in the
-object and reused by other layers, the backward pass and recomputation.
+The tables that kernels read are computed when a call first needs them. The metadata object stores
+these tables, and other layers, the backward pass and recomputation reuse them.
 """
 
 import importlib
@@ -37,27 +37,29 @@ def varlen_metadata(
 ) -> "VarlenMetadata":
     """Make the argument `varlen` for calls on packed rows, which replaces `cu_seqlens`.
 
-    If `cu_seqlens` is on a CPU, the host reads it and derives missing arguments from it. If it
-    is on a GPU, the host reads it only while `nsa_core.debug` reports events. If the host does
-    not read it, invalid boundaries are corrected (see `nsa_torch.functional`).
+    If `cu_seqlens` is on a CPU, the host reads it and derives missing arguments from it. If
+    `cu_seqlens` is on a GPU, the host reads it only while `nsa_core.debug` reports events. If the
+    host does not read `cu_seqlens`, invalid boundaries are corrected (see
+    `nsa_torch.functional`).
 
     Args:
       cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
-        tensor while the object is in use. Call `update` to change the sequences.
-      max_seqlen: Upper bound of tokens per sequence. If it is None and the host reads the
-        boundaries, it is the length of the longest sequence, but at least `select_block`,
-        rounded up to a power of two and limited to `total`. If the host does not read them, None
-        means `total`. If a sequence then has more tokens, all tokens count as padding, with
-        outputs and gradients of 0.
-      total: `T`, the number of tokens of the row. None means `cu_seqlens[-1]` if the host reads
-        it, otherwise that the first call determines it.
-      padded: whether `cu_seqlens[-1]` may be less than `T`. None means that the host decides if
-        it reads the boundaries, and otherwise True. If False, tokens after the last sequence
-        must be finite.
-      max_sequences: The maximum number of sequences that `update` accepts. None means the
-        number of sequences rounded up to a power of two, at least 8. Calls share their plan and
-        kernels if they have the same `max_sequences`, row length and `padded`, and the same
-        `max_seqlen` rounded up to a power of two.
+        tensor while the metadata object is in use. Call `update` to change the sequences.
+      max_seqlen: Upper bound of tokens per sequence. If `max_seqlen` is None and the host reads
+        the boundaries, the bound is the length of the longest sequence, but at least
+        `select_block`, rounded up to a power of two and limited to `total`. If the host does not
+        read the boundaries, None means `total`. If the host does not read them and a sequence has
+        more tokens than `max_seqlen`, all tokens of the row count as padding, with outputs and
+        gradients of 0.
+      total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
+        reads `cu_seqlens`. Otherwise the first call determines `total`.
+      padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
+        compares the two numbers if it reads the boundaries. If it does not, None means True. If
+        `padded` is False, tokens after the last sequence must be finite.
+      max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`
+        means the number of sequences rounded up to a power of two, at least 8. Two calls share
+        their plan and kernels if `max_sequences`, the row length, `padded`, and `max_seqlen`
+        rounded up to a power of two are equal.
       config: the `config` of the calls.
       device: the device of the calls; None means that of `cu_seqlens`.
 
@@ -65,8 +67,8 @@ def varlen_metadata(
       A `VarlenMetadata` for calls on such rows.
 
     Raises:
-      ValueError: An argument is invalid, or contradicts another argument or values that the host
-        reads.
+      ValueError: An argument is invalid, or contradicts another argument or the values that the
+        host reads.
     """
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
@@ -77,8 +79,8 @@ def varlen_metadata(
 
 
 class VarlenMetadata:
-    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`. An
-    argument that was None has the derived value once it is known.
+    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`. If an
+    argument was None, its attribute has the derived value as soon as that value is known.
 
     Attributes:
       cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat its
@@ -127,16 +129,16 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """Pickle without the tables. The unpickled object computes them again from the
-        boundaries.
+        """Pickle the object without its tables. The unpickled object computes the tables again
+        from the boundaries.
         """
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
 
     def update(self, cu_seqlens: Tensor) -> None:
-        """Replace the sequences in the same memory, so that CUDA graphs or a whole training run
-        can use one object.
+        """Replace the sequences, and write the new boundaries to the same memory. CUDA graphs or
+        a whole training run can then use one object.
 
         The method writes on the current stream, like any in-place operation of torch. Tensors
         that an earlier call saved for its backward pass then become invalid.
@@ -171,8 +173,9 @@ class VarlenMetadata:
           implementation: `mosaic` or `triton`.
 
         Raises:
-          ValueError: T is not known yet, `implementation` is neither of the two or has no kernels
-            for this layer, or the caller's `cu_seqlens` have been modified.
+          ValueError: The number of tokens T is not known yet, `implementation` is not `mosaic` or
+            `triton` or has no kernels for this layer, or the caller's `cu_seqlens` have been
+            modified.
         """
         if self.total is None:
             raise ValueError(
@@ -224,7 +227,7 @@ class VarlenMetadata:
         """
         if (
             config.numbers[:-1] != self.config.numbers[:-1]
-        ):  # all settings except the compute dtype
+        ):  # the metadata depends on all settings except the compute dtype
             raise ValueError(
                 f"varlen must be made with {config}, got varlen made with {self.config}"
             )
@@ -266,9 +269,9 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> tuple[int, int] | None:
-        """Check the boundaries, and return the end of the last sequence and the length of the
-        longest sequence. If the host does not read the boundaries, check only their number and
-        return None.
+        """Check the boundaries `cu_seqlens`. Return the end of the last sequence and the length
+        of the longest sequence. If the host does not read the boundaries, check only their number
+        and return None.
         """
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
@@ -321,7 +324,8 @@ def borders_of(
       length: The number of tokens of the whole row, if `x` is only a part of it.
 
     Raises:
-      ValueError: Both are given, or `varlen` does not fit `x` or `config`.
+      ValueError: `cu_seqlens` and `varlen` are both given, or `varlen` does not fit `x` or
+        `config`.
     """
     if varlen is None is cu_seqlens:
         return None

@@ -1,8 +1,8 @@
 """Compiles and loads all Mosaic kernels of a layer in parallel, before its first call.
 
-A kernel serves every length. Kernels that were prepared for a layer therefore remain valid,
-also on disk (`kernels_pallas.runtime.store`). A layer is determined by heads, widths, dtype and
-`NSAConfig`.
+A kernel serves every sequence length. Kernels that were prepared for a layer therefore remain
+valid, also on disk (`kernels_pallas.runtime.store`). For this purpose, a layer is a combination
+of heads, widths, dtype and `NSAConfig`.
 """
 
 from collections.abc import Iterable
@@ -30,21 +30,21 @@ def prepare(
     device: torch.device | str | int = "cuda",
     jobs: int | None = None,
 ) -> int:
-    """Compile the Mosaic kernels of a layer that are not yet stored on disk, and load all of
-    them.
+    """Compile those Mosaic kernels of a layer that are not yet stored on disk. Then load all
+    kernels of the layer.
 
     Args:
       heads, kv_heads: The numbers of query heads and of key/value heads.
       key_width, value_width: The numbers of columns per head. `value_width` defaults to
         `key_width`.
-      dtype, config, scale: As in the calls of `attention`.
+      dtype, config, scale: The same as in the calls of `attention`.
       gradients: Whether to include the kernels of the backward pass.
-      packed: Whether to prepare the kernels for batches with `cu_seqlens` instead of those for
-        batches without. Both include the kernels of compression by means, for tokens that the
-        branches share and for separate tokens.
-      lengths: Numbers of tokens. A kernel supports all lengths, but short and long sequences
-        run different kernels. By default the kernels for all lengths are
-        included.
+      packed: Whether to prepare the kernels for batches with `cu_seqlens` instead of the kernels
+        for batches without `cu_seqlens`. In both cases, kernels that compute means are included,
+        for tokens that the branches share and for separate tokens.
+      lengths: Numbers of tokens of the calls. A kernel supports all lengths, but short and long
+        sequences run different kernels. By default the kernels for short and for long sequences
+        are included.
       device: The GPU on which the kernels are loaded.
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 

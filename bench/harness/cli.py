@@ -56,7 +56,7 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
         The values of a list are separated by commas. A tuple means that the flag may be repeated,
         with one value each. A type instead of a default means that the default is None, or empty
         for a tuple. A bound is the minimum, or a pair of both ends. It defaults to the minimum 1
-        for integers and 0 for other numbers. None means no bound.
+        for integers and 0 for other numbers. `known=None` means no bound.
     """
     if own is None:
         own = flags.FlagValues()

@@ -78,7 +78,7 @@ def judged(
       problem: The problem.
       errors: Errors on several devices by result: root mean square of the difference from a
         float32 oracle, divided by that of the oracle.
-      alone: The same errors on one device. None means that only a few tokens are judged.
+      alone: The same errors on one device. `alone=None` means that only a few tokens are judged.
       stray: Whether queries or gates of tokens that are not judged have a gradient.
     """
     eps = float(ml_dtypes.finfo(problem.dtype).eps)

@@ -104,7 +104,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = N
     """Return softmax attention of one query `[H, D]` to keys `[n, Hkv, D]`: `[H, Dv]`.
 
     Args:
-      seen: bool `[Hkv, n]`. None means all keys.
+      seen: bool `[Hkv, n]`. `seen=None` means all keys.
     """
     if not key.shape[0]:
         return query.new_zeros(query.shape[0], value.shape[-1])

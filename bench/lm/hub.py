@@ -20,11 +20,11 @@ class Hub:
 
     Attributes:
       name: `owner/name` of the dataset.
-      config: Its configuration. None means the only one.
+      config: Its configuration. `config=None` means the only one.
       split: Its split.
       column: Its column of text.
-      revision: A commit or branch of the dataset. None means the newest. `pinned` returns a copy
-        with the commit.
+      revision: A commit or branch of the dataset. `revision=None` means the newest. `pinned`
+        returns a copy with the commit.
     """
 
     name: str

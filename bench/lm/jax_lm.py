@@ -156,7 +156,8 @@ class LM(nnx.Module):
 
         Args:
           tokens: Integers `[B, T]`.
-          segment_ids: int32 `[B, T]`, the document of each token. None means one sequence per row.
+          segment_ids: int32 `[B, T]`, the document of each token. `segment_ids=None` means one
+            sequence per row.
           prepare: Computes the weights of a block from the stored ones when the block runs.
           again: Whether the backward pass calls `prepare` again, instead of storing its results.
           max_segments: See `varlen_metadata`.

@@ -63,12 +63,13 @@ class Run:
       batches: The data.
       path: path of the file with the lines.
       folder: folder of the checkpoints of this run.
-      save_every: Steps between checkpoints. None means no checkpoint, even at the end.
+      save_every: Steps between checkpoints. `save_every=None` means no checkpoint, even at the
+        end.
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: Settings of the observed values, whose files are next to `path`.
-      evaluate_every: Steps between evaluations of held-out text, of every fourth batch. None
-        means only at the end.
+      evaluate_every: Steps between evaluations of held-out text, of every fourth batch.
+        `evaluate_every=None` means only at the end.
       evaluated: batches of held-out text.
       thorough: See `measures.copies`.
     """

@@ -75,7 +75,8 @@ def nsa(
 
     Args:
       framework: "jax" or "torch".
-      names: An implementation per branch. None means the automatic choice for the forward pass.
+      names: An implementation per branch. `names=None` means the automatic choice for the forward
+        pass.
       on_unsupported: "error" or "fallback", for a named implementation that refuses.
       task: The model and its training.
       packed: Whether rows have several documents.

@@ -2,9 +2,9 @@
 
 The model has RMSNorm, rotary embedding, grouped heads and SwiGLU. The configuration selects NSA
 or dense attention for each layer. Importing this module registers `model_type="nsa"` with
-`AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import it must
-pass `trust_remote_code=True` to these classes. `save_pretrained` and `convert` therefore write
-a small module next to the checkpoint. The public names are:
+`AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import this module
+must pass `trust_remote_code=True` to these classes. For such programs, `save_pretrained` and
+`convert` write a small module next to the checkpoint. The public names are:
   `NSAModelConfig`                      the sizes and the kind of each layer
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       the cache of `generate`: one `nsa_torch.NSACache` per layer
@@ -17,9 +17,9 @@ a small module next to the checkpoint. The public names are:
   `LlamaNSAForCausalLM`                 the layout of zen-E/NSA-1B, with its own selection or the
                                         exact one (`llama_nsa`)
 
-Rows of a batch may be padded on the left or on the right. The positions and the selection
-blocks of a row start at its first real token. A row therefore has the same results as in a
-batch without other rows.
+Rows of a batch may be padded on the left or on the right. The positions and the selection blocks
+of a row start at its first real token. The results of a row are therefore the same as if the row
+were the whole batch.
 """
 
 from nsa_core import extras

@@ -1,23 +1,24 @@
-"""Runs the attention of released models that select key blocks on `nsa_torch.block_attention`.
+"""Computes the attention of released models that select key blocks with
+`nsa_torch.block_attention`.
 
 `MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq,
-n] to an attention function. They are int64, with -1 in empty slots. Block `j` has the slots `j
-* block .. (j + 1) * block - 1` of the key axis, padding included. The implementations `eager`
-and `sdpa` of transformers convert them to a dense mask, `[B, H, Sq, Sk]`. The function here
-passes them to `nsa_torch.block_attention`. Neither the forward nor the backward pass allocates
-an array of size `Sq * Sk`:
+n] to an attention function. These indices are int64, with -1 in empty slots. Block `j` has the
+slots `j * block .. (j + 1) * block - 1` of the key axis, padding included. The implementations
+`eager` and `sdpa` of transformers convert the indices to a dense mask, `[B, H, Sq, Sk]`. The
+function `block_attention` of this module passes the indices to `nsa_torch.block_attention`.
+Neither the forward nor the backward pass allocates an array of size `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
-Padding tokens on the left have no key to attend to. Their output is the mean of all values, the
-same as with the dense mask of `sdpa`. The output matters because the model's indexer scores
-padding too. Gradients of these outputs reach only the values.
+Padding tokens on the left have no key to attend to. The output of such a token is the mean of all
+values, the same as with the dense mask of `sdpa`. This output matters because the model's indexer
+scores padding too. Its gradients reach only the values.
 
 Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
 A mask function is registered under the same name, since transformers would otherwise drop the
-padding and pass None. With this `attn_implementation` the model's indexer runs on
-`nsa_torch.index_blocks`. The original indexer would compute scores `[B, index heads, Sq, Sk]`
-in float32.
+padding and pass None. With `attn_implementation="nsa_blocks"` the model's indexer runs on
+`nsa_torch.index_blocks`. The original indexer would compute scores `[B, index heads, Sq, Sk]` in
+float32.
 """
 
 import functools
@@ -41,9 +42,10 @@ NAME = "nsa_blocks"
 NAMES: set[str] = set()  # all names that were registered
 TAKEN: set[type] = set()  # classes whose `forward` was replaced
 MODEL = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
-# Padding is masked by `LANES` additional columns of each head. They are 1 in queries, `HIDDEN`
-# in keys that are padding, and 0 in other keys. Kernels require widths that are multiples of
-# 16. With 16 * HIDDEN * scaling as logit, exp() is 0 in every dtype.
+# Padding is masked by `LANES` additional columns of each head. These columns are 1 in queries,
+# `HIDDEN` in keys that are padding, and 0 in other keys. There are 16 of them, since kernels
+# require widths that are multiples of 16. The logit of padding is about 16 * HIDDEN * scaling,
+# for which exp() is 0 in every dtype.
 LANES, HIDDEN = 16, -30000.0
 # Arguments that the attention of other models receives and that this function would ignore:
 # sinks, windows, biases, boundaries of packed rows, and `indices`, the single tokens that
@@ -57,7 +59,8 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
     Args:
       name: The value of `attn_implementation` that selects this attention.
       implementation: The same as in `nsa_torch.block_attention`. A named implementation never
-        falls back to another one. None means automatic.
+        falls back to another one. `implementation=None` means that the implementation is chosen
+        automatically.
     """
     attend = functools.partial(block_attention, implementation=implementation)
     AttentionInterface.register(name, attend)
@@ -77,27 +80,27 @@ def key_states(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """Compute the mask for `block_attention`. It has one state per key slot, instead of one per
-    pair of query and key.
+    """Compute the mask for `block_attention`. The mask has one value per key slot, instead of one
+    per pair of query and key.
 
     Args:
-      q_offset: The slot of the first query. With a static cache it is a tensor.
-      attention_mask: `[B, slots]`, True for tokens and False for padding. It may have fewer
+      q_offset: The slot of the first query. With a static cache the slot is a tensor.
+      attention_mask: `[B, slots]`, True for tokens and False for padding. The mask may have fewer
         than `kv_length` slots.
       config: The config of the text model, whose `index_block_size` is read.
 
     Returns:
-      None if there is no padding and the last key is that of the last query. Otherwise the
-      result is int8 `[B, 1, 1 or 2, Sk]`. The first row is 1 in slots up to that of the last
-      query. The second row exists only with padding, and is 1 for tokens.
+      None if there is no padding and the last key belongs to the last query's token. Otherwise
+      the mask is int8 `[B, 1, 1 or 2, Sk]`. Its first row is 1 in all slots up to the slot of the
+      last query. Its second row exists only with padding, and is 1 for tokens.
 
     Raises:
       NotImplementedError: The rows are packed, the caller passes a mask function, the cache has
-        a sliding window, or a row has padding between its tokens. Also if a row has
-        `index_block_size` or more padding slots on the left. The model's indexer counts
-        positions from the first token, but blocks from slot 0. In such a row the first token
-        would have no key. The implementations of transformers then average all values,
-        including later ones.
+        a sliding window, or a row has padding between its tokens. The error is also raised if a
+        row has `index_block_size` or more padding slots on the left. The model's indexer counts
+        positions from the first token, but blocks from slot 0. In a row with that much padding,
+        the first token would have no key. The implementations of transformers then average all
+        values, including values of later tokens.
     """
     take_over()  # a model computes its mask before its layers run
     if mask_function is not causal_mask_function:
@@ -125,9 +128,9 @@ def key_states(
 
 
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
-    """Return whether any row of `real` [B, Sk] has padding. The host waits for the device once
-    per forward pass. It must not wait under torch.compile or in a CUDA graph. Nothing is
-    checked there.
+    """Return whether any row of `real` [B, Sk] has padding. For this check the host waits for the
+    device once per forward pass. Under torch.compile and in a CUDA graph the host must not wait.
+    Padding is not checked there.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -164,16 +167,17 @@ def block_attention(
 ) -> tuple[Tensor, None]:
     """Run `nsa_torch.block_attention` through the interface of an attention function of
     transformers. Return the output `[B, Sq, H, Dv]`, and None in place of the attention
-    weights. Layers that select no blocks, such as dense layers and the vision tower, run on
+    weights. Layers without selected blocks, such as dense layers and the vision tower, run on
     `sdpa` of transformers.
 
     Args:
-      module: The attention module. Its `indexer.block_size` and `indexer.topk_blocks` are read.
+      module: The attention module. The function reads its `indexer.block_size` and
+        `indexer.topk_blocks`.
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last `Sq` filled slots.
       attention_mask: The result of `key_states`.
       dropout: Must be 0 if `block_indices` are given.
-      scaling: Factor of the logits. None means `D**-0.5`.
+      scaling: Factor of the logits. `scaling=None` means `D**-0.5`.
       block_indices: `[B, heads, Sq, n]`, of any integer dtype and in any order, negative in
         empty slots. `heads` divides Hkv. Blocks after the query are ignored. A list must not
         contain a block twice.
@@ -209,9 +213,11 @@ def block_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     indexer = cast(Any, module.indexer)
-    spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)  # one kernel for all lengths
+    spare = max(
+        indexer.topk_blocks - block_indices.shape[-1], 0
+    )  # this makes one kernel serve all lengths
     lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
-    # with a cache, each head of [B, Hkv, Sk, D] becomes a row, so that it is read without a copy
+    # with a cache, each head of [B, Hkv, Sk, D] becomes a row, and is then read without a copy
     if length < num_keys:
         lists = lists.repeat_interleave(kv_heads // lists.shape[1], dim=1)
         query = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)
@@ -275,9 +281,9 @@ def _is_key_states(mask: Tensor | None) -> bool:
 
 
 def take_over() -> None:
-    """Replace the indexer of MiniMax-M3 by `nsa_torch.index_blocks`, if the code of that model
-    has been imported. The original indexer still runs if `attn_implementation` is not one of
-    `NAMES`.
+    """Make the indexer of MiniMax-M3 run `nsa_torch.index_blocks`, if the code of that model has
+    been imported. If `attn_implementation` is not one of `NAMES`, the original indexer still
+    runs.
     """
     module: Any = sys.modules.get(MODEL)
     if module is None or module.MiniMaxM3VLIndexer in TAKEN:
@@ -307,7 +313,7 @@ def chosen_blocks(
 
     Args:
       indexer: a `MiniMaxM3VLIndexer`.
-      rotate: its `apply_rotary_pos_emb`.
+      rotate: the function `apply_rotary_pos_emb` of the model.
       hidden_states: `[B, Sq, E]`.
       position_embeddings: cos and sin `[B, Sq, .]`.
       cache: The cache with the indexer's keys of each layer, or None.

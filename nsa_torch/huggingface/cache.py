@@ -1,7 +1,8 @@
 """The caches of `generate`. `NSAModelCache` grows, and `NSAPagedModelCache` has static shapes.
 
-transformers counts the columns of the batch, including padding (`get_seq_length`). Our caches
-store the tokens of a row from slot 0 on, without the padding, and each row has its own length:
+transformers counts the columns of the batch, including padding (`get_seq_length`). The caches of
+this module store the tokens of a row from slot 0 on, without padding, and each row has its own
+length:
 
     NSAModel.forward -> begin: positions of the new tokens, once for all layers (`Call`)
         each layer: attend, or append if it is dense
@@ -48,8 +49,8 @@ CACHED = (
 
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments` with `cache` in place of the cache that the caller passed under either
-    of `NAMES`.
+    """Return `arguments` with the caller's cache under the name `cache`. The caller may have
+    passed it under either of `NAMES`.
 
     Raises:
       ValueError: The caller passed caches under both names.
@@ -62,7 +63,8 @@ def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function`, so that its argument `cache` may also be passed as `past_key_values`."""
+    """Wrap `function`. The argument `cache` of the wrapped function may also be passed as
+    `past_key_values`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,31 +74,32 @@ def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """The data of one call of a model on `B` rows of `T` columns, the same for all layers. Each
-    layer receives it as an argument, so that a device map moves it with the layer's tokens.
+    """The data of one call of a model on `B` rows of `T` columns. All layers read the same data.
+    Each layer receives this object as an argument, so that a device map moves it with the layer's
+    tokens.
     """
 
-    columns: int  # columns before the call, including padding
+    columns: int  # number of columns before the call, including padding
     # int64 [B], number of real tokens among the new columns; None means that all are real
     count: Tensor | None
     position: Tensor  # int64 [B, T], position of each column's token in its row
     after: Tensor  # int32 [B], tokens of each row after the call
-    room: int  # maximum number of tokens of a row in a layer
-    reach: int  # number of tokens of a row that the call reads
+    room: int  # maximum number of tokens per row in the cache of a layer
+    reach: int  # number of tokens per row that the call reads
     at: dict[str, Any] = {}  # noqa: RUF012, of pages: arguments of `paged_attention`
     # int64 [B * T], first the real tokens of the rows, then the padding
     order: Tensor | None = None
 
 
 class NSALayer:
-    """The cache of a layer with NSA. The first call creates its tensors, and later calls let
-    them grow.
+    """The cache of a layer with NSA. The first call creates the tensors of the cache, and later
+    calls let the tensors grow.
     """
 
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim] to all columns up to their own."""
+        """Compute `attention` of the columns `x` [B, T, dim], each to all columns up to its own."""
         if self.state is None:
             # the weights may be quantized, so their dtype is not used
             dtype = product_dtype(x.device, x.dtype)
@@ -111,11 +114,13 @@ class NSALayer:
         self.state = self.state.map(function)
 
     def reset(self) -> None:
-        """Clear the tokens. The tensors keep their memory, except those in a graph of autograd."""
+        """Clear the tokens. Each tensor keeps its memory, unless an autograd graph holds the
+        tensor."""
         self.state.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Remove the last `count` tokens of every row. `lengths` tokens remain."""
+        """Remove the last `count` tokens of every row. `lengths` is the number of tokens per row
+        that remain."""
         nsa_cache.crop(self.state, count)
 
 
@@ -136,7 +141,7 @@ class DenseLayer:
         if kept[0].shape[1] < call.room:
             self.kept = [nsa_cache.extend(x, call.columns, call.room) for x in kept]
         if any(x.requires_grad for x in self.kept) or requires_grad(*new):
-            self.map(Tensor.clone)  # a graph holds the tensors, or will hold them
+            self.map(Tensor.clone)  # an autograd graph holds the tensors, or will hold them
         row = torch.arange(key.shape[0], device=key.device)[:, None]
         for kept, x in zip(self.kept, new, strict=True):
             kept[row, call.position] = x
@@ -156,8 +161,8 @@ class DenseLayer:
 
 
 class PagedLayer:
-    """The pages of a layer with NSA, in fp8 or in the model's dtype. The first call allocates
-    them.
+    """The pages of a layer with NSA, in fp8 or in the model's dtype. The first call allocates the
+    pages.
     """
 
     pages: Any = None  # a `PagedCache`
@@ -167,7 +172,7 @@ class PagedLayer:
         self.page, self.fp8 = page, fp8
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim] to all columns up to their own."""
+        """Compute `attention` of the columns `x` [B, T, dim], each to all columns up to its own."""
         spec = attention.spec
         if self.pages is None:
             self.batch, dtype = x.shape[0], product_dtype(x.device, x.dtype)
@@ -220,15 +225,15 @@ class NSAModelCache(Cache):
 
     Args:
       config: configuration of the model.
-      capacity: Maximum number of columns. The memory for them is allocated at the first call,
-        and more columns raise a `ValueError`. None means that the cache has the size of the
-        prompt at first, and doubles when it is full.
+      capacity: Maximum number of columns. The first call allocates the memory for all of them,
+        and more columns raise a `ValueError`. `capacity=None` means that the cache has the size
+        of the prompt at first, and doubles when it is full.
 
     Attributes:
-      lengths: int32 `[B]`, the number of real tokens of each row. None before the first call.
+      lengths: int32 `[B]`, the number of real tokens of each row; None before the first call.
     """
 
-    is_croppable = True  # transformers reads it since 5.24
+    is_croppable = True  # transformers reads this attribute since 5.24
     is_compileable = False
     nsa_layer: Callable[[], Any] = NSALayer
 
@@ -249,7 +254,7 @@ class NSAModelCache(Cache):
             for kind in self.config.layer_attention
         ]
         self.lengths: Tensor | None = None
-        self.columns = 0  # columns so far, including padding
+        self.columns = 0  # number of columns so far, including padding
         self.room = self.capacity or 0
         self.ragged = False  # whether rows may have different lengths
         self.page_table: Tensor | None = None  # int32 [B, M], indices of pages
@@ -278,7 +283,7 @@ class NSAModelCache(Cache):
 
     def reserve(self, num_new: int) -> int:
         """Return the number of columns after `num_new` columns are added. Raise a ValueError if
-        it exceeds the capacity.
+        this number exceeds the capacity.
         """
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
@@ -292,11 +297,11 @@ class NSAModelCache(Cache):
         `count[b]` columns of row `b` are real tokens.
 
         Raises:
-          ValueError: The capacity is exceeded, or an earlier call failed after some layers had
-            stored its tokens.
+          ValueError: The tokens exceed the capacity, or an earlier call failed after some layers
+            had stored its tokens.
         """
         needed, lengths = self.reserve(x.shape[1]), self.lengths
-        if lengths is None:  # a first call that failed leaves nothing behind
+        if lengths is None:  # a first call that failed leaves no tensors behind
             self.clear()
             lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
         states = [layer.state for layer in self.layers if isinstance(layer, NSALayer)]
@@ -349,7 +354,7 @@ class NSAModelCache(Cache):
         self.columns -= count
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only the rows with these `indices`."""
         if self.lengths is None:
             return
         select = lambda x: x[indices.to(x.device)]
@@ -367,20 +372,20 @@ class NSAModelCache(Cache):
 
 
 class NSAPagedModelCache(NSAModelCache):
-    """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Pass it
-    to `generate` as `cache`.
+    """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Pass this
+    object to `generate` as `cache`.
 
     Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on
-    the device, and each call reads and writes them once there. A step therefore does not wait
-    for the device, and allocates no memory that outlives it. `StepGraph` captures a step of the
-    model once and replays it while rows grow.
+    the device, and each call reads and writes them once on the device. A step therefore does not
+    wait for the device, and allocates no memory that outlives the step. `StepGraph` captures a
+    step of the model once and replays it while rows grow.
 
     Args:
       config: configuration of the model.
       batch_size: number of rows, counting each beam and each returned sequence.
       capacity: Maximum number of columns, including padding. More columns raise a `ValueError`.
       dtype: with `torch.float8_e4m3fn`, layers with NSA store their tokens in fp8, as in a
-        `PagedCache`. None means the model's dtype.
+        `PagedCache`. `dtype=None` means the dtype of the model.
 
     Reordering of beams copies the pages in use. `crop` and `reset` only change lengths. Layers
     with dense attention store keys and values contiguously, without pages.
@@ -407,8 +412,8 @@ class NSAPagedModelCache(NSAModelCache):
         return self.batch
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Prepare the cache before a call. If the call has at most `QUERIES` columns, shapes do
-        not depend on the number of cached tokens.
+        """Prepare the cache before a call. If the call has at most `QUERIES` columns, no shape
+        depends on the number of cached tokens.
         """
         batch, T = x.shape[:2]
         if batch != self.batch:
@@ -448,8 +453,8 @@ class NSAPagedModelCache(NSAModelCache):
         self.batch, self.page_table = indices.shape[0], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Copy row `beam_idx[i]` to row `i`. Only its used pages are copied, and the tensors keep
-        their memory.
+        """Copy row `beam_idx[i]` to row `i`. Only the pages that the row uses are copied, and the
+        tensors keep their memory.
         """
         if self.lengths is None:
             return
@@ -475,7 +480,7 @@ def attend_pages(
 
     Args:
       order: int64 [B * T], the order in which the tokens are passed to `paged_attention`
-        (`Call.order`: real tokens first, then padding). With None they stay in the order of `x`.
+        (`Call.order`: real tokens first, then padding). None means the order of `x`.
       convolve: as in `NSAAttention.project`.
       at: The rows of the tokens, as arguments of `paged_attention`.
     """
@@ -522,8 +527,8 @@ def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.
 
 
 def one_name(implementation: Names) -> Name | None:
-    """Return the implementation that all branches share. Attention from pages runs all branches
-    at once, so that different names raise an error.
+    """Return the implementation that all branches share. Different names raise an error, since
+    attention from pages runs all branches at once.
     """
     names = set(Branches.each(implementation))
     if len(names) > 1:

@@ -15,8 +15,8 @@ from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
-# Options of other models that this model does not have, and the only value that it accepts.
-# None means that the option must be unset.
+# Options of other models that this model does not have, and the only value that this model
+# accepts for each. None means that the option must be unset.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",
@@ -48,7 +48,7 @@ WIDTHS = {
 }
 SPEC = WIDTHS | FIELD_OF | {"bias": "attention_bias"} | {name: name for name in KIND}
 SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias", "key_taps")}
-REMOTE = "modeling_nsa"  # the module next to config.json
+REMOTE = "modeling_nsa"  # the name of the module next to config.json
 REMOTE_CODE = """\
 # For transformers' `trust_remote_code=True`; the model's code is in the installed package.
 try:
@@ -62,8 +62,8 @@ except ModuleNotFoundError as error:
 
 
 class SavedConfig(PreTrainedConfig):
-    """A configuration for which `save_pretrained` also writes a Python module. Through that
-    module, programs that do not import `nsa_torch.huggingface` find the classes.
+    """A configuration for which `save_pretrained` also writes a Python module. Programs that do
+    not import `nsa_torch.huggingface` find the classes through that module.
 
     Attributes:
       classes: A mapping from names of transformers' Auto classes to our classes.
@@ -72,9 +72,9 @@ class SavedConfig(PreTrainedConfig):
     classes: ClassVar[dict[str, str]]
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls
-        this method after it has listed the existing files and before it uploads new ones, so
-        that the module is uploaded too.
+        """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls this
+        method after it has listed the existing files and before it uploads new files. The module
+        is therefore uploaded too.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)
@@ -83,8 +83,8 @@ class SavedConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing. If the class were registered, transformers would write the source of this
-        file next to config.json.
+        """Do nothing. If this method registered the class, transformers would write the source of
+        this file next to config.json.
         """
 
 
@@ -96,15 +96,16 @@ class NSAModelConfig(SavedConfig):
       hidden_size, intermediate_size: width of the model and of the SwiGLU.
       num_hidden_layers: number of layers.
       num_attention_heads, num_key_value_heads: Numbers of query heads and of key/value heads.
-        If `num_key_value_heads` is None, it is the number of query heads.
-      head_dim, v_head_dim: width of query and key heads (even), and of value heads. None means
-        `hidden_size // num_attention_heads`, and the width of key heads.
+        None for `num_key_value_heads` means the number of query heads.
+      head_dim, v_head_dim: width of query and key heads (even), and of value heads.
+        `head_dim=None` means `hidden_size // num_attention_heads`, and `v_head_dim=None` the
+        width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
-        computation depends on it.
+        computation depends on this number.
       initializer_range: initial standard deviation of all matrices except those of gates, `phi`
-        and `key_taps`. None means 0.02 for the embedding and `1 / sqrt(3 * inputs)` for other
-        matrices. For matrices that write to the residual stream, the latter is divided by
-        `sqrt(2 * layers)`.
+        and `key_taps`. `initializer_range=None` means 0.02 for the embedding and `1 / sqrt(3 *
+        inputs)` for other matrices. Matrices that write to the residual stream start with that
+        value divided by `sqrt(2 * layers)`.
       rms_norm_eps: epsilon of the norms.
       rope_parameters: A dictionary with `rope_theta` and `rope_type`. The type is "default",
         "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For
@@ -117,14 +118,14 @@ class NSAModelConfig(SavedConfig):
       compress_block ... window: The sizes of NSA, as in `NSAConfig`.
       phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias, key_taps: as in
         `nsa_core.layer.LayerSpec`, for layers with NSA. By default, a model has gates per query
-        head, and branches share keys and values. A file without `kv` means separate keys and
-        values.
+        head, and branches share keys and values. A config.json without `kv` means separate keys
+        and values.
       tie_word_embeddings: Whether the output head uses the weight of the embedding.
       use_cache: whether a call outside training makes a cache by default.
 
     Raises:
-      ValueError: A value is invalid, a key looks like a misspelling of one of these names, or
-        an option in `FIXED` has a value that this model does not support.
+      ValueError: A value is invalid, a key looks like a misspelling of one of these attributes,
+        or an option in `FIXED` has a value that this model does not support.
     """
 
     model_type = "nsa"
@@ -141,7 +142,7 @@ class NSAModelConfig(SavedConfig):
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: Any = 2  # int; None until __post_init__
+    num_key_value_heads: Any = 2  # an int; None until __post_init__
     head_dim: Any = None
     v_head_dim: Any = None
     max_position_embeddings: int = 65536
@@ -197,8 +198,8 @@ class NSAModelConfig(SavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Make a configuration from its JSON dictionary. Raise a ValueError if it belongs to
-        another model.
+        """Make a configuration from its JSON dictionary. Raise a ValueError if the dictionary
+        belongs to another type of model.
         """
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
@@ -206,8 +207,8 @@ class NSAModelConfig(SavedConfig):
         return super().from_dict(SILENT | config_dict, **kwargs)
 
     def check(self) -> None:
-        """Raise `ValueError` if a value is invalid. The message names the attribute and the
-        value.
+        """Raise `ValueError` if a value of this configuration is invalid. The message names the
+        attribute and the value.
         """
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})
@@ -238,7 +239,7 @@ class NSAModelConfig(SavedConfig):
 
     @property
     def layer_spec(self) -> LayerSpec:
-        """The arguments of `nsa_torch.NSAAttention` for a layer."""
+        """The arguments of `nsa_torch.NSAAttention` for a layer of this model."""
         rope, scaling = self.rope_parameters, None
         if rope["rope_type"] in SCALINGS:
             scaling = {k: x for k, x in rope.items() if k not in NO_SCALING}
@@ -250,6 +251,6 @@ class NSAModelConfig(SavedConfig):
                 rope_scaling=rotation.scaling(scaling),
                 qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
             )
-        except ValueError as error:  # under the names of the model's configuration
+        except ValueError as error:  # errors use the names of the model's configuration
             names = rf"\b({'|'.join(WIDTHS)})\b"
             raise ValueError(re.sub(names, lambda x: WIDTHS[x[0]], str(error))) from None

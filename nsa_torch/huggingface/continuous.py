@@ -5,11 +5,10 @@
             each layer: project -> append -> paged_attention -> out
 
 Each step is planned once for all layers. In a step of one token per row, the manager passes a
-block table. All shapes then depend only on this table, and the host reads no tensor. On a GPU
-the manager captures such steps as CUDA graphs, one for each power of two of rows. In other
-steps, the manager passes the blocks of all rows one after the other. The host reads the
-boundaries of the rows once and removes padding. `plan_runs` decides which rows are computed
-together.
+block table. All shapes then depend only on the shape of this table, and the host reads no tensor.
+On a GPU the manager captures such steps as CUDA graphs, one for each power of two of rows. In
+other steps, the manager passes the blocks of all rows one after the other. The host reads the
+boundaries of the rows once and removes padding. `plan_runs` decides which rows run together.
 """
 
 import copy
@@ -39,9 +38,9 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 # The `attn_implementation` of a model while a manager serves it. Since the name contains
 # "flash", transformers makes no mask.
 NAME = "flash_nsa"
-KIND = "full_attention"  # the kind of every layer in the manager's tables
-# The class that stores the tokens of `generate_batch`. It does not exist in transformers before
-# 5.19.
+KIND = "full_attention"  # the kind that the manager's tables have for every layer
+# The class of transformers that stores the tokens of `generate_batch`. It does not exist before
+# transformers 5.19.
 _batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
 FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocator", object)
 
@@ -61,7 +60,8 @@ def check_manager() -> None:
 
 
 def elements_of_layers(config: NSAModelConfig) -> list[int]:
-    """Return the number of elements in a block of `select_block` tokens for each layer."""
+    """For each layer, return the number of elements that a block of `select_block` tokens
+    needs."""
     spec = config.layer_spec
     nsa = block_elements(spec)
     dense = config.select_block * spec.n_kv_groups * (spec.d_k + spec.d_v)
@@ -69,23 +69,24 @@ def elements_of_layers(config: NSAModelConfig) -> list[int]:
 
 
 def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a block of `select_block` tokens, over all layers."""
+    """Return the number of bytes that a block of `select_block` tokens needs, summed over all
+    layers."""
     return sum(elements_of_layers(config)) * dtype.itemsize
 
 
 class NSACacheAllocator(FullAttentionCacheAllocator):
-    """Allocates blocks for all layers of a model with NSA. The manager of transformers makes
-    this object. The manager hands out blocks of `select_block` tokens, shares prefixes, and has
-    blocks copied when a request forks. Each block has memory for all layers of the model. A
-    layer with NSA stores the keys and values of three branches, or once if the branches share
+    """Allocates blocks for all layers of a model with NSA. The manager of transformers makes this
+    object. The manager assigns blocks of `select_block` tokens to requests, shares prefixes, and
+    has blocks copied when a request forks. Each block has memory for all layers of the model. A
+    layer with NSA stores the keys and values of three branches, or of one if the branches share
     them, and the compressed tokens. A dense layer stores its keys and values. The manager owns
-    the memory, so that its accounting is correct. This class divides the memory into arrays
-    over all blocks, as kernels require. The block of a token follows from the block table:
+    the memory, so that its accounting is correct. This class divides the memory into arrays over
+    all blocks, as kernels require. The block of a token follows from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 
-    A step reads only indices of blocks. The allocators of transformers return one index per
-    token of the context. This allocator returns one index per block.
+    A step reads only indices of blocks. The allocators of transformers return one index per token
+    of the context, but this allocator returns one index per block.
 
     Raises:
       ValueError: Pages do not have `select_block` tokens.
@@ -117,11 +118,12 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             index=index,
             layer_indices=layer_indices,
             tokens_per_page=page_size,
-            # The manager supports only layers of one size, so it gets the mean, rounded up.
+            # The manager supports only layers of one size. It therefore receives the mean size of
+            # the layers, rounded up.
             bytes_per_page=-(-bytes_of_block(config, cache_dtype) // len(layer_indices)),
             allow_block_sharing=allow_block_sharing,
         )
-        # The manager's block tables then have indices of blocks.
+        # With this value, the manager's block tables contain indices of blocks.
         self.block_physical_stride = page_size
         self.pages: dict[int, PagedCache | tuple[Tensor, Tensor]] = {}
         self.newest_keys: dict[int, Tensor] = {}  # as in `KeyConvolution.in_pages`
@@ -146,7 +148,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             self.pages[layer] = made
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
-        """Copy whole blocks, for example if a request forks within one."""
+        """Copy whole blocks, for example if a request forks in the middle of a block."""
         device = self.cache_tensor.device
         source, target = (
             torch.tensor(x, dtype=torch.int64, device=device)
@@ -164,8 +166,8 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_read_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the indices of the request's blocks. Allocators of transformers return those
-        of its tokens.
+        """Return the indices of the request's blocks. The allocators of transformers instead
+        return the indices of its tokens.
         """
         count = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][:count]
@@ -173,15 +175,15 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_write_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the indices of the blocks of a request that begins, and an empty list for other
-        requests. A step in which all requests begin has no indices to read.
+        """Return the indices of the blocks of a request that begins. For other requests, return
+        an empty list. If all requests of a step begin, the step has no indices to read.
         """
         return [] if past_length else self.get_read_indices(request_id, 0, query_length)
 
 
 class AllocatorByConfiguration(FullAttentionCacheAllocator):
-    """Replaces the allocator class of transformers. It makes an `NSACacheAllocator` for a model
-    with NSA, and the original allocator for other models.
+    """Replaces the allocator class of transformers. This class makes an `NSACacheAllocator` for a
+    model with NSA, and the original allocator for other models.
     """
 
     def __new__(cls, *arguments: Any, config: Any, **options: Any):
@@ -206,7 +208,7 @@ def continuous_batching_config(
     Raises:
       ValueError: `page_size` is not `select_block`, CUDA graphs are requested for steps with
         prompts, or pages would be moved to the host.
-      NotImplementedError: The manager of this version of transformers was not tested.
+      NotImplementedError: The installed transformers has a manager that was not tested.
     """
     check_manager()
     options.setdefault("page_size", config.select_block)
@@ -238,7 +240,7 @@ def _check(given: Any, config: NSAModelConfig) -> None:
 
 
 def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
-    """Raise ValueError unless `prompt` is a list of at least one token."""
+    """Raise ValueError unless `prompt` is a list of at least one token of the vocabulary."""
     if not isinstance(prompt, list | tuple) or not len(prompt):
         raise ValueError(f"{name} must be a list of at least one token, got {prompt!r}")
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
@@ -265,7 +267,7 @@ def manager_of(
       make: transformers' `init_continuous_batching`.
 
     Raises:
-      NotImplementedError: The manager of this version of transformers was not tested.
+      NotImplementedError: The installed transformers has a manager that was not tested.
       ValueError: `continuous_batching_config` is invalid, or beams are requested.
       MemoryError: The available memory is less than `num_blocks` blocks need.
     """
@@ -281,7 +283,7 @@ def manager_of(
             "num_beams must be 1, since generate_batch has no beam search; use generate"
         )
     asked = copy.copy(given)
-    # transformers makes block tables only for FlashAttention, so the choice is made below
+    # transformers makes block tables only for FlashAttention, so block tables are chosen below
     asked.max_blocks_per_request = 0
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     attention, config._attn_implementation = config._attn_implementation, NAME
@@ -292,14 +294,14 @@ def manager_of(
     except BaseException:
         config._attn_implementation = attention
         raise
-    manager._original_attn_impl = attention  # the manager restores it when it stops
+    manager._original_attn_impl = attention  # the manager restores this attribute when it stops
     return manager
 
 
 def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
-    """Set the options of a new manager and allocate its memory. Allocation in the caller's
-    thread, and not in that of the manager, lets the caller see the error if memory is too
-    small.
+    """Set the options of a new manager and allocate its memory. The memory is allocated in the
+    caller's thread, not in the manager's. The caller therefore receives the error if there is too
+    little memory.
     """
     config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = given.max_blocks_per_request
@@ -311,7 +313,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
     made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
     if given.use_async_batching is None:
         made.use_async_batching = made.use_cuda_graph[1]
-    if given.num_blocks is not None:  # the manager counts one key and one value per token
+    if given.num_blocks is not None:  # the manager assumes one key and one value per token
         ours = bytes_of_block(config, model.dtype)
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
@@ -331,7 +333,8 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
 
 class ContinuousBatch:
-    """One step of a model with NSA. Some rows prefill and others decode.
+    """One step of continuous batching of a model with NSA. Some rows of the step prefill and
+    others decode.
 
     Args:
       config: The configuration of the model.
@@ -364,8 +367,8 @@ class ContinuousBatch:
         (starts_k,) = cu_seq_lens_k.values()
         self.starts: Tensor | None = None
         self.runs: list[Run] | None = None
-        # Groups of rows that a dense layer computes together: their tokens, their columns of
-        # the page table, and the length if the group is a single row.
+        # Groups of rows that a dense layer computes together. An entry has the tokens of the
+        # group, its columns of the page table, and the length if the group is a single row.
         self.parts: list[tuple[slice, slice, int | None, int | None]]
         self.parts = [(slice(None), slice(None), None, None)]
         if block_table is not None:  # one token per row; rows without a token have length 0
@@ -386,17 +389,18 @@ class ContinuousBatch:
             for row in range(run.rows.start, run.rows.stop):
                 tokens = slice(*starts[row : row + 2])
                 self.parts.append((slice(row, row + 1), tokens, run.columns, lengths[row]))
-        # If all requests begin with this step, there are no indices to read.
+        # If all requests begin in this step, there are no indices to read.
         blocks = read_index[0] if read_index[0].numel() else write_index[0]
-        # The blocks of the rows, which follow each other, as int32 `[B, M]`. The table is as
-        # wide as a block table, so that a decode step uses the same kernels.
+        # This table int32 `[B, M]` has the blocks of each row. It is made from the blocks of all
+        # rows, one row after the other. The table is as wide as a block table, so that a decode
+        # step uses the same kernels.
         counts = torch.tensor([-(-length // self.page) for length in lengths])[:, None]
         column = torch.arange(max(int(counts.max()), cache.max_blocks_per_request))
         index = counts.cumsum(dim=0) - counts + torch.where(column < counts, column, 0)
         self.page_table = blocks[index.to(blocks.device, non_blocking=True)].to(torch.int32)
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """Compute the attention of layer `index` for its new tokens `x` [1, N, dim]."""
+        """Compute the attention of layer `index` for the new tokens `x` [1, N, dim]."""
         pages = self.allocator.pages[index]
         if not isinstance(attention, NSAAttention):
             attend = functools.partial(self.attend_to_all, pages)
@@ -423,8 +427,8 @@ class ContinuousBatch:
         scaling: float,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Compute causal attention of a dense layer on gathered pages. `query`, `key` and
-        `value` `[1, heads, N, .]` are those of the tokens of this step.
+        """Compute causal attention of a dense layer on gathered pages. `query`, `key` and `value`
+        `[1, heads, N, .]` belong to the tokens of this step.
         """
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
@@ -456,7 +460,8 @@ class ContinuousBatch:
 
 
 class DenseBatch:
-    """One step of a model with only dense layers, over transformers' own pages."""
+    """One step of continuous batching of a model with only dense layers, on the pages of
+    transformers."""
 
     def __init__(self, x: Tensor, position: Tensor, mask: Any, *, cache: Any, **paged: Any):
         self.x, self.position, self.mask = x, position, mask

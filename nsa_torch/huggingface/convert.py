@@ -3,8 +3,8 @@
     python -m nsa_torch.huggingface.convert SOURCE TARGET
     python -m nsa_torch.huggingface.convert SOURCE TARGET --set num_selected=64 --check 512
 
-SOURCE is a folder or owner/name on the Hugging Face Hub; TARGET becomes a folder. Weights are read
-and written one safetensors file at a time.
+SOURCE is a folder or owner/name on the Hugging Face Hub. TARGET is the folder that the command
+creates. Weights are read and written one safetensors file at a time.
 
   transformers     here                         change
   q_proj           W_Q                          rows of each head are reordered (`pairs`)
@@ -14,8 +14,9 @@ and written one safetensors file at a time.
   q_norm, k_norm   q_norm, k_norm               columns are reordered (`pairs`)
   the rest         the same names               unchanged
 
-A dense layer stores its keys and values once, as W_K and W_V. Up to num_selected * select_block
-tokens every block is selected, and the model equals the dense one with every `--start`:
+A layer that stays dense stores its keys and values once, as W_K and W_V. Up to num_selected *
+select_block tokens every block is selected. Up to that length the converted model equals the
+dense model with every `--start`:
 
   --start   gates      values                                  learns
   values    1/2 each   selected twice as large, others zero    everything; keys and gates of the
@@ -51,7 +52,7 @@ from nsa_torch.huggingface.model import NSAForCausalLM
 from nsa_torch.module import NSAAttention
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
-# Entries of the source's configuration that have a required value, and entries that are copied.
+# Entries of the source's configuration that must have a fixed value, and entries that are copied.
 PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -74,7 +75,7 @@ SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
-NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # the form of a name on the Hub
+NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # the pattern of a model's name on the Hub
 SOURCES = "must be a folder, or owner/name on the Hugging Face Hub"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -83,7 +84,7 @@ BESIDE = (  # files that are copied along with the weights
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-TIMES_YARDSTICK = 4  # bound of the difference between logits in `--check`
+TIMES_YARDSTICK = 4  # upper bound of the difference between logits in `--check`
 
 
 class DifferentError(Exception):
@@ -91,9 +92,9 @@ class DifferentError(Exception):
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
-    """Reorder the rows of each head, which has `width` rows, since rotary embedding pairs them
-    differently. Transformers rotates rows i and i + width / 2 together, which become rows 2i
-    and 2i + 1 here.
+    """Reorder the rows of each head, which has `width` rows, for another pairing in the rotary
+    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, these are
+    rows 2i and 2i + 1.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -110,8 +111,8 @@ def configuration(
       nsa: Values for some of the names in `SETTABLE`.
 
     Raises:
-      ValueError: The source cannot be converted exactly, or an argument is invalid. The message
-        gives the reason.
+      ValueError: The source cannot be converted exactly, or an argument is invalid. The error
+        message gives the reason.
     """
     validate.one_of("model_type", source.model_type, MODELS)
     for name, plain in PLAIN.items():
@@ -150,8 +151,8 @@ def configuration(
 
 
 def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[str, Tensor]:
-    """Convert the weight `name` of the dense model. Return the weights that it becomes, keyed
-    by their names in `NSAForCausalLM`.
+    """Convert the weight `name` of the dense model. Return the converted weights, keyed by their
+    names in `NSAForCausalLM`.
     """
     found = ATTENTION.fullmatch(name)
     if found is None:
@@ -168,7 +169,7 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
     factors: Sequence[float] = (1.0,) * len(names)
     if part == "v_proj" and is_nsa:
         factors = STARTS[start][1]
-        # `added` makes the values zero by the last layer of `phi`
+        # the weights from `added` make the values zero in the last layer of `phi`
         if config.phi.startswith("mlp_"):
             factors = 1.0, *factors[1:]
     # Clones are made since a file must not contain a tensor twice.
@@ -177,8 +178,8 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
 
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
-    """Make the weights that the dense model does not have: the gates, `phi`, convolutions of
-    keys and some biases.
+    """Make the weights that the dense model does not have: gates, `phi`, convolutions of keys,
+    and some biases.
     """
     found: dict[str, Tensor] = {}
     spec = config.layer_spec
@@ -193,13 +194,13 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
             if name.startswith("phi_") or (name == "gate" and [*part.parameters()]):
                 part.to_empty(device="cpu")
                 cast(Any, part).reset_parameters()
-        if spec.key_taps is not None:  # zeros leave the keys unchanged
+        if spec.key_taps is not None:  # taps of zero leave the keys unchanged
             layer.key_conv.to_empty(device="cpu")
             nn.init.zeros_(layer.key_conv.weight)
         logits, (compressed, *_) = STARTS[start]
         if config.gate != "selected":  # gate 'selected' has no weights
             cast(Any, layer.gate).set_constant(*logits)
-        # phi of zero values would otherwise not be zero
+        # otherwise `phi` of values that are zero would not be zero
         if config.phi.startswith("mlp_") and compressed == 0:
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)
@@ -222,11 +223,11 @@ def convert(
 
     Args:
       source: a folder, or owner/name on the Hugging Face Hub.
-      start: "values", "gates" or "shared", as above.
-      dtype: dtype of the written weights; None means that of the source.
-      dense_layers, nsa: as in `configuration`.
-      check: Number of tokens for which the logits of both models are compared, in float32. None
-        means no comparison.
+      start: "values", "gates" or "shared", as the module describes.
+      dtype: dtype of the written weights; None means the dtype of the source.
+      dense_layers, nsa: as in the function `configuration`.
+      check: Number of tokens for which the logits of both models are compared, in float32.
+        `check=None` means no comparison.
 
     Raises:
       ValueError: The source cannot be converted exactly, or an argument is invalid.
@@ -336,10 +337,11 @@ def _write(
     start: str,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write one output file for each of `files`. The last one also has the weights of `added`."""
+    """Write one output file for each of `files`. The last file also has the weights from
+    `added`."""
     source = {name: weights for weights in files.values() for name in weights.keys()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for weights that are initialized at random
+        torch.manual_seed(0)  # the seed of weights that are initialized at random
         extra = added(config, {*source}, start)
     places: dict[str, str] = {}
     size = 0
@@ -352,8 +354,8 @@ def _write(
             if name == EMBEDDING:
                 config.dtype = dtype or x.dtype
             if name == HEAD and config.tie_word_embeddings:
-                # transformers reads an output head that differs from the embedding, and does
-                # not tie them.
+                # transformers reads an output head that differs from the embedding. In that case
+                # it does not tie the two.
                 if not torch.equal(x, source[EMBEDDING].get_tensor(EMBEDDING).to(x)):
                     raise ValueError(
                         f"{HEAD} must be equal to {EMBEDDING} if tie_word_embeddings is true; set "
@@ -409,8 +411,8 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. The exit status is 0, 1 if `--check` finds a difference, or 2 if nothing was
-    converted.
+    """Run the command. Return the exit status: 0, or 1 if `--check` finds a difference, or 2 if
+    nothing was converted.
     """
     parser = argparse.ArgumentParser(
         "python -m nsa_torch.huggingface.convert",

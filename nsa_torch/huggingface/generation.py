@@ -1,5 +1,5 @@
-"""The methods that `generate` of transformers calls on a model. They choose the cache and run
-each step.
+"""The methods that `generate` of transformers calls on a model. These methods choose the cache
+and run each step.
 """
 
 import functools
@@ -24,9 +24,9 @@ from nsa_torch.huggingface.continuous import bytes_of_block, check_tokens, manag
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
-# The number of new tokens of `generate` from which pages are faster than a growing cache in all
-# rows of the records (bench/records/log/decode.md). With one new token there is no step that
-# could be a graph.
+# If `generate` makes at least this number of new tokens, pages are faster than a growing cache in
+# all rows of the records (bench/records/log/decode.md). With one new token there is no decode
+# step that could be a CUDA graph.
 MIN_NEW_TOKENS = 2
 
 
@@ -37,8 +37,8 @@ class NSAGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `generate` of transformers. With every version of transformers, the argument may
-        be named `cache` or `past_key_values`.
+        """Run `generate` of transformers. The cache may be passed as `cache` or as
+        `past_key_values`, with every version of transformers.
         """
         base: Any = super()
         return base.generate(*args, **cache_named(CACHE, kwargs))
@@ -49,10 +49,10 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """Return the manager of transformers for `generate_batch`. The errors are those of
-        `continuous.manager_of`. A persistent manager is destroyed first if weights were
-        replaced or changed since its last use. The cached prefixes of the old manager belong to
-        the old weights, and its CUDA graphs may read old tensors.
+        """Return the manager of transformers for `generate_batch`. The raised errors are those of
+        `continuous.manager_of`. If weights were replaced or changed since the last use of a
+        persistent manager, that manager is destroyed first. The cached prefixes of the old
+        manager belong to the old weights, and its CUDA graphs may read old tensors.
         """
         model: Any = self
         weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
@@ -80,13 +80,13 @@ class NSAGenerationMixin(GenerationMixin):
 
         Args:
           persistent_manager: The same as in transformers. If the weights have changed, a new
-            manager is made. Changes through `.data` and a change of the active adapter cannot
-            be detected. After these, call `destroy_cached_continuous_batching_manager()`.
+            manager is made. Changes through `.data` and a change of the active adapter cannot be
+            detected. After such a change, call `destroy_cached_continuous_batching_manager()`.
 
         Raises:
-          ValueError: A prompt is not a list of at least one token of the vocabulary. The
-            prompts are checked first, since an error during a step would also end the other
-            requests.
+          ValueError: A prompt is not a list of at least one token of the vocabulary. All prompts
+            are checked before the first step, since an error during a step would also end the
+            other requests.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
@@ -99,8 +99,8 @@ class NSAGenerationMixin(GenerationMixin):
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
         """Compute the positions from the mask. Padding before a row's tokens has position -1.
-        Padding after them has the position of the last token. The position of the next token is
-        then also correct in a row that has only padding.
+        Padding after a row's tokens has the position of the last token. With these positions, the
+        position of the next token is also correct in a row that has only padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None:
@@ -117,8 +117,8 @@ class NSAGenerationMixin(GenerationMixin):
         `goes_on_pages` is true, otherwise "dynamic". In transformers, "paged" means
         `generate_batch`.
         """
-        # transformers would reduce the number of layers in the configuration, and would not
-        # restore it after an error.
+        # transformers would reduce the number of layers in the configuration. It would not
+        # restore this number after an error.
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
         if (left := getattr(given, "assistant_early_exit", None)) is not None:
             raise NotImplementedError(
@@ -149,8 +149,8 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Return whether steps run through `get_compiled_call`. On a paged cache this is so if
-        a step of the model can be a CUDA graph and `disable_compile` is not set.
+        """Return whether steps run through `get_compiled_call`. On a paged cache they do if a
+        step of the model can be a CUDA graph and `disable_compile` is not set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -158,10 +158,10 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """Return the callable that runs the model during one call of `generate`. On a paged
-        cache it runs each step as one CUDA graph. On other caches it is the compiled model of
-        transformers. Each call of `generate` captures its own graph, since choices in Python
-        code, such as the active adapter, may differ in the next call.
+        """Return the callable that runs the model during one call of `generate`. On a paged cache
+        the callable runs each step as one CUDA graph. On other caches the callable is the
+        compiled model of transformers. Each call of `generate` captures its own graph. Choices in
+        Python code, such as the active adapter, may differ in the next call.
         """
         model: Any = self
         base: Any = super()
@@ -192,8 +192,8 @@ def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
     """Return whether `generate` by default uses a paged cache for `rows` rows of `capacity`
-    tokens. The options must allow it (`wanted`), and each step must be possible as one CUDA
-    graph. Kernels must be able to read the pages, and the pages must use at most half of the
+    tokens. The options must allow a paged cache (`wanted`), and each step must be possible as one
+    CUDA graph. Kernels must be able to read the pages, and the pages must use at most half of the
     free memory.
 
     Args:
@@ -205,7 +205,7 @@ def goes_on_pages(
         mode in ("greedy_search", "sample")
         and new_tokens >= MIN_NEW_TOKENS
         and set(model.config.layer_attention) == {"nsa"}
-        # A cache that the caller gets back may have to grow later.
+        # If the caller gets the cache back, the cache may have to grow later.
         and not (given.return_dict_in_generate or given.is_assistant)
         and not (given.disable_compile or given.compile_config is not None)
         and getattr(model, "hf_quantizer", None) is None

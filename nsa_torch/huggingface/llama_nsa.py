@@ -1,12 +1,12 @@
 """Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`), for example
 zen-E/NSA-1B.
 
-A layer is that of Llama with a projection for gates, `sigmoid(x g_proj^T)`. The rows of
-`g_proj` are ordered by head, then by branch (compressed, selected, sliding). All branches read
-the same rotated keys and the same values. Compressed keys and values are means of `block_size`
-tokens. A query's own block is always selected, and no other block is forced. One call of
-`nsa_torch.attention` computes all branches, and also the selection if it is "exact". There are
-two kinds of selection:
+A layer is a layer of Llama with an additional projection, which computes the gates as `sigmoid(x
+g_proj^T)`. The rows of `g_proj` are ordered by head, then by branch (compressed, selected,
+sliding). All branches read the same rotated keys and the same values. Compressed keys and values
+are means of `block_size` tokens. A query's own block is always selected, and no other block is
+forced. One call of `nsa_torch.attention` computes all branches, and also selects the blocks if
+`selection="exact"`. There are two kinds of selection:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
   selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:
@@ -86,7 +86,8 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer, in place of that of Llama. The weights have the same names."""
+    """The attention of a layer. It replaces the attention of Llama, and its weights have the same
+    names."""
 
     config: LlamaNSAConfig
 
@@ -97,8 +98,8 @@ class LlamaNSAAttention(LlamaAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
     ) -> tuple[Tensor, None]:
-        """Return the output `[B, T, E]`, and None in place of the attention weights. `rest` has
-        the cache and the other keyword arguments of Llama's layers.
+        """Return the output `[B, T, E]`, and None in place of attention weights. `rest` has the
+        cache and the other keyword arguments of Llama's layers.
         """
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -149,9 +150,10 @@ def trained_blocks(
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
     """Select at most `places` blocks as the module describes for `selection="trained"`, with
-    `places` slots. `scores` are `[..., N]`, and negative for blocks that are no candidates. The
-    result is int32 `[..., places]`, ascending, with -1 in empty slots at the end. Chunks of
-    `places` blocks are processed one after the other, up to the last chunk with a candidate.
+    `places` slots. `scores` are `[..., N]`, and are negative for blocks that cannot be selected.
+    The result is int32 `[..., places]`, ascending, with -1 in empty slots at the end. Chunks of
+    `places` blocks are processed one after the other, up to the last chunk with a block that can
+    be selected.
     """
     blocks, half = scores.shape[-1], places // 2
     scores = F.pad(scores, (0, -blocks % places), value=-1.0)
@@ -177,7 +179,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     """A Llama with NSA. Load it with `from_pretrained(path, selection="exact")` or `"trained"`.
 
     The arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx` describe a packed
-    row. So do `position_ids` of a single row that restart from 0.
+    row. A single row whose `position_ids` restart from 0 is also a packed row.
 
     Raises:
       NotImplementedError: The batch has padding, the cache is not a dynamic cache of
@@ -214,7 +216,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
 
 
 def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | None:
-    """Return the boundaries of a packed row `x` [1, T, ...], or None."""
+    """Return the boundaries of a packed row `x` [1, T, ...], or None if the row is not packed."""
     position, cache = call.get("position_ids"), call.get(CACHE)
     if all(call.get(name) is None for name in (*BORDERS, INDEX)):
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):

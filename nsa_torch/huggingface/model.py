@@ -35,11 +35,11 @@ from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
-    """The attention of a decoder layer with NSA. With every kind of cache it is called as a
-    module, so that its hooks run.
+    """The attention of a decoder layer with NSA. The decoder calls it as a module with every kind
+    of cache, so that its hooks run.
     """
 
-    zeroes_padding = False  # the model has zeroed the padding
+    zeroes_padding = False  # the model has already set the padding to zero
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class SelfAttention(NSAAttention):
         attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """Run the layer as `NSAAttention` does. If a cache passes the function `attend`, that
+        """Run the layer as `NSAAttention` does. If a cache passes a function `attend`, that
         function computes the result instead.
         """
         if attend is None:
@@ -89,9 +89,9 @@ class DenseAttention(nn.Module):
         """Compute attention of `x` [B, T, dim] at `position` [B, T].
 
         Args:
-          append: A function that appends keys and values `[B, Hkv, T, .]` to a cache and
-            returns those of all tokens. It also receives `paged`. None means that there is no
-            cache.
+          append: A function that appends keys and values `[B, Hkv, T, .]` to a cache and returns
+            the keys and values of all tokens. The function also receives `paged`. `append=None`
+            means that there is no cache.
           attend: The attention function to use instead of the one in the configuration.
           paged: The keyword arguments that transformers passes to attention functions.
         """
@@ -111,9 +111,7 @@ class DenseAttention(nn.Module):
 
 
 class NSADecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer. It computes `x + attention(norm(x))`, and then `x + mlp(norm(x))` of the
-    result.
-    """
+    """A decoder layer. It computes `y = x + attention(norm(x))` and returns `y + mlp(norm(y))`."""
 
     def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
@@ -136,7 +134,8 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """The base class of both models. It initializes weights, and loads and saves checkpoints."""
+    """The base class of `NSAModel` and `NSAForCausalLM`. It initializes weights, and loads and
+    saves checkpoints."""
 
     config: NSAModelConfig
     config_class = NSAModelConfig
@@ -171,7 +170,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ):
         """Run `from_pretrained` of transformers for a complete checkpoint in safetensors. Other
-        formats are refused, since they are pickles, which can run arbitrary code.
+        formats are refused, since they are pickles. Loading a pickle can run arbitrary code.
 
         Args:
           strict: If False, missing weights are initialized and unknown weights are ignored, and
@@ -180,8 +179,9 @@ class NSAPreTrainedModel(PreTrainedModel):
         Raises:
           OSError: The checkpoint has no weights in safetensors.
           ValueError: gate, phi or kv differ from those of the checkpoint, or `use_safetensors` is
-            False. Also if a weight has another shape (unless `ignore_mismatched_sizes`) or, with
-            `strict`, is missing or unknown. The message names the first such weight.
+            False. `ValueError` is also raised if a weight has another shape (unless
+            `ignore_mismatched_sizes` is true) or, with `strict`, if a weight is missing or
+            unknown. The message names the first such weight.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
@@ -191,7 +191,9 @@ class NSAPreTrainedModel(PreTrainedModel):
             )
         if path is not None:
             stated, _ = NSAModelConfig.get_config_dict(path, **kwargs)
-            NSAModelConfig.from_dict(stated)  # raises if it is another model's configuration
+            NSAModelConfig.from_dict(
+                stated
+            )  # raises an error if `config` belongs to another model
         always = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         load: Any = super().from_pretrained
         model, info = load(path, *args, use_safetensors=True, **always, **kwargs)
@@ -215,14 +217,14 @@ class NSAPreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        """Also initialize modules that have no weights of their own. transformers would skip
-        them, since their code is not part of transformers.
+        """Initialize the weights of `module`, and also of modules that have no weights of their
+        own. transformers would skip these modules, since their code is not part of transformers.
         """
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the weights of `module`, without those of its children. transformers calls
+        """Initialize the weights of `module`, but not those of its children. transformers calls
         this function for the children first.
         """
         given, residual = self.config.initializer_range, 2 * self.config.num_hidden_layers
@@ -280,18 +282,18 @@ class NSAModel(NSAPreTrainedModel):
 
         Args:
           attention_mask: As in `rows.rows`. A row may be padded on the left or on the right.
-          position_ids: They must agree with the mask. Without a mask, a single row whose
+          position_ids: Positions that agree with the mask. Without a mask, a single row whose
             positions restart is a packed row.
-          cache: An `NSAModelCache`, to which the tokens are appended. It may also be passed as
-            `past_key_values`, its name before transformers 5.24.
-          use_cache: Whether to make a cache if none is given, except for a packed row. None
-            means the value of the configuration, or False during training.
+          cache: An `NSAModelCache`, to which the tokens are appended. You may also pass the cache
+            as `past_key_values`, the name of this argument before transformers 5.24.
+          use_cache: Whether to make a cache if none is given, except for a packed row.
+            `use_cache=None` means the value of the configuration, or False during training.
           cu_seq_lens_q: int `[sequences + 1]`, the boundaries of a packed row, as from
-            transformers' `DataCollatorWithFlattening`. Tables are derived from them once for
-            all layers. The boundaries may also be passed as `cu_seqlens` or `cu_seq_lens_k`.
-            `seq_idx` [1, T], the sequence of each token, is another alternative.
-          max_length_q: The number of tokens of the longest sequence of a packed row. If it is
-            given, the last sequence must end with the row.
+            transformers' `DataCollatorWithFlattening`. Tables are derived from these boundaries
+            once for all layers. You may also pass the boundaries as `cu_seqlens` or
+            `cu_seq_lens_k`, or pass `seq_idx` [1, T], the sequence of each token, instead.
+          max_length_q: The number of tokens of the longest sequence of a packed row. If
+            `max_length_q` is given, the last sequence must end with the row.
 
         Raises:
           TypeError: A keyword is unknown.
@@ -334,7 +336,7 @@ class NSAModel(NSAPreTrainedModel):
             batch = batch._replace(cache=cache, call=cache.begin(x, batch.count))
         if (real := batch.real(x.shape[1])) is not None:
             if batch.empty is not None and not torch.is_grad_enabled():
-                # a row with only padding continues from that padding
+                # a row that had only padding so far continues after that padding
                 real = real | batch.empty[:, None]
             x = without_padding(x, real)
         batch = self._with_mask(x, batch)
@@ -357,8 +359,8 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
-        """Add the positions and the mask to `batch`, if there are dense layers, which read
-        them.
+        """Add the positions and the mask to `batch` if the model has dense layers, since only
+        dense layers read them.
         """
         if "dense" not in self.config.layer_attention:
             return batch
@@ -387,8 +389,8 @@ class NSAModel(NSAPreTrainedModel):
 
 
 class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
-    """The decoder with an output head. It computes logits `[B, T, vocab_size]`, and a loss if
-    labels are given.
+    """The decoder with an output head. The model computes logits `[B, T, vocab_size]`, and a loss
+    if labels are given.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -414,16 +416,16 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits, and the loss if labels are given. Arguments other than the following
-        are those of `NSAModel.forward` and of the loss function.
+        """Compute logits, and the loss if labels are given. The arguments that are not listed
+        below are those of `NSAModel.forward` and of the loss function.
 
         Args:
           labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of
-            the next column. Labels of -100 are ignored. If `logits_to_keep` is given, they are
-            those of the kept columns.
+            the next column. Labels of -100 are ignored. If `logits_to_keep` is given, pass the
+            labels of the kept columns.
           use_cache: None means False if labels are given, otherwise as in `NSAModel.forward`.
-          logits_to_keep: For how many of the last columns logits are computed, or the indices
-            of the columns. 0 means all columns.
+          logits_to_keep: The number of last columns for which logits are computed, or the indices
+            of such columns. With 0, logits are computed for all columns.
         """
         of_loss = {*LOSS}
         if labels is not None and kwargs.keys() - READ - of_loss:

@@ -15,29 +15,33 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
 
-# Keywords that describe a packed row: names of the boundaries, of the sequence of each token,
-# and of the number of tokens of the longest sequence.
+# Keywords that describe a packed row. They are names of the boundaries, of the sequence of each
+# token, and of the number of tokens of the longest sequence.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
 INDEX, POSITION = "seq_idx", "position_ids"
 LONGEST = "max_length_q", "max_length_k"
-# Keywords that must have a fixed value, and the reason.
+# Keywords that must have a fixed value, each with the reason.
 FIXED = {
     "is_causal": (True, "attention is causal"),
     "output_attentions": (False, "NSA layers compute no attention weights"),
     "output_router_logits": (False, "the model has no experts"),
 }
-# Keywords that are ignored. Tokenizers return `token_type_ids`, and `generate` passes
-# `tokenizer`. Llama ignores them too.
+# Keywords that the model ignores, as Llama does. Tokenizers return `token_type_ids`, and
+# `generate` passes `tokenizer`.
 IGNORED = "token_type_ids", "tokenizer", "assistant_tokenizer"
 READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", *IGNORED}
 MASK = "attention_mask must"
 COMPARED: set[tuple[Any, ...]] = set()  # device, and keywords of a packed row that agreed once
-LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by the loss of transformers
+LOSS = (
+    "ignore_index",
+    "num_items_in_batch",
+    "shift_labels",
+)  # the loss of transformers reads this keyword
 
 
 class Rows(NamedTuple):
-    """Describes which of the `T` columns of a call are tokens. The columns follow those of the
-    cache.
+    """Describes which of the `T` columns of a call are tokens and which are padding. These
+    columns follow the columns of the cache.
     """
 
     # int64 [B], columns of padding on the left; None means no padding on the left
@@ -45,7 +49,7 @@ class Rows(NamedTuple):
     count: Tensor | None = None  # int64 [B], number of tokens; None means every column
     # int [sequences + 1], boundaries if the batch is one packed row
     cu_seqlens: Tensor | None = None
-    # bool [B], rows that have had only padding so far; None means no rows
+    # bool [B], the rows that have had only padding so far; None means that there are no such rows
     empty: Tensor | None = None
     cache: Any = None  # an `NSAModelCache`
     call: Call | None = None  # the call on the cache
@@ -54,8 +58,9 @@ class Rows(NamedTuple):
     mask: Tensor | None = None
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """Compute the attention of layer `index` for the tokens `x` [B, T, dim] to themselves
-        and to those of the cache. The output is 0 for rows that have had only padding so far.
+        """Compute the attention of layer `index` for the tokens `x` [B, T, dim]. They attend to
+        the tokens in the cache and to each other. The output is 0 for rows that have had only
+        padding so far.
         """
         x = x if self.first is None else _roll(x, self.first)
         layer = None if self.cache is None else self.cache.layers[index]
@@ -115,23 +120,22 @@ def rows(
     follow those of `cache`.
 
     Args:
-      attention_mask: `[B, columns of the cache + T]` of 0 and 1. For a step of one token per
-        row on an `NSAPagedModelCache`, it may also be `[B, 1]`, the mask of the new column
-        only.
-      position_ids: `[B or 1, T]`. With a mask, they must have the values that the mask
-        determines. Without a mask and a cache, the positions of a single row may restart, and
-        the row is then a packed row.
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1. For a step of one token per row
+        on an `NSAPagedModelCache`, the mask may also be `[B, 1]`, for the new column only.
+      position_ids: `[B or 1, T]`. With a mask, the positions must have the values that the mask
+        determines. Without a mask and without a cache, the positions of a single row may restart.
+        The row is then a packed row.
       call: The keyword arguments of the call. A packed row is described by a name in `BORDERS`,
         int `[sequences + 1]`, or by `INDEX`, int `[1, T]`. With `INDEX` the host waits for a
-        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. If it is
-        given, the last sequence must end at the last column of the row.
+        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. If such a
+        bound is given, the last sequence must end at the last column of the row.
       config: The config of the layers with NSA.
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
-        and cache contradict each other. On a GPU these checks wait for the device. A decode
-        step therefore checks only shapes, and several descriptions of a packed row are compared
-        only until they have agreed in one call. In a CUDA graph and under `torch.compile` no
-        values are checked.
+        and cache contradict each other. On a GPU these checks wait for the device. Therefore a
+        decode step checks only shapes. If a packed row has several descriptions, they are
+        compared only until they have agreed in one call. In a CUDA graph and under
+        `torch.compile` no values are checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if name := next(iter(told), None):
@@ -232,9 +236,9 @@ def free_to_read(x: Tensor) -> bool:
 
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
-    """Return the boundaries of a packed row from the first entry of `told`. Other entries must
-    agree with it. On a GPU the comparison waits for the device. It is therefore made only until
-    entries of the same names have agreed in one call.
+    """Return the boundaries of a packed row from the first entry of `told`. The other entries of
+    `told` must describe the same boundaries. On a GPU this comparison waits for the device.
+    Entries of the same names are therefore compared only until they have agreed in one call.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)

@@ -4,9 +4,9 @@
     python -m nsa_torch.huggingface.serve --help
 
 The server looks for a model's class only among the classes of transformers. This command adds
-the class of this package, and passes all options to `transformers serve`. It needs
-`transformers[serving]`, and at least version 5.19 for `--continuous-batching`. Each page has
-the `select_block` tokens of the checkpoint.
+`NSAForCausalLM` to these classes, and passes all options to `transformers serve`. The command
+needs `transformers[serving]`, and at least version 5.19 for `--continuous-batching`. Each page
+has the `select_block` tokens of the checkpoint.
 """
 
 import sys
@@ -24,13 +24,13 @@ BATCHES, PAGE = "--continuous-batching", "--cb-block-size"
 
 def register() -> None:
     """Set `transformers.NSAForCausalLM` to the class of this package, so that the server finds
-    it.
+    the class.
     """
     model_manager.transformers.NSAForCausalLM = NSAForCausalLM  # type: ignore[attr-defined]
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `transformers serve` for those of this command. The first of
+    """Convert the arguments of this command to those of `transformers serve`. The first of
     `arguments` is a checkpoint or an option.
 
     Raises:

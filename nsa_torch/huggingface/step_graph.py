@@ -1,4 +1,4 @@
-"""`StepGraph`, which runs a model's step on an `NSAPagedModelCache` as one CUDA graph."""
+"""`StepGraph` runs a decode step of a model on an `NSAPagedModelCache` as one CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +18,23 @@ class StepGraph:
     """Runs steps of `model` on `cache`, with one token per row, as one CUDA graph.
     `graph(input_ids)` maps tokens `[B, 1]` to logits `[B, 1, vocab]`.
 
-    The first `WARMUP` calls run the model eagerly. The next one captures a CUDA graph of all
-    layers. That call and each later one replay it. A replay is one launch of the host. Rows may
-    grow, be cropped and restart between calls. The next call overwrites the logits of the
-    previous one.
+    The first `WARMUP` calls run the model eagerly. The next call captures a CUDA graph of all
+    layers. That call and each later call replay the graph. A replay is one launch of the host.
+    Rows may grow, be cropped and restart between calls. A call overwrites the logits that the
+    previous call returned.
 
-    A graph reads the weights at the addresses that they had during capture. It also repeats all
-    choices that Python code made during capture, such as adapters and their scaling, kernels
-    and modes. Make another graph if any of these change. Each call of `generate` makes its own
-    graph.
+    A graph reads the weights at the addresses that they had during capture. The graph also
+    repeats all choices that Python code made during capture, such as adapters and their scaling,
+    kernels and modes. If an address or a choice changes, make another graph. Each call of
+    `generate` makes its own graph.
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
       cache: an `NSAPagedModelCache` for `B` rows, to which each call appends.
 
     Raises:
-      ValueError: The model is not on one CUDA device, is sharded, or has forward hooks, which a
-        graph does not call.
+      ValueError: The model is not on one CUDA device, is sharded, or has forward hooks. A graph
+        does not call hooks.
     """
 
     def __init__(self, model: Any, cache: NSAPagedModelCache):
@@ -54,9 +54,9 @@ class StepGraph:
 
         Args:
           input_ids: int64 `[B, 1]`.
-          attention_mask: `[B, any]`. Its last column marks the rows that have a new token. None
-            means all rows. The values of both arguments are not checked, since the host would
-            have to wait for the device.
+          attention_mask: `[B, any]`. The last column of the mask marks the rows that have a new
+            token. `attention_mask=None` means all rows. The values of both arguments are not
+            checked, since the host would have to wait for the device.
 
         Raises:
           ValueError: The number of rows or tokens differs, or the cache is full.
@@ -82,7 +82,7 @@ class StepGraph:
             try:
                 self.replay, self.logits = capture(self._step, self.input_ids.device)
             finally:
-                cache.columns = columns  # nothing has run yet
+                cache.columns = columns  # the graph has not run yet
         self.replay()
         cache.columns += 1
         assert self.logits is not None
@@ -95,9 +95,9 @@ class StepGraph:
 
 def why_not(model: Any) -> str | None:
     """Return the reason why a step of `model` cannot be a CUDA graph, or None. Hooks are Python
-    code, which a replay does not run, so that a model with hooks is refused. The hooks that
-    `capture_outputs` of transformers leaves in a model are allowed, since they do nothing
-    unless hidden states are requested.
+    code, which a replay does not run. A model with hooks is therefore refused. The hooks that
+    `capture_outputs` of transformers leaves in a model are allowed, since they do nothing unless
+    hidden states are requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must have parameters that are whole tensors, got DTensors"
@@ -128,8 +128,8 @@ def capture(
     # itself.
     torch.set_autocast_cache_enabled(False)
     try:
-        # In this mode, driver calls of other threads, such as memory allocations, do not end
-        # the capture.
+        # In this capture mode, driver calls of other threads, such as memory allocations, do not
+        # end the capture.
         mode = {"capture_error_mode": "thread_local"}
         with torch.cuda.device(device), torch.cuda.graph(graph, **mode):
             found = call()

@@ -1,7 +1,8 @@
-"""Converts weights of `NSAForCausalLM` to those of the models of `nsa_bench.train`, and back.
+"""Converts weights of `NSAForCausalLM` to weights of the models that `nsa_bench.train` trains,
+and back.
 
-The file has the format of `nsa_interop.weights`. Its names and hyper-parameters are those of
-`nsa_bench.lm.torch_lm.LM` and of the counterpart of that model in JAX. The modules below hold
+The file has the format of `nsa_interop.weights`. The names and hyper-parameters in the file are
+those of `nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The classes of this module hold
 the parameters of a transformers model under these names.
 """
 
@@ -24,11 +25,11 @@ MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
     """Write the weights to `path`. If an error occurs, an existing file is unchanged. Tied
-    embeddings are written twice.
+    embeddings are written twice, under both names.
 
     Raises:
-      ValueError: `nsa_bench.train` does not support the model. It supports neither a mix of NSA
-        and dense layers nor dense layers with biases or norms of heads.
+      ValueError: `nsa_bench.train` does not support the model. `nsa_bench.train` supports neither
+        a mix of NSA and dense layers nor dense layers with biases or norms of heads.
     """
     weights.save(path, _TrainingModel(model))
 
@@ -37,13 +38,14 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """Load the model that a training run saved as `path`.
 
     Args:
-      model: The model whose weights are replaced. None means that a model is made from the
-        hyper-parameters in the file. As with `from_pretrained`, it is in evaluation mode.
+      model: The model whose weights are replaced. `model=None` means that a model is made from
+        the hyper-parameters in the file. As with `from_pretrained`, the model is then in
+        evaluation mode.
 
     Raises:
       ValueError: The file has no hyper-parameters, or its hyper-parameters, gate, phi,
         vocabulary, names, shapes or dtypes differ from those of the model, or the embeddings of
-        `model` are tied. The model is then unchanged.
+        `model` are tied. If the error is raised, `model` is unchanged.
     """
     if model is None:
         model = NSAForCausalLM(_configuration(path)).eval()
@@ -56,7 +58,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
 
 def _configuration(path: str | Path) -> NSAModelConfig:
-    """Return the configuration of the model in the file."""
+    """Return the configuration of the model whose weights are in the file."""
     with safetensors.safe_open(path, framework="pt") as file:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:

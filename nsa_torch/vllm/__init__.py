@@ -1,9 +1,8 @@
-"""A plugin of vLLM, so that `vllm serve` and `LLM(..)` run checkpoints of `NSAForCausalLM`.
+"""A plugin with which `vllm serve` and `LLM(..)` of vLLM run checkpoints of `NSAForCausalLM`.
 
-No code is needed in addition to installing the extra `vllm`, since vLLM finds `register` by the
-entry point `vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked
-prefill, preemption and speculative decoding of vLLM are used without changes. The parts of the
-plugin are:
+Install the extra `vllm`; no code is needed, since vLLM finds `register` by the entry point
+`vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked prefill, preemption
+and speculative decoding of vLLM are used without changes. The parts of the plugin are:
   `model.py`    the library's modules under vLLM's model interface
   `backend.py`  vLLM's side of a layer's cache and of a step, and the operators of a layer
   `step.py`     our side of both, without vLLM
@@ -18,8 +17,8 @@ TRIED = "0.32", "0.33"  # the tested versions of vLLM, by their first two number
 
 
 def register() -> None:
-    """Register the models with vLLM, which calls this function in each of its processes, and
-    more than once.
+    """Register the models with vLLM. vLLM calls this function in each of its processes, and more
+    than once.
     """
     extras.require("vllm", "vllm")
     from vllm import ModelRegistry, __version__

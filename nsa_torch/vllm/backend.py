@@ -1,17 +1,18 @@
-"""Implements an attention backend of vLLM, the operator that appends tokens and computes
-attention, and the operator that convolves keys (`step.py`).
+"""Implements an attention backend of vLLM and two operators. One operator appends tokens and
+computes attention. The other convolves keys (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
-N, C]`. The C elements per token and head are memory for all data that NSA stores per token:
+N, C]`. The C elements per token and key/value head are memory for all data that NSA stores per
+token:
 
     C = 3 (D + Dv) + (D + Dv) / d     keys and values of three branches, compressed ones; 1
                                       instead of 3 if the branches share keys and values
 
 With `key_taps`, C also includes the projected keys that a block stores, divided by its tokens.
 
-`PagedCache.carve` cuts this memory into arrays over all blocks. All layers form one cache group
-with one block table. The accounting, prefix hashes and block tables of vLLM therefore cover all
-of these arrays.
+`PagedCache.carve` divides this memory into arrays over all blocks. All layers form one cache
+group with one block table. The accounting, prefix hashes and block tables of vLLM therefore cover
+all arrays of NSA.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ OP, CONVOLVE = "nsa_attend", "nsa_convolve"
 
 
 class NSABuilder(AttentionMetadataBuilder[Step]):
-    """Builds a `Step` from the metadata of vLLM, once for all layers."""
+    """Builds a `Step` from the metadata of vLLM, once per step for all layers."""
 
     # A step can be a CUDA graph if all rows have the same number of new tokens, 1 to 8.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -51,14 +52,14 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 
 
 class NSABackend(AttentionBackend):
-    """The backend that vLLM asks for the shape of the cache and for the builder. Layers with
-    NSA are not instances of `Attention` of vLLM, so that the backend has no implementation
-    class.
+    """The attention backend that vLLM asks for the shape of the cache and for the builder. The
+    backend has no implementation class, since layers with NSA are not instances of `Attention` of
+    vLLM.
     """
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
-    select_block = 64  # that of the model in this process
+    select_block = 64  # the value for the model in this process
 
     @staticmethod
     def get_name() -> str:
@@ -81,7 +82,7 @@ class NSABackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls):
-        return (KVCacheLayout.LBHNC,)  # one piece of memory for all blocks of a layer
+        return (KVCacheLayout.LBHNC,)  # all blocks of a layer are in one piece of memory
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -133,7 +134,7 @@ def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
 
 
 def _writes_nothing(*arguments: Any) -> None:
-    """Do nothing, in place of either operator while it is traced."""
+    """Do nothing. This function replaces both operators while torch traces them."""
 
 
 direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_writes_nothing)

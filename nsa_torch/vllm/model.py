@@ -1,5 +1,5 @@
 """`NSAForCausalLM` for vLLM, built from the modules of `nsa_torch.huggingface`. The operator
-`nsa_attend` computes the attention of its layers.
+`nsa_attend` computes the attention of the model's layers.
 """
 
 from collections.abc import Iterable
@@ -24,11 +24,12 @@ GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of speculative decoding that
 
 
 class Pages(nn.Module, AttentionLayerBase):
-    """Represents a layer with NSA to vLLM, with its cache and its backend.
+    """Represents a layer with NSA to vLLM. The object has the cache of the layer and names its
+    backend.
 
     Attributes:
       pages, newest_keys: the results of `pages_in`; None until vLLM has bound its memory.
-      gathered: Maximum number of elements that a step copies from pages to other memory.
+      gathered: The maximum number of elements that a step copies from pages to other memory.
     """
 
     def __init__(self, attention: NSAAttention, vllm_config: VllmConfig, prefix: str):
@@ -50,8 +51,8 @@ class Pages(nn.Module, AttentionLayerBase):
         return cache_spec(self.attention[0].spec, vllm_config.model_config.dtype)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Use the memory `[B, Hkv, N, C]`. The memory is not stored in an attribute `kv_cache`,
-        since vLLM would then zero blocks in it.
+        """Use the memory `[B, Hkv, N, C]` as the cache of the layer. The memory is not stored in
+        an attribute `kv_cache`, since vLLM would then set blocks of it to zero.
         """
         self.pages, self.newest_keys = pages_in(kv_cache, self.attention[0].spec)
 
@@ -139,7 +140,7 @@ class NSAForCausalLM(nn.Module):
         return self.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy all weights.
+        """Copy all weights into the model.
 
         Raises:
           ValueError: A weight is missing, unknown or has another shape, or the output head

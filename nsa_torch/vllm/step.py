@@ -33,8 +33,8 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, metadata: Any, block_size: int) -> Self:
-        """Build a step from copies of boundaries and lengths on the host, so that the device is
-        not read.
+        """Build a step. Boundaries and lengths are read from copies on the host, not from the
+        device.
 
         Args:
           metadata: vLLM's `CommonAttentionMetadata`.
@@ -71,8 +71,8 @@ class Step(NamedTuple):
         gates: Tensor,
         out: Tensor,
     ) -> None:
-        """Append the new tokens of a layer to `pages`, and write their attention to all tokens
-        to `out`. The shapes are those of the operator (`backend.py`).
+        """Append the new tokens of a layer to `pages`. Compute attention of the new tokens to all
+        tokens, and write it to `out`. The shapes are the same as in the operator (`backend.py`).
         """
         n = self.tokens
         keys, values = (
@@ -102,8 +102,8 @@ def elements_of_token(spec: LayerSpec) -> int:
 
 
 def pages_in(memory: Tensor, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
-    """Make a layer's cache in the blocks `[B, Hkv, N, C]` of vLLM. Return it with the projected
-    keys of newest tokens (`carve_blocks`).
+    """Make a layer's cache in the blocks `[B, Hkv, N, C]` of vLLM. Return the cache, and the
+    projected keys of the newest tokens (`carve_blocks`).
 
     Raises:
       ValueError: Blocks do not have `select_block` tokens or the layer's number of heads, or
