@@ -68,7 +68,7 @@ _MODULES = ("context", "debug", "indexers", "nn", "pages")
 for _name in ("compress_params", "config", "debug", "layer", "types"):
     globals()[_name] = importlib.import_module(f"nsa_core.{_name}")
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
-# The module of each public name; by default `nsa_jax.api`.
+# The module of each public name. A name without an entry is in `nsa_jax.api`.
 _HOMES = {
     "Branches": "types",
     "MLPParams": "compress_params",

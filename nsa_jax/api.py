@@ -1,12 +1,13 @@
-"""The public functions, which check their arguments once and then run the chosen implementation of
-every step.
+"""The public functions. Each function checks its arguments once and then runs the chosen
+implementation of every step.
 
-`nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Functions that accept
-`key`/`value` also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
-(automatic), a name for all branches, or a `Branches` of names. A named implementation never
-falls back to another one. Every function raises `ValueError` for input that no implementation
-supports. The message names the argument, the rule and the value. A named implementation that
-cannot run the problem raises `NotImplementedError`.
+`nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Functions with the
+arguments `key` and `value` accept for each of them one array, or a `Branches` of arrays with one
+array per branch (paper section 3.3.3). `implementation` is None (automatic), a name for all
+branches, or a `Branches` of names. A named implementation never falls back to another one. Every
+function raises `ValueError` for input that no implementation supports. The error message names
+the argument, the rule and the value. If a named implementation cannot run the call, the function
+raises `NotImplementedError`.
 """
 
 import functools
@@ -65,23 +66,23 @@ def attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
       config: block sizes, strides and number of selected blocks; the defaults are those of the
-        paper. Its `compute_dtype` is for inference only.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means that each
-        compressed token is the mean of its window.
+        paper. `config.compute_dtype` is for inference only.
+      compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
+        Hkv, Dv]`; None means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
         the blocks are selected by the scores of the compressed branch.
       segment_ids: int `[B, S]`, for packed rows. Consecutive tokens with the same id are one
-        sequence. Tokens with a negative id are padding. Their outputs are 0, and no query
-        attends to them.
-      varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make it once for
-        all layers.
+        sequence. Tokens with a negative id are padding. The outputs of padding are 0, and no
+        query attends to padding.
+      varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Call
+        `varlen_metadata` once for all layers.
       scale: factor of the logits; None means `D**-0.5`.
-      recompute: whether to save only the inputs and the selection for the backward pass, which
-        then computes the branches again. If `recompute` is False, three more arrays of the
-        output's size are saved.
+      recompute: whether to save only the inputs and the block indices for the backward pass. The
+        backward pass then computes the branches again. If `recompute` is False, three more arrays
+        of the output's size are saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
-        (`nsa_jax.context`). The arrays then contain the tokens of this device, `T = S`;
-        `compressed` describes the whole sequence.
+        (`nsa_jax.context`). With an axis, the arrays contain only the tokens of this device (`T =
+        S`), but `compressed` describes the whole sequence.
       context_layout: distribution of the tokens over devices, `zigzag` or `contiguous`.
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
@@ -90,8 +91,9 @@ def attention(
 
     Raises:
       ValueError: No implementation supports an argument.
-      NotImplementedError: The named implementation cannot run this call, or none supports the
-        `compute_dtype` of `config` on this device, in context parallelism or for a gradient.
+      NotImplementedError: The named implementation cannot run this call. The error is also raised
+        if no implementation supports `config.compute_dtype` on this device, in context
+        parallelism or for a gradient.
     """
     validate.flag("recompute", recompute)
     key, value = map(Branches.each, (key, value))
@@ -164,8 +166,8 @@ def attend(
     """Run all steps of `attention` after compression, on compressed tokens that already exist.
 
     Args:
-      assume_finite: Whether keys and values after `kv_len` are finite and no query is padding.
-        Kernels then need no copies in which these are zeros.
+      assume_finite: Whether keys and values after `kv_len` are finite and no query is padding. If
+        so, kernels need no copies in which such tokens are zeros.
     """
     compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
@@ -203,7 +205,7 @@ def _by_branch(steps, query, key, value, gates, compressed, block_indices, **res
 
 
 def _gated_sum(outputs, gates, *, config, kv_len, segment_ids, scale):
-    del scale  # only the branches, which compute logits, use it
+    del scale  # only the branches, which compute logits, use the scale
     where = geometry.layout_of(gates.compressed, 0, config, kv_len, segment_ids)
     return branches.combine(outputs, Branches(*zero_padding(jnp, where, *gates)))
 
@@ -228,8 +230,9 @@ def compress(
       params: the parameters of `phi`, `PoolParams`, `MLPParams` or `RopeMLPParams`
         (`nsa_core.compress_params`). `params=None` means that `phi` is the mean.
       config: the block sizes.
-      segment_ids: `[B, S]`, for packed rows. The compressed tokens of all sequences are then in
-        the order of their first tokens, without gaps. The remaining slots are zeros.
+      segment_ids: `[B, S]`, for packed rows. The compressed tokens of all sequences in a row are
+        in the order of their first tokens, without gaps. The remaining slots of the result are
+        zeros.
       varlen: as in `attention`.
 
     Returns:
@@ -259,9 +262,10 @@ def select_blocks(
 ) -> Int[Array, "B T Hkv n"]:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the lower index is chosen. A score underflows in float32 if its logit
-    is 87 or more below the log-sum-exp. Most implementations treat such scores as 0. Only
-    `reference`, and `xla` on a CPU, still order them (docs/kernels/numerics.md).
+    If scores are equal, the block with the lower index is chosen. A score underflows in float32
+    if its logit is 87 or more below the log-sum-exp. Most implementations treat scores that
+    underflow as 0. Only `reference`, and `xla` on a CPU, still order these scores
+    (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
@@ -304,7 +308,8 @@ def compressed_attention(
     Raises: the same errors as `select_blocks`.
 
     Returns:
-      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
+      `(out, lse)`, where `out` is `[B, T, H, Dv]`, and `lse` is the natural log-sum-exp `[B, T,
+      H]` in float32.
     """
     arrays, where = (query, compressed_key, compressed_value), (kv_len, segment_ids, varlen)
     return _step("compressed", arrays, config, *where, scale, implementation)
@@ -413,12 +418,12 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: Those of `attention` that are in this signature. `gates` and `compressed` are checked,
-      but do not affect the choice.
+    Args: The arguments of `attention` that are in this signature. `gates` and `compressed` are
+      checked, but do not affect the choice.
 
     Returns:
-      One choice per step, with the reason why each earlier candidate was refused. When printed,
-      it has one line per step.
+      One choice per step, with the reason why each earlier candidate was refused. The printed
+      result has one line per step.
 
     Raises: the same errors as `attention`.
     """
@@ -454,8 +459,8 @@ def choices_of(
 
 
 def function_of(choice: Choice):
-    """Return the compiled implementation of a step. While `nsa_core.debug` reports events, it
-    is wrapped to report them.
+    """Return the compiled implementation of a step. While `nsa_core.debug` reports events, the
+    returned function is wrapped so that its calls are reported.
     """
     name, run = choice.implementation, compiled(choice.load())
     return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)
@@ -471,19 +476,20 @@ def varlen_metadata(
 ) -> PackedRows:
     """Make the argument `varlen` of calls on packed rows, which replaces `segment_ids`.
 
-    The two limits are checked only if the host can read `segment_ids`. This is so on a CPU
-    outside `jax.jit`, and on a GPU while `nsa_jax.debug` reports events. Otherwise the caller
-    must ensure that they hold.
+    The limits `max_segments` and `max_seqlen` are checked only if the host can read
+    `segment_ids`. The host can read them on a CPU outside `jax.jit`, and on a GPU while
+    `nsa_jax.debug` reports events. In other cases the caller must ensure that the rows respect
+    the limits.
 
     Args:
       segment_ids: `[B, S]`, as in `attention`.
       config: The config of the calls.
       max_segments: Upper bound for the number of runs of equal ids per row, including runs of
         padding. `max_segments=None` means that no bound is known. With a bound, Mosaic kernels
-        use separate tiles for each sequence, as in rows of one sequence.
-      max_seqlen: Upper bound for the number of tokens of a sequence. Defaults to `S`. In a longer
-        sequence, blocks beyond the bound may not be selected. With `max_segments`, Mosaic kernels
-        treat a row that exceeds a bound as padding.
+        use separate tiles for each sequence, so that no tile covers two sequences.
+      max_seqlen: Upper bound for the number of tokens per sequence. Defaults to `S`. In a
+        sequence longer than the bound, blocks beyond it may be left out of the selection. With
+        `max_segments`, Mosaic kernels treat a row that exceeds a bound as padding.
 
     Raises:
       ValueError: An argument is invalid, or values that the host reads exceed a bound.

@@ -1,4 +1,5 @@
-"""Attention to blocks of keys that the caller chose, in arrays (`block_attention`) and in pages."""
+"""Attention to blocks of keys that the caller chose. Keys and values are in arrays
+(`block_attention`) or in pages (`paged_block_attention`)."""
 
 import functools
 from typing import Any, Literal
@@ -38,29 +39,30 @@ def block_attention(
     return_residual: bool = False,
     implementation: Name | None = None,
 ) -> Float[Array, "B T H Dv"] | OutLse:
-    """Compute causal attention of each query to the key blocks in its list, with one softmax
-    over all of them.
+    """Compute causal attention of each query to the key blocks in its list. One softmax covers
+    the keys of all these blocks.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. The query attends to those at or before its own position. The queries are the last
-    `T` of the `S` tokens. Query, key and value receive gradients, also through the log-sum-exp.
-    On `mosaic` and `triton` the gradients are deterministic, since sums have a fixed order. The
-    argument names are those of `jax.nn.dot_product_attention`.
+    sequence. A query attends to the tokens of its listed blocks at or before its own position.
+    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
+    through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
+    deterministic, since sums have a fixed order. Arguments that `jax.nn.dot_product_attention`
+    also has have the same names as there.
 
     Args:
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
-      block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
-        `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of `Hkv`, often 1, or a multiple of
-        it. If it is a multiple, keys and values are repeated. The entries of a list may have
-        any order, and negative entries are empty. Blocks after the query's own block, or beyond
-        the last key, are masked. A list must not contain a block twice, since its keys would
-        then count twice.
+      block_indices: int32 `[B, T, G, n]`. `G` is the number of lists per token and divides `H`.
+        List `g` serves the query heads `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of
+        `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
+        repeated. The entries of a list may have any order, and negative entries are empty. Blocks
+        after the query's own block, or beyond the last key, are masked. A list must not contain a
+        block twice, since its keys would then count twice.
       block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
-        supports multiples of 16 up to 128, and `triton` any size up to 128. Both also support
-        larger multiples of 64 if a list has up to 64 parts of 128 tokens, or of 64 tokens if 128
-        is no divisor. Longer lists run on `triton` for any block size, unless rows are packed or
-        `query_seq_lengths` is given.
+        supports multiples of 16 up to 128, and `triton` any size up to 128. `mosaic` and `triton`
+        also support larger multiples of 64. They split such blocks into parts of 128 tokens, or
+        of 64 tokens if 128 is no divisor, and a list may have up to 64 parts. Longer lists run on
+        `triton` for any block size, unless rows are packed or `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. The lists must not contain a block that
@@ -68,21 +70,24 @@ def block_attention(
       query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a row.
         `query_seq_lengths=None` means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`.
-        `key_value_seq_lengths=None` means `S`. The last valid query is at the last valid key.
-      segment_ids: int `[B, S]`, the ids of packed rows (see `nsa_jax.attention`). Block indices
-        then count from the start of each sequence.
+        `key_value_seq_lengths=None` means `S`. The last valid query has the position of the last
+        valid key.
+      segment_ids: int `[B, S]`, the ids of packed rows (see `nsa_jax.attention`). In packed rows,
+        block indices count from the start of each sequence.
       return_residual: whether to return the log-sum-exp too.
       implementation: as in `selected_attention`.
 
     Returns:
-      The output `[B, T, H, Dv]` in the dtype of `query`, which is 0 if a query attends to no
-      key. With `return_residual` also the natural log-sum-exp `[B, T, H]` in float32, which is
-      -inf for such queries. To add an attention sink with logit `s`, compute `out * sigmoid(lse
+      The output `[B, T, H, Dv]` in the dtype of `query`. The output is 0 for a query that attends
+      to no key. With `return_residual` the function also returns the natural log-sum-exp `[B, T,
+      H]` in float32. The log-sum-exp is -inf for a query that attends to no key. To add an
+      attention sink with logit `s`, compute `out * sigmoid(lse
       - s)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or a list contains a block twice. The latter is
-        found only if the lists are not traced, and are on a CPU or `nsa_core.debug` is on.
+      ValueError: Shapes or dtypes do not fit, or a list contains a block twice. Repeated blocks
+        are detected only if the lists are not traced, and only on a CPU or while `nsa_core.debug`
+        is on.
       NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, key, value, block_indices
@@ -144,7 +149,7 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
-    """Compute `(out, lse)` with the kernels that gather single keys. The gradients are computed
+    """Compute `(out, lse)` with the kernels that gather single keys. Their gradients are computed
     in chunks of queries.
     """
 
@@ -191,26 +196,26 @@ def paged_block_attention(
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
     """Compute `block_attention` of each row's last tokens to the row's keys and values in
-    pages. The result is `[N, H, Dv]`. Only the listed blocks are read.
+    pages. The result is `[N, H, Dv]`. The kernels read only the listed blocks.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
-        is unused.
+      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+        unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last
         row, at most `N`. `cu_seqlens_q=None` means that all rows have the same number of queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (GPUs since Ampere), `xla` (gathers and a softmax), or None for the
-        first that can run.
+        first of them that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit. If the host reads the indices, also if a list
-        contains a block twice or a page does not exist.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, a list that contains
+        a block twice, or an index of a page that does not exist, also raises `ValueError`.
       NotImplementedError: A gradient is required, or the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, block_indices

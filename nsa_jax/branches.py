@@ -1,13 +1,13 @@
 """Computes the three branches in plain XLA (implementation `xla`), on any device and with
 bounded memory.
 
-Queries are processed in chunks. The selected branch gathers only the blocks of one chunk, and
-the sliding branch slices the band that its chunk can see. Each branch returns the output `[B,
-T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
+Queries are processed in chunks. The selected branch gathers only the blocks of one chunk of
+queries. The sliding branch slices the keys that its chunk can attend to. Each branch returns the
+output `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
-The selection (arXiv 2502.11089 v2, Eqs. 8-12) is float32 and carries no gradient. On a CPU, scores
-that are too small for float32 are compared by their logarithms. The logarithms are computed only
-if such scores affect the selection.
+The selection of blocks (arXiv 2502.11089 v2, Eqs. 8-12) is computed in float32 and has no
+gradient. On a CPU, scores that are too small for float32 are compared by their logarithms. The
+logarithms are computed only if such scores affect the selection.
 """
 
 import functools
@@ -27,13 +27,14 @@ from nsa_jax.numerics import grouped, logits_of, product, scale_of, softmax, wei
 
 
 def _rows(out, lse, query):
-    """Merge the axes of groups and heads, which gives the public shapes."""
+    """Merge the axes of groups and heads, so that the arrays have their public shapes."""
     out = rearrange(out, "b q k g d -> b q (k g) d").astype(query.dtype)
     return out, rearrange(lse, "b k g q -> b q (k g)")
 
 
 def _attend(query, key, value, seen, scale):
-    """Compute attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
+    """Compute attention over keys that all queries of the chunk share. `seen` [B, Q, K] is the
+    mask."""
     key, value = key.astype(query.dtype), value.astype(query.dtype)
     # Zero times NaN is NaN, so that values of a query without keys must not enter a sum.
     some = seen.any(axis=-1)[..., None, None]
@@ -152,7 +153,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
         seen &= position[..., None] >= 0
         return _attend(query, slice_band(key, band), slice_band(value, band), seen, scale)
 
-    # With a chunk as long as the window, only half of the band is masked.
+    # If a chunk is as long as the window, only half of the sliced keys are masked.
     row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
     budget = min(row_bytes * max(window, 64), BUDGET_BYTES)
     arrays = (query, index, where.position, where.key_start)
@@ -171,7 +172,7 @@ def combine(outputs, gates):
 
 
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
-    """Return the maximum number of selection blocks of a sequence in these arrays."""
+    """Return the maximum number of key blocks per sequence in these arrays."""
     if segment_ids is not None:
         limit = getattr(segment_ids, "max_seqlen", None)
         kv_len = min(segment_ids.shape[1], limit or segment_ids.shape[1])

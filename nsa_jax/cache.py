@@ -1,10 +1,10 @@
-"""Decoding in JAX. A call returns a new cache that includes its tokens, and does not change the
-given cache. If the caller donates the given cache, the call reuses its memory, and the given
-cache is invalid afterwards. The same function serves prompts, chunks and single tokens.
+"""Decoding in JAX. A call returns a new cache that includes the call's tokens, and does not
+change the given cache. If the caller donates the given cache, the call reuses its memory, and the
+given cache is invalid afterwards. The same function serves prompts, chunks and single tokens.
 
 Each row is one page (`nsa_core.paged_layout`) with memory for all tokens of the row. The
-capacity is fixed. A write beyond it raises `ValueError` if the length is known. In traced code
-the output becomes NaN instead.
+capacity is fixed. A write beyond the capacity raises `ValueError` if the length is known. In
+traced code, where the length is unknown, the output becomes NaN instead.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,31 @@ from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
 
-# A cache has static fields next to its arrays: `jit` treats them as static, and no transform
-# changes them.
+# A cache has static fields in addition to its arrays. `jit` treats these fields as static, and no
+# transform changes them.
 jax.tree_util.register_static(NSAConfig)
 jax.tree_util.register_static(Contents)
 
 
 class NSACache(NamedTuple):
-    """The keys and values of earlier tokens. A call returns a new cache that includes its
+    """The keys and values of earlier tokens. A call returns a new cache that includes the call's
     tokens. The given cache is unchanged, or invalid if it is donated. `M` is the capacity in
-    tokens. Sliding and raw fields are None if the selected fields have the same tokens.
+    tokens. The fields of the sliding branch and of raw tokens are None if the selected branch has
+    the same tokens.
     """
 
     selected_key: Float[Array, "B M Hkv D"]
     selected_value: Float[Array, "B M Hkv Dv"]
     sliding_key: Float[Array, "B M Hkv D"] | None
     sliding_value: Float[Array, "B M Hkv Dv"] | None
-    raw_key: Float[Array, "B M Hkv D"] | None  # what compressed tokens are computed from
+    # tokens from which compressed tokens are computed
+    raw_key: Float[Array, "B M Hkv D"] | None
     raw_value: Float[Array, "B M Hkv Dv"] | None
     compressed_key: Float[Array, "B M/d Hkv D"]  # token `i` at `i + l/d - 1`
     compressed_value: Float[Array, "B M/d Hkv Dv"]
     length: Int[Array, " B"]  # tokens of each sequence so far
     config: NSAConfig  # the sizes from which compressed tokens are computed
-    contents: Contents = UNSAID  # records how the tokens were computed
+    contents: Contents = UNSAID  # a record of how the tokens were computed
     # Only for layers with `key_taps`: projected keys of the newest tokens.
     newest_keys: Float[Array, "B taps-1 columns"] | None = None
 
@@ -61,9 +63,9 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """Return an empty cache, without a record of how tokens were computed. It contains
-        zeros, since kernels multiply whole tiles, and memory after the last token must not be
-        NaN.
+        """Return an empty cache, without a record of how tokens were computed. The arrays of the
+        cache are zeros: kernels multiply whole tiles, so that memory after the last token must
+        not be NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -79,8 +81,8 @@ def init_cache(
     dtype=jnp.float32,
     separate: bool = False,
 ) -> NSACache:
-    """Make an empty cache for `capacity` tokens. Each call returns a new `NSACache` with more
-    tokens.
+    """Make an empty cache for `capacity` tokens. Each call on a cache returns a new `NSACache`
+    with more tokens.
 
     Args:
       batch, capacity: number of rows, and maximum number of tokens per row.
@@ -138,9 +140,10 @@ def cached_attention(
 ):
     """Append `T >= 1` tokens to a cache and attend from them. Return `(out, new cache)`.
 
-    The result equals `attention` over all tokens so far. The tokens may be appended at once, in
-    chunks of any size, or one at a time. The given cache is unchanged. XLA copies it unless you
-    donate it (`jax.jit(.., donate_argnames="cache")`). A donated cache is invalid afterwards.
+    The output of a token equals that of `attention` over all tokens so far. Tokens may be
+    appended all at once, in chunks of any size, or one at a time. The given cache is unchanged.
+    XLA copies the cache unless you donate it (`jax.jit(.., donate_argnames="cache")`). A donated
+    cache is invalid afterwards.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
@@ -151,12 +154,13 @@ def cached_attention(
       compress_params: parameters of the compressors of keys and values
         (`nsa_core.compress_params`).
       made_with: names and values of other properties of the tokens, such as `("rope_base",
-        1e4)`. Tokens with different values, or with another kind of `compress_params`, raise an
-        error.
+        1e4)`. If the cache has tokens with other values, or with another kind of
+        `compress_params`, the call raises an error.
       scale, implementation: as in `attention`.
 
     Returns:
-      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.
+      `(out, cache)`, where `out` is `[B, T, H, Dv]` in the dtype of `query`, and `cache` is a new
+      cache that includes the tokens.
 
     Raises:
       ValueError: Shapes do not fit, or the cache has another config, was filled with parameters
@@ -172,7 +176,7 @@ def cached_attention(
     contents, mixed = known_contents(cache.contents, facts, lambda: cache.length)
     longest = query.shape[1]
     if not isinstance(cache.length, jax.core.Tracer):
-        longest += int(np.max(np.asarray(cache.length)))  # inside of jit too
+        longest += int(np.max(np.asarray(cache.length)))  # this check also runs inside of jit
     if longest > cache.capacity:
         raise ValueError(f"cache must have capacity for {longest} tokens, got {cache.capacity}")
     before = cache._replace(contents=contents)
@@ -199,22 +203,22 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """Set the rows of `out` that are `wrong` to NaN. The function is one program, so that
-    `jax_debug_nans` checks only its result.
+    """Return `out` with NaN in the rows that are `wrong`. This function is one compiled program,
+    so that `jax_debug_nans` checks only its result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
-    """Return the `Contents` of a cache after a write with `facts`, and a mask of the rows `[B]`
-    that become invalid, or False if none does.
+    """Return the `Contents` of a cache after a write with `facts`. Also return a mask `[B]` of
+    the rows that become invalid, or False if no row does.
 
     If compressed tokens are means and there are no other facts, empty contents stay empty. The
-    pytree structure of the cache then stays the same, so that the carry of a `scan` may begin
+    pytree structure of the cache then stays the same. The carry of a `scan` may therefore begin
     with an empty cache.
 
     Raises:
-      ValueError: A fact contradicts the contents.
+      ValueError: One of the `facts` contradicts the contents of the cache.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False
@@ -230,7 +234,8 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
 
 
 def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> NSACache:
-    """Return the cache with the new tokens, which are `[B, T, Hkv, .]` in each branch."""
+    """Return the cache with the new tokens. `key` and `value` have `[B, T, Hkv, .]` per
+    branch."""
     lengths = cache.length + key.selected.shape[1]
     given = ((name, getattr(cache, name, None)) for name in PAGES)
 
@@ -242,7 +247,7 @@ def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> 
         )
         return {name: x[0] for name, x in found.items()}
 
-    # Row by row, so that rows may be on several devices.
+    # The rows are written one by one, so that they may be on several devices.
     arrays = {name: x for name, x in given if x is not None}
     found = jax.vmap(row)(arrays, key, value, lengths)
     return cache._replace(**found, length=lengths)

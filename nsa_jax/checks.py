@@ -1,5 +1,5 @@
-"""Checks the values of arguments of public functions if the host can read them, as
-`nsa_torch.checks` does. `nsa_core.validate` checks shapes and dtypes.
+"""Checks the values of arguments of public functions, if the host can read them.
+`nsa_torch.checks` is the counterpart for torch. `nsa_core.validate` checks shapes and dtypes.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
-    """Return whether the host reads the values of an argument. It does so if it need not wait
-    for a device, or if `debug` is on.
+    """Return whether the host reads the values of an argument. The host reads them if it need not
+    wait for a device, or if `nsa_core.debug` is on.
     """
     if isinstance(x, jax.core.Tracer):
         return False
@@ -26,7 +26,8 @@ def read(x: Any) -> np.ndarray | None:
 
 
 def within(name: str, x: Any, least: int, most: int) -> None:
-    """Check the range of the values of an array. Other objects are ignored."""
+    """Check that the values of an array are in the allowed range. Objects other than arrays are
+    ignored."""
     if hasattr(x, "dtype") and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 

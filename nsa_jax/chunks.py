@@ -1,5 +1,5 @@
-"""Computes on one chunk of queries at a time, so that the memory of the forward and the
-backward pass is bounded.
+"""Computes one chunk of queries at a time, which bounds the memory of the forward and the
+backward pass.
 """
 
 import functools
@@ -12,8 +12,7 @@ from jax import lax
 from nsa_jax.eager import any_rank
 from nsa_jax.numerics import wide
 
-# Maximum size in bytes of an intermediate of one chunk, such as logits or gathered keys and
-# values.
+# Maximum size in bytes of an intermediate array of one chunk, such as logits or gathered keys.
 BUDGET_BYTES = 128 * 2**20
 
 
@@ -25,10 +24,10 @@ def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | No
     largest intermediate result of `body`. The last chunk is padded with zeros. Integers are
     padded with -1, a position that attends to no key.
 
-    In the backward pass each chunk is computed again instead of being stored. Every query adds
-    to the gradients of `shared`, which accumulate in float32. In this pass `body` therefore
-    receives the shared arrays in float32. It must cast the parts that it reads to the dtype of
-    the queries. `body` must not close over traced arrays.
+    In the backward pass each chunk is computed again instead of being stored. Every query adds to
+    the gradients of `shared`, and these gradients accumulate in float32. In the backward pass
+    `body` therefore receives the shared arrays in float32. `body` must cast the parts that it
+    reads to the dtype of the queries. `body` must not close over traced arrays.
     """
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     most = max(1, budget // max(row_bytes, 1))

@@ -1,5 +1,5 @@
-"""Compression `phi`, which makes one token from each window of `l` tokens. A window begins every
-`d` tokens (Eq. 7).
+"""Compression: the function `phi` makes one compressed token from each window of `l` tokens. A
+window begins every `d` tokens (Eq. 7).
 """
 
 import functools
@@ -23,8 +23,8 @@ def apply_phi(
     the dtype of `windows`.
 
     Args:
-      first: The position of each window's first token in its sequence. `[1, C]` applies to all
-        rows.
+      first: The position of each window's first token in its sequence, `[B, C]`, or `[1, C]` for
+        all rows.
     """
     dtype = wide(windows.dtype)
     if params is None:
@@ -65,7 +65,7 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     `first`, which is 0 in a packed row. The result is `[B, C, Hkv, D]`.
 
     In a packed batch the windows of all sequences are in the order of their first token, without
-    gaps. The remaining slots at the end are zero.
+    gaps. The remaining slots at the end of the result are zero.
     """
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
@@ -91,12 +91,11 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """Return the windows of `block` tokens that begin at `starts`. Unused slots have zeros,
-    since a NaN in padding would otherwise reach the gradients of parameters, even if it is
-    multiplied by zero.
+    """Return the windows of `block` tokens that begin at `starts`. Unused slots contain zeros.
+    Otherwise a NaN in padding would reach the gradients of parameters, even multiplied by zero.
 
-    The gradient of a token is the sum over the windows that contain it, in a fixed order. JAX
-    would differentiate a gather as a scatter, which adds in any order on a GPU.
+    The gradient of a token is the sum over the windows that contain it, in a fixed order. If JAX
+    differentiated a gather, the gradient would be a scatter, which adds in any order on a GPU.
 
     Args:
       starts: Ascending, with distances of at least `stride`. Unused slots at the end are -1.

@@ -4,14 +4,14 @@ sequence.
 Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
 and values are gathered for a group of key/value heads at a time (`head_groups`), by
 `lax.all_gather`. The gather of the next group does not depend on the computation of the current
-one, so that XLA may overlap them. A chunk of queries is then an ordinary call, whose queries
-are the last of the first `kv_len` keys. `kv_len` is a traced value, so that all devices run the
-same program. Gathered keys and values are not saved. The backward pass gathers them again. The
-gradients are summed over the devices in float32, by `lax.psum_scatter`.
+group. XLA may therefore overlap the two. Attention of a chunk of queries is then an ordinary
+call, whose queries are the last of the first `kv_len` tokens. `kv_len` is a traced value, so that
+all devices run the same program. Gathered keys and values are not saved, since the backward pass
+gathers them again. `lax.psum_scatter` sums the gradients over the devices in float32.
 
-Each device computes the compressed tokens whose windows begin in its own tokens. For these it
-also needs the tokens that follow its chunks, the halo. All devices then gather the compressed
-tokens.
+Each device computes the compressed tokens of those windows that begin in its own tokens. These
+windows extend beyond the device's chunks. The tokens that follow a chunk and belong to its
+windows are the halo of the chunk. All devices then gather the compressed tokens.
 
 Shapes: `T` is the number of tokens of one device, and `S` that of the whole sequence.
 """
@@ -42,9 +42,9 @@ from nsa_jax.numerics import wide
 
 
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
-    """Reorder `x` along `axis`, so that each of `size` equal shards has the tokens of one device.
+    """Reorder `x` along `axis`. In the result, each of `size` equal shards has the tokens of one
 
-    If the length is not a multiple of the number of chunks, padding is added at the end.
+    device. If the length is not a multiple of the number of chunks, padding is added at the end.
     Padding has the value 0, or -1 for integers such as `segment_ids`.
 
     Raises:
@@ -66,7 +66,8 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
 def unshard_sequence(
     x, size: int, *, axis: int = 1, length=None, context_layout: Layout = "zigzag"
 ):
-    """Undo `shard_sequence`. `length` is the length without padding."""
+    """Undo `shard_sequence`: return the sequence in its original order. `length` is the length
+    without padding."""
     layouts.check(context_layout)
     x = jnp.asarray(x)
     length = x.shape[axis] if length is None else length
@@ -75,10 +76,10 @@ def unshard_sequence(
 
 
 def _along(function, x, axis: int, length: int):
-    """Apply `function` to `x` with the axis moved to the front. The result has `length` entries
-    on this axis, which is moved back to where it was. Explicit axes of a mesh are supported,
-    although reshape and indexing do not support them. The result is sharded like `x`, except
-    along an axis that cannot be divided in this way.
+    """Apply `function` to `x` with `axis` moved to the front. In the result, which has `length`
+    entries on this axis, the axis is moved back. Explicit axes of a mesh are supported, although
+    reshape and indexing do not support them. The result is sharded like `x`, except along an axis
+    that cannot be divided in the same way.
     """
 
     def run(x):
@@ -107,9 +108,9 @@ class _Shards(layouts.Shards):
     axis: str
 
     def gather(self, x):
-        """Gather `[B, n, ...]` of each device to `[B, R n, ...]` in the order of the sequence.
-        Each of the `C` chunks of a device has `n / C` of its entries, such as tokens. The result
-        for None is None.
+        """Gather `x` `[B, n, ...]` of each device to `[B, R n, ...]`, in the order of the
+        sequence. Each of the `C` chunks of a device has `n / C` of the device's entries, such as
+        tokens. If `x` is None, return None.
         """
         if x is None:
             return None
@@ -117,7 +118,8 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """Return the shards for `local_length` tokens per device. Errors name the argument `name`."""
+    """Return the shards for `local_length` tokens per device. Error messages call the argument
+    `name`."""
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
@@ -141,7 +143,7 @@ def _gather_forward(axis, places, order, x):
 
 @any_rank
 def _gather_backward(axis, places, order, _, grad):
-    if grad.dtype == jax.dtypes.float0:  # integers have gradients of this dtype
+    if grad.dtype == jax.dtypes.float0:  # JAX represents gradients of integers with this dtype
         return (None,)
     wider = jnp.moveaxis(grad.astype(wide(grad.dtype)), 1, 0)
     total = lax.psum_scatter(_moved(wider, order), axis, scatter_dimension=0, tiled=True)
@@ -200,7 +202,7 @@ def compress(
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or as in `shard_positions`.
+      ValueError: Shapes or dtypes do not fit, or `shard_positions` would raise an error.
     """
     validate.array("x", x, 4)
     validate.phi(params, x, config)
@@ -211,8 +213,8 @@ def compress(
 
 
 def _compressed_tokens(shard, x, params, config, segment_ids):
-    """Return the compressed tokens of the whole sequence. `x` has the device's own tokens, and
-    `segment_ids` are those of the whole sequence.
+    """Return the compressed tokens of the whole sequence. `x` has only the device's own tokens,
+    but `segment_ids` has the ids of the whole sequence.
     """
     block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
     count, most = config.num_compressed(shard.length), -(-chunk // stride)
@@ -251,8 +253,8 @@ def _where(inside, x):
 @any_rank
 def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = "zigzag"):
     """Return the `count` tokens before each of the `C` chunks of this device, `[B C, count,
-    columns]`. `x` `[B, T, columns]` are this device's tokens. Positions before the sequence are
-    zeros.
+    columns]`. `x` `[B, T, columns]` has this device's tokens. Tokens before the start of the
+    sequence are zeros.
 
     Raises:
       ValueError: a chunk has fewer tokens than `count`.
@@ -272,8 +274,8 @@ def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = 
 
 
 def _with_halo(shard, x, halo):
-    """Return each chunk of `x` `[B, T, ...]` with the `halo` tokens after it, and zeros after
-    the end of the sequence.
+    """Return each chunk of `x` `[B, T, ...]`, followed by its `halo` next tokens. After the end
+    of the sequence there are zeros.
     """
     own = jnp.split(x, len(shard.own), axis=1)
     width = min(halo, shard.chunk)
@@ -309,7 +311,7 @@ def select_blocks(
       context_axis, context_layout: as in `nsa_jax.attention`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or as in `shard_positions`.
+      ValueError: Shapes or dtypes do not fit, or `shard_positions` would raise an error.
       NotImplementedError: The named implementation cannot run this call.
     """
     validate.queries(query)
@@ -344,7 +346,8 @@ def attention(
     context_axis,
     context_layout,
 ):
-    """Compute `api.attention` for the queries of this device. The arguments are the same."""
+    """Compute `api.attention` for the queries of this device. The arguments are the same as in
+    `api.attention`."""
     validate.in_dtype_of_query(config, "context parallelism")
     shard = _shards(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():

@@ -1,4 +1,4 @@
-"""Lists JAX's implementations of each step. `nsa_core.dispatch` chooses one."""
+"""Lists the implementations of each step in JAX. `nsa_core.dispatch` chooses one of them."""
 
 import functools
 
@@ -17,7 +17,8 @@ def _table(step: str) -> tuple[Implementation, ...]:
         return tuple(kernels)
     return (
         *kernels,
-        Implementation("xla", f"nsa_jax.branches:{name}"),  # any device, with bounded memory
+        # xla runs on any device, with bounded memory
+        Implementation("xla", f"nsa_jax.branches:{name}"),
         Implementation("reference", f"nsa_jax.reference:{name}"),
     )
 

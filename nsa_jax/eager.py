@@ -1,5 +1,5 @@
-"""Runs each step of a public call as one program, which is traced and compiled once for calls of
-the same shapes.
+"""Runs each step of a public call as one program. A program is traced and compiled once for all
+calls of the same shapes.
 
 Without these programs, each operation of a call outside `jax.jit` would be compiled separately,
 and each layer of a model inside `jax.jit` would be traced separately. Tracing 12 layers forward
@@ -19,12 +19,12 @@ from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
 from nsa_core.types import Branches
 
-_ARRAY = object()  # stands for an array argument in a key
+_ARRAY = object()  # represents an array argument in a key
 
 
 def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap `function`, so that it may broadcast arrays of different ranks. It ignores the caller's
-    `jax_numpy_rank_promotion`.
+    """Wrap `function`, so that it may broadcast arrays of different ranks. The wrapped function
+    ignores the caller's setting of `jax_numpy_rank_promotion`.
     """
 
     @functools.wraps(function)
@@ -81,7 +81,7 @@ def _refuse_explicit(function, error: Exception, args, options) -> None:
 
 
 def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
-    """Return whether an array with this sharding is divided over explicit axes of its mesh."""
+    """Return whether `sharding` divides an array over explicit axes of its mesh."""
     return not set(sharding.mesh.explicit_axes).isdisjoint(
         jax.tree.leaves(tuple(sharding.spec))
     )
@@ -89,7 +89,8 @@ def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
 
 @functools.lru_cache(1024)
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` for its arrays. Its other arguments must be hashable.
+    """Wrap `function`, so that a call runs a compiled program. Arguments other than arrays must
+    be hashable.
 
     While kernels are interpreted, a call runs `function` itself, without a program.
     """
@@ -112,7 +113,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _program(
     function: Callable[..., Any], tree: Any, constants: tuple[Hashable, ...], state: Hashable
 ):
-    """Return a compiled program. `state` has all other values on which the function depends."""
+    """Return a compiled program for these arguments. `state` has all other values on which
+    `function` depends."""
 
     def program(*arrays):
         supply = iter(arrays)
@@ -125,13 +127,13 @@ def _program(
 
 
 def forget() -> None:
-    """Clear compiled calls, for tests that change the state of a step."""
+    """Clear the compiled programs. Tests that change the state of a step call this."""
     _program.cache_clear()
 
 
 def _varying(x, axes):
-    """Return `x` with a type that varies along mesh axes. `shard_map` cannot infer this for
-    kernels.
+    """Return `x` with a type that varies along the mesh `axes`. `shard_map` cannot infer this
+    type for the results of kernels.
     """
     missing = axes - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
@@ -165,8 +167,8 @@ def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse_derivatives(message: str, arrays):
-    """Return `arrays`, a pytree. A derivative with respect to one of them raises
-    NotImplementedError.
+    """Return `arrays`, a pytree, unchanged. A derivative with respect to one of these arrays
+    raises NotImplementedError.
     """
     del message
     return arrays

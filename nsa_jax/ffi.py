@@ -1,7 +1,7 @@
-"""Runs Mosaic kernels in JAX programs, from machine code that serves every length.
+"""Runs Mosaic kernels in JAX programs, from machine code that serves every sequence length.
 
     trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
-             a number that stands for it
+             a number that identifies it
     compile  XLA compiles the rest of the program; the kernel exists already, or is built meanwhile
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
@@ -31,7 +31,7 @@ from nsa_jax import jax_problem, xla_call
 from nsa_jax.xla_call import Call
 
 TARGET = "nsa_launch_mosaic_kernel"
-PREFETCHED = 128  # kernels that were traced and have not run yet, which are built together
+PREFETCHED = 128  # kernels that were traced but have not run yet; they are built together
 LAUNCHES = 4096  # maximum number of remembered kernels; loaded code is not freed
 LOG = logging.getLogger("kernels_pallas.runtime")
 
@@ -53,15 +53,15 @@ def serves(kernel: Kernel) -> bool:
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
-    """Run `kernel` as a custom call. All transforms are supported, except `vmap` and
-    derivatives.
+    """Run `kernel` as a custom call of XLA. All transforms of JAX are supported, except `vmap`
+    and derivatives.
 
     Args:
       arrays: As in `Kernel.__call__`.
 
     Returns:
       The outputs of the kernel. If the kernel is `in_place`, the first outputs may reuse the
-      memory of the last arrays, unless other operations read these.
+      memory of the last arrays, unless other operations read those arrays.
     """
     text, key = text_and_key(kernel)
     with _lock:
@@ -105,7 +105,8 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
 
 @functools.cache
 def text_and_key(kernel: Kernel) -> tuple[str, np.int64]:
-    """Return a kernel's description, and its hash, a number that identifies it in any process."""
+    """Return a kernel's description and its key. The key is a hash of the description, which
+    identifies the kernel in any process."""
     text = description.canonical(description.describe(kernel))
     digest = hashlib.sha256(text.encode()).digest()
     return text, np.frombuffer(digest[:8], np.int64)[0]

@@ -5,8 +5,8 @@ array. The metadata of packed rows is computed once for all layers:
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
-The metadata is a pytree of arrays `[B, ..]`. Make it outside of a scan over layers and of
-`jax.checkpoint`. It is then computed once per training step, and no backward pass computes it
+The metadata is a pytree of arrays `[B, ..]`. Make the metadata outside of a scan over layers and
+of `jax.checkpoint`. It is then computed once per training step, and no backward pass computes it
 again.
 """
 
@@ -25,19 +25,20 @@ from nsa_core.varlen import Varlen
 
 @dataclasses.dataclass(frozen=True)
 class QueryLayout:
-    """The positions of the queries. Arrays have one entry per query. The key with index `k` has
-    position `k - key_start` in its sequence.
+    """The positions of the queries. Arrays have one entry per query. For a query, the key with
+    index `k` in the key array has position `k - key_start` in the query's sequence.
     """
 
-    # position in its own sequence; a negative one means padding, which attends to no key
+    # position in its own sequence; a negative number marks padding, which attends to no key
     position: Int[Array, "B T"]
-    key_start: Int[Array, "B T"]  # key index of the sequence's first token
+    key_start: Int[Array, "B T"]  # index in the key array of the sequence's first token
     compressed_start: Int[Array, "B T"]  # index of the sequence's first compressed token
     first_key: Int[Array, " B"]  # key index of query 0
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
     varlen: Varlen | None = None
-    num_keys: int | None = None  # keys of every row, if not packed and known while tracing
+    # number of keys of every row, if rows are not packed and the number is known while tracing
+    num_keys: int | None = None
 
 
 @functools.partial(
@@ -47,9 +48,9 @@ class QueryLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """`segment_ids` and the arrays that are derived from them, made once by
-    `nsa_jax.varlen_metadata`. Functions of this module accept `segment_ids` or this object. The
-    arrays are int `[B, S]`, and a transform may replace them.
+    """`segment_ids` and the arrays that are derived from them. `nsa_jax.varlen_metadata` makes
+    such an object once. Functions of this module accept either the array `segment_ids` or this
+    object. The arrays are int `[B, S]`, and a transform of JAX may replace them.
     """
 
     segment_ids: Any
@@ -63,7 +64,7 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape `(B, S)`."""
+        """The shape `(B, S)` of the rows."""
         return self.segment_ids.shape
 
 
@@ -71,7 +72,7 @@ Segments = Int[Array, "B S"] | PackedRows
 
 
 def ids_of(segment_ids: Any) -> Any:
-    """Return the segment ids of `segment_ids`, which may be an array or `PackedRows`."""
+    """Return the array of segment ids. The argument is that array or a `PackedRows`."""
     return segment_ids.segment_ids if isinstance(segment_ids, PackedRows) else segment_ids
 
 
@@ -83,8 +84,8 @@ def query_layout(
     segment_ids: Segments | None,
     config: NSAConfig,
 ) -> QueryLayout:
-    """Make the layout of the last `num_queries` of `kv_len` tokens. In packed rows an int `kv_len`
-    is replaced by the length of the rows.
+    """Make the layout of queries that are the last `num_queries` of `kv_len` tokens. In packed
+    rows, the length of the rows replaces an int `kv_len`.
     """
     if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]
@@ -113,8 +114,8 @@ def layout_of(query, keys: int, config: NSAConfig, kv_len, segment_ids) -> Query
 
 
 def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) -> PackedRows:
-    """Make the metadata of packed rows from their ids. XLA drops arrays that a program does not
-    use.
+    """Make the metadata of packed rows from their segment ids. XLA drops arrays that a program
+    does not use.
     """
     if isinstance(segment_ids, PackedRows):
         return segment_ids
@@ -124,8 +125,8 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
     border = jnp.pad(border, ((0, 0), (1, 0)), constant_values=True)
     begin = lax.cummax(jnp.where(border, index, 0), axis=1)
     position = jnp.where(segment_ids < 0, -1, index - begin)
-    # The last token of the window is in the same sequence if and only if its position is that
-    # of the first plus l - 1.
+    # The last token of a window is in the same sequence as the first one if and only if its
+    # position is l - 1 higher.
     reach = config.compress_block - 1
     last = jnp.pad(position, ((0, 0), (0, reach)), constant_values=-1)[:, reach:]
     window = (position % config.compress_stride == 0) & (last == position + reach)
@@ -133,8 +134,8 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
     start = index - jnp.maximum(position, 0)
     compressed_start = jax.vmap(lambda row, at: row[at])(before, start)
-    # A scatter would be a separate kernel, and its empty constants crashed Shardy in
-    # `shard_map`.
+    # This is not a scatter, which would be a separate kernel. The empty constants of a scatter
+    # also crashed Shardy in `shard_map`.
     first = jnp.sort(jnp.where(window == 1, index, length), axis=1)[:, :count]
     window_starts = jnp.where(first < length, first, -1)
     limits = {"max_segments": None, "max_seqlen": None} | limits
@@ -161,14 +162,15 @@ def without_padding(x, kv_len, segment_ids):
 def rows_of(
     segment_ids: Any, varlen: Any, config: NSAConfig, batch: int, length: int | None = None
 ) -> Any:
-    """Return the argument `segment_ids` of the steps, which is `segment_ids` or the `PackedRows` of
-    `varlen`.
+    """Return the argument `segment_ids` of the steps. This is either `segment_ids` or `varlen`,
+    which is a `PackedRows`.
 
     Args:
-      batch, length: Sizes of the rows. A length of None means any.
+      batch, length: Sizes of the rows. `length=None` means any length.
 
     Raises:
-      ValueError: Both are given, or `varlen` belongs to other rows or another config.
+      ValueError: `segment_ids` and `varlen` are both given, or `varlen` belongs to other rows or
+        another config.
     """
     if varlen is None:
         return segment_ids

@@ -1,5 +1,5 @@
-"""Functions for indexers, which are small scorers that select the blocks of each query.
-`indexer_kl` is the loss that trains them.
+"""Functions for indexers. An indexer is a small scorer that selects key blocks for each query.
+`indexer_kl` is the loss that trains an indexer.
 """
 
 import functools
@@ -47,16 +47,16 @@ def index_blocks(
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
-    in float32. A list contains the first `num_initial` blocks, the last `num_local` blocks up
-    to the query's own, and the blocks with the highest z. If scores are equal, the lower index
-    is chosen. No array of size queries times keys is allocated. The implementation in XLA
-    processes chunks of queries.
+    The scores are computed in float32. A list contains the first `num_initial` blocks, the last
+    `num_local` blocks up to the query's own, and the blocks with the highest z. If scores are
+    equal, the block with the lower index is chosen. No array of size queries times keys is
+    allocated. The implementation `xla` processes chunks of queries.
 
     Args:
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
       index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
-        * r + entry - 1`. Only queries at or after the last of these tokens use it.
-      pool: index keys per block. A block therefore has `pool * entry` tokens.
+        * r + entry - 1`. Only queries at or after the last of these tokens use key `r`.
+      pool: number of index keys per block. A block therefore has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.
       num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
@@ -66,17 +66,17 @@ def index_blocks(
       entry: number of tokens that one index key represents.
       kv_len: number of tokens, an int or int32 `[]` or `[B]`. `kv_len=None` means `S'`, or `T` if
         `entry` is above 1.
-      segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`.
-        Block indices then count from the start of each sequence.
+      segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`. In
+        packed rows, block indices count from the start of each sequence.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
         power of two up to 256, and no packed rows. If `activation` and `reduce` are None,
-        `num_selected` is at most 64 and `pool` is at least 16, it writes no scores to memory.
-        Otherwise it supports up to 32768 blocks per row, and writes up to 256 MiB of scores at a
-        time.
+        `num_selected` is at most 64 and `pool` is at least 16, `triton` writes no scores to
+        memory. Otherwise `triton` supports up to 32768 blocks per row, and writes up to 256 MiB
+        of scores at a time.
 
     Returns:
-      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass it as
+      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass the result as
       `block_indices` to `block_attention`, with `block_size = pool * entry`.
 
     Raises:
@@ -132,8 +132,8 @@ def paged_index_blocks(
       index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. 0 means that the row
-        is unused.
+      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+        unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last
         row, at most `N`. `cu_seqlens_q=None` means that all rows have the same number of queries.
@@ -161,7 +161,8 @@ def paged_index_blocks(
 
 
 def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str:
-    """Return `triton` or `xla`, as `nsa_core.index.implementation` chooses."""
+    """Return the implementation that `nsa_core.index.implementation` chooses, `triton` or
+    `xla`."""
     found = jax_problem.capability()
     if found is None:
         reason = f"needs an NVIDIA GPU, got {jax.default_backend()}"
@@ -219,28 +220,28 @@ def indexer_kl(
     segment_ids: Int[Array, "B S"] | None = None,
     implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "B T Hi"]:
-    """Compute the loss KL(attention || indexer) for each query and index head. It sums over the
-    keys `j` that the query attends to:
+    """Compute the loss KL(attention || indexer) for each query and index head. The loss is a sum
+    over the keys `j` that the query attends to:
 
         t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
-    With `block_indices` these are the keys of the listed blocks, as in the sparse stage of
-    training. Otherwise they are all keys up to the query, as in dense warm-up. Only
-    `index_query` and `index_key` receive gradients. The loss needs neither values nor the
-    gradient of the attention's output, so that it also works if the attention is frozen. Neither
-    pass allocates an array of size queries times keys.
+    With `block_indices` the sum is over the keys of the listed blocks, as in the sparse stage of
+    training. Without `block_indices` the sum is over all keys up to the query, as in dense
+    warm-up. Only `index_query` and `index_key` receive gradients. The loss needs neither values
+    nor the gradient of the attention's output, so that it also works if the attention is frozen.
+    Neither the forward nor the backward pass allocates an array of size queries times keys.
 
-    Sources: the indexer loss of DeepSeek-V3.2, and the mean over the heads of a group of
-      MiniMax-M3.
+    Sources: the indexer loss comes from DeepSeek-V3.2. The mean over the heads of a group comes
+      from MiniMax-M3.
 
     Args:
       query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
         last `T` tokens.
       lse: `[B, T, H]`, the natural log-sum-exp of the attention over the same keys, as
-        `block_attention` and `sliding_attention` return it. -inf means that the query has no
-        keys, and its loss is 0.
+        `block_attention` and `sliding_attention` return it. A value of -inf means that the query
+        has no keys, and that its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
@@ -251,14 +252,16 @@ def indexer_kl(
       segment_ids: int `[B, S]`, the ids of packed rows.
       implementation: `triton`, `xla` (a chunk of queries at a time, in both passes), or None for
         the first that can run. `triton` needs an Ampere GPU or newer, `block_indices` with blocks
-        of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads, each of
-        which serves up to 64 query heads. Attention and indexer must have the same dtype and
+        of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads. An index
+        head may serve up to 64 query heads. Attention and indexer must have the same dtype and
         widths of at most 128. In float32 a block may have at most 4096 elements. `triton` stores
-        one number per query, index head and listed key, with 32 bits in float32 and otherwise 16.
+        one number per query, index head and listed key. The number has 32 bits in float32 and
+        otherwise 16 bits.
 
     Returns:
-      float32 `[B, T, Hi]`. It is 0 for padding, and not negative if `lse` is from the same
-      keys. For a scalar loss, compute the mean over the tokens that should count.
+      The loss, float32 `[B, T, Hi]`. The loss is 0 for padding. It is not negative if `lse` comes
+      from attention over the same keys. For a scalar loss, compute the mean over the tokens that
+      should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -281,8 +284,8 @@ def indexer_kl(
 
 def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
     """Return the positions of queries, and the index queries and index keys with zeros in place
-    of padding. The gradient of each is a product with the other, so that a NaN in padding would
-    spread.
+    of padding. A NaN in padding would otherwise spread, since the gradient of index queries is a
+    product with index keys, and vice versa.
     """
     at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)

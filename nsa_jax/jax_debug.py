@@ -1,5 +1,5 @@
-"""The part of `nsa_core.debug` that reads JAX arrays. `nsa_core.debug` reports events of both
-frameworks.
+"""The part of `nsa_core.debug` that reads JAX arrays. `nsa_core.debug` itself reports events of
+both frameworks, torch and JAX.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """`ArrayOps` for JAX arrays. Everything is traced, and nothing is shared between calls.
 
-On a Hopper GPU, Mosaic kernels run from machine code that serves any length (`ffi`). If they
-are interpreted, or lowered for a GPU that is not present, they are Pallas calls. jax-triton
-calls the Triton kernels.
+On a Hopper GPU, Mosaic kernels run from machine code that serves any sequence length (`ffi`). If
+Mosaic kernels are interpreted, or lowered for a GPU that is not present, they are Pallas calls.
+jax-triton calls the Triton kernels.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
 from nsa_jax.numerics import product, put
 
-COMPARISONS = 2**26  # an H100 needs 5 us for them
+COMPARISONS = 2**26  # an H100 needs 5 us for this number of elements
 
-# For which GPU kernels are compiled; None means JAX's first device.
+# The GPU for which kernels are compiled; None means JAX's first device.
 _posed: contextvars.ContextVar[tuple[int, int] | None]
 _posed = contextvars.ContextVar("posed", default=None)
 
@@ -43,7 +43,8 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[None]:
 class JaxOps(ArrayOps):
     xp: Any = jnp
     nn: Any = jax.nn
-    parts_stay = False  # XLA may pass the address of a slice, and other memory for the output
+    # XLA may pass the address of a slice as an input, and other memory for the output
+    parts_stay = False
 
     def run(self, kernel, *arrays):
         if isinstance(kernel, TritonKernel):
@@ -70,7 +71,7 @@ class JaxOps(ArrayOps):
 
     def after(self, x, done):
         bits = jax.lax.bitcast_convert_type(done.reshape(-1)[0], jnp.uint16)
-        # A zero whose value XLA does not know, so that XLA waits for it.
+        # XLA does not know that this value is zero, and therefore waits for it.
         zero = jax.lax.optimization_barrier(bits.astype(jnp.uint32)) >> 16
         return x + zero.astype(x.dtype)
 
@@ -94,8 +95,9 @@ class JaxOps(ArrayOps):
 
     def searchsorted(self, rows, values, side):
         # XLA copies the steps of an unrolled search into every reader of its result, and
-        # compilation then takes seconds. Few comparisons are therefore computed all at once. As a
-        # loop, the default of JAX, each step of a search would be four kernels.
+        # compilation then takes seconds. If there are few comparisons, they are therefore all
+        # computed at once. In a loop, the default of JAX, each step of a search would be four
+        # kernels.
         few = rows.shape[-1] * values.size <= COMPARISONS
         options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(
@@ -144,16 +146,16 @@ JAX_OPS = JaxOps()
 
 @functools.cache
 def _triton_call():
-    """Return `jax_triton.triton_call`. With every version of jax-triton, the outputs are passed
-    as `outputs`. jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported, which would
-    disable Triton's cache in the whole process, so that this function restores the variable. FP
-    fusion is requested explicitly, since newer versions of Triton warn otherwise.
+    """Return `jax_triton.triton_call`, wrapped so that every version of jax-triton accepts the
+    outputs as `outputs`. jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported. This
+    would disable Triton's cache in the whole process, so that this function restores the
+    variable. FP fusion is requested explicitly, since newer versions of Triton warn otherwise.
     """
     import triton
 
     with triton.knobs.cache.scope():
         from jax_triton import triton_call
-    if "out_shape" in inspect.signature(triton_call).parameters:  # before 0.4
+    if "out_shape" in inspect.signature(triton_call).parameters:  # jax-triton before 0.4
 
         def call(*arguments, outputs, **rest):
             # A Python float would become a double in the kernel.

@@ -1,4 +1,4 @@
-"""Describes the device and the problem of given JAX arrays, as the input of
+"""Describes the device and the problem of a call on JAX arrays. The description is the input of
 `nsa_core.dispatch`.
 """
 
@@ -10,8 +10,8 @@ from nsa_core.dispatch import Problem
 
 
 def device_name() -> str | None:
-    """Return the driver's name of JAX's default device. None if that device is no GPU, or if
-    kernels are interpreted.
+    """Return the driver's name of JAX's default device. Return None if that device is no GPU, or
+    if kernels are interpreted.
     """
     if interpret.get():
         return None
@@ -38,9 +38,10 @@ def problem_of(
 ) -> Problem:
     """Return the problem that `query` `[B, T, H, D]` defines on the default JAX backend.
 
-    Under `jit` it is unknown whether a gradient will be requested. The problem assumes one, so
-    that an implementation without a backward pass is refused before the forward pass runs. With
-    `compute_dtype` no gradient is assumed, and a gradient is refused when it is requested.
+    Under `jit` it is unknown whether a gradient will be requested. The problem assumes a
+    gradient, so that an implementation without a backward pass is refused before the forward pass
+    runs. If `compute_dtype` is set, the problem assumes no gradient, and a gradient is refused
+    when it is requested.
     """
     batch, length, heads, width = query.shape
     return Problem(

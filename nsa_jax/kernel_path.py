@@ -1,7 +1,7 @@
 """Runs the steps of an implementation on kernels, `mosaic` or `triton`, in JAX, with `jit`,
-`vmap` and gradients. `nsa_core.steps.fused.Steps` has the steps themselves, and this module
-adds the transforms. The arguments are those of `branches.py`. The selection, and the output and
-log-sum-exp of each branch, are saved for the backward pass.
+`vmap` and gradients. `nsa_core.steps.fused.Steps` has the steps themselves, and this module adds
+the transforms of JAX. The arguments are the same as in `branches.py`. The block indices, and the
+output and log-sum-exp of each branch, are saved for the backward pass.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _first_order = functools.partial(
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
     """Return the output of `forward(arrays, integers)`. Only `arrays` have gradients.
-    `forward_with_residuals` also returns the residuals for `backward(arrays, integers, residuals,
-    cotangents)`, which returns these gradients.
+    `forward_with_residuals` also returns the residuals. From them, `backward(arrays, integers,
+    residuals, cotangents)` computes the gradients.
     """
 
     @jax.custom_vjp
@@ -58,9 +58,9 @@ class _Lengths:
     """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
 
     Args:
-      ops: Array operations for kernels that read tables of packed rows (`nsa_core.varlen`),
-        otherwise None.
-      padded: Whether there may be queries before the first key, which are padding.
+      ops: The `ArrayOps` of kernels that read tables of packed rows (`nsa_core.varlen`). None if
+        no kernel reads them.
+      padded: Whether there may be queries before the first key. Such queries are padding.
     """
 
     def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):
@@ -112,7 +112,8 @@ class KernelPath:
         self.steps = steps
 
     def _lengths(self, *sizes, padded=True):
-        """Return the `_Lengths` of a call. `sizes` are its arguments before `ops`."""
+        """Return the `_Lengths` of a call. `sizes` are the arguments of `_Lengths` before
+        `ops`."""
         ops = JAX_OPS if self.steps.reads_places else None
         return _Lengths(*sizes, ops=ops, padded=padded)
 
@@ -167,8 +168,8 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """Select blocks as `branches.select_blocks` does. The log-sum-exp of the compressed
-        branch is computed in a separate pass.
+        """Select blocks as `branches.select_blocks` does. A separate pass computes the
+        log-sum-exp of the compressed branch.
         """
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
         lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
@@ -197,9 +198,9 @@ class KernelPath:
         recompute=False,
         assume_finite=False,
     ):
-        """Run all steps. The inputs, the selection, its lists, and the output and log-sum-exp
-        of each branch are saved for the backward pass. With `recompute` only inputs and
-        selection are saved.
+        """Run all steps. The inputs, the block indices, the block lists, and the output and
+        log-sum-exp of each branch are saved for the backward pass. With `recompute` only the
+        inputs and the block indices are saved.
 
         Args:
           key, value: `Branches`, whose compressed fields are not read.

@@ -1,7 +1,7 @@
 """`NSAAttention` in Flax NNX, with projections, rotary embedding, compression, gates and a cache.
 
-The attribute names are those of the torch module's state_dict, so that `nsa_interop.weights`
-can load a checkpoint of one framework in the other.
+The attribute names are the same as in the state_dict of the torch module. `nsa_interop.weights`
+can therefore load a checkpoint of one framework in the other.
 """
 
 import functools
@@ -53,7 +53,7 @@ def apply_rope(
 
 
 def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:
-    """Return the rotation of each column pair per position, float32 `[width / 2]`."""
+    """Return the angle by which each column pair turns per position, float32 `[width / 2]`."""
     columns = np.arange(0, width, 2, dtype=np.float32)
     # The power is rounded once, as in `nsa_torch.heads`.
     found = 1 / (base ** (columns / np.float32(width)).astype(np.float64)).astype(np.float32)
@@ -61,8 +61,8 @@ def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarr
 
 
 class HeadNorm(nnx.Module):
-    """Computes RMSNorm over the columns of each head of `x` [.., D], in float32. The result is
-    float32.
+    """Computes RMSNorm over the columns of each head of `x` [.., D]. Computation and result are
+    in float32.
     """
 
     def __init__(self, width: int, eps: float, *, param_dtype):
@@ -146,9 +146,9 @@ class MLP(nnx.Module):
 
 
 class KeyConvolution(nnx.Module):
-    """Computes `k + silu(c)` for projected keys `k`, where `c` is their causal depthwise
-    convolution (`key_taps` of `LayerSpec`). The weight is `[taps, columns]`, and its last row
-    is for the key itself.
+    """Computes `k + silu(c)` for projected keys `k`. Here `c` is the causal depthwise convolution
+    of the keys (`key_taps` of `LayerSpec`). The weight is `[taps, columns]`. Its last row is the
+    factor of the key at the same position.
     """
 
     def __init__(self, taps: int, columns: int, param_dtype, rngs: nnx.Rngs):
@@ -179,22 +179,23 @@ class KeyConvolution(nnx.Module):
 
 
 class Mark(nnx.Variable):
-    """A scalar in the state that records a property of the layer by its name. Its value is not
-    used.
+    """A scalar in the state that records a property of the layer. The scalar's name records it,
+    and its value is not used.
     """
 
 
 class Kind(nnx.Module):
     """Records the kind of a layer in the names of its state, such as `gate_sigmoid` and
-    `phi_avg`. Names are compared without reading a value from a device, also under `jit`. The
-    state of another kind of layer has another structure, which `nnx.update` and Orbax refuse.
-    `nnx.merge` does not compare names.
+    `phi_avg`. Names can be compared without reading a value from a device, also under `jit`. The
+    state of another kind of layer has another structure. `nnx.update` and Orbax refuse such a
+    state, but `nnx.merge` does not compare names.
     """
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
         for mark in spec.kind_marks():
-            # Not an integer, since `jax.grad` differentiates the whole state of a module.
+            # The value is not an integer, since `jax.grad` differentiates the whole state of a
+            # module.
             setattr(self, mark, Mark(jnp.zeros(())))
 
     def __setattr__(self, name: str, value) -> None:
@@ -214,25 +215,27 @@ class NSAAttention(nnx.Module):
     Args:
       spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). `spec=None` means that `fields` has
         them.
-      config: sizes of the branches. It replaces `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
-        `num_local` and `compute_dtype`. With `config` the defaults are the recommended
-        `gate="head"` and `kv="shared"`, otherwise "sigmoid" and "separate".
+      config: sizes of the branches, an `NSAConfig`. It replaces the arguments `l`, `d`, `l_sel`,
+        `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass `config`, `gate`
+        and `kv` default to the recommended "head" and "shared". Otherwise they default to
+        "sigmoid" and "separate".
       dtype, param_dtype: dtypes of the computation and of the parameters.
       implementation: as in `nsa_jax.attention`.
-      dense_below: whole sequences with fewer tokens than this use dense attention. It requires
-        `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to there all blocks are
-        selected, so that dense attention computes the same function. If it was measured on the
-        device, `nsa_jax.explain` reports the length from which NSA is faster. Attention to a
-        cache does not use dense attention.
+      dense_below: whole sequences with fewer tokens than this number use dense attention.
+        `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In
+        sequences below that bound all blocks are selected, and dense attention therefore computes
+        the same function. If times were measured on the device, `nsa_jax.explain` reports the
+        length from which NSA is faster than dense attention. Attention to a cache does not use
+        dense attention.
       compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
-        attribute later. Attention to a cache computes in `dtype`.
-      context_axis, context_layout: as in `nsa_jax.attention`. The inputs `x` and `segment_ids`
-        then have the tokens of this device only.
+        attribute `compute_dtype` later. Attention to a cache computes in `dtype`.
+      context_axis, context_layout: as in `nsa_jax.attention`. With an axis, the inputs `x` and
+        `segment_ids` have only the tokens of this device.
       rngs: random number generators for the initial parameters.
       fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
 
     Raises:
-      ValueError: An argument is invalid, or contradicts another one.
+      ValueError: An argument is invalid, or contradicts another argument.
     """
 
     def __init__(
@@ -301,8 +304,8 @@ class NSAAttention(nnx.Module):
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
-        """Report which implementations run whole sequences of `seq_len` tokens. The result has
-        one choice per step, as from `nsa_jax.explain`. With `gate="selected"`, and without
+        """Report which implementations run whole sequences of `seq_len` tokens. The report has
+        one choice per step, like that of `nsa_jax.explain`. With `gate="selected"`, and without
         `implementation` and `context_axis`, the layer computes only the scores and the selected
         branch. Sequences shorter than `dense_below` use dense attention.
         """
@@ -313,8 +316,8 @@ class NSAAttention(nnx.Module):
         return api.explain(*heads, **how)
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
-        """Call `nsa_jax.varlen_metadata` with the config of this layer. `limits` are further
-        arguments of that function.
+        """Call `nsa_jax.varlen_metadata` with the config of this layer. Pass further arguments of
+        `varlen_metadata` as `limits`.
         """
         return api.varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
@@ -323,13 +326,14 @@ class NSAAttention(nnx.Module):
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of the compressor `phi`, first for keys, then for values."""
+        """Return the parameters of the compressor `phi`: those for keys, then those for
+        values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         return self.spec.compress_params(self, lambda key: rates(*turns))
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
-        """Make an empty cache for `capacity` tokens of this layer. Each call of the layer
-        returns a new cache with its tokens.
+        """Make an empty cache for `capacity` tokens of this layer. Each call of the layer returns
+        a new cache that includes the call's tokens.
         """
         made = cache.init_cache(
             batch,
@@ -348,11 +352,11 @@ class NSAAttention(nnx.Module):
         return made._replace(contents=UNSAID.with_facts(facts), newest_keys=newest)
 
     def project(self, x, position, convolve=None):
-        """Compute `query, key, value, gates` from `x` [B, T, dim]. These are the arguments of
-        `nsa_jax.attention`.
+        """Compute `query, key, value, gates`, the arguments of `nsa_jax.attention`, from `x` [B,
+        T, dim].
 
-        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch;
-        `compress` does.
+        With `phi="mlp_rope"` this function does not rotate the keys of the compressed branch,
+        since `compress` rotates them.
 
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence.
@@ -411,19 +415,20 @@ class NSAAttention(nnx.Module):
         varlen: PackedRows | None = None,
         attention_mask: None = None,
     ):
-        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim], and a new
-        cache that includes the tokens or None.
+        """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. The returned
+        `kv` is a new cache that includes the tokens, or None.
 
         Args:
           x: `[B, T, dim]`.
           kv: a cache from `init_cache`. `kv=None` means that the rows are whole sequences, and
-            the returned `kv` is None. The given cache is unchanged, or invalid if it is donated.
+            the returned `kv` is None. A given cache is unchanged by the call, or invalid if it is
+            donated.
           prefill: False declares that `x` continues a cache, which must then contain tokens
             (not checked in traced code). Chunks of any length may be appended in either case.
-          segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). It must be None if a
-            cache is given.
-          varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make it once
-            for all layers.
+          segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). `segment_ids` must be None
+            if a cache is given.
+          varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make one such
+            object for all layers.
           attention_mask: must be None. Mark padding by negative `segment_ids`. Rows of a cache
             have no padding.
 

@@ -1,5 +1,5 @@
-"""The numerics of all branches in XLA: logits of grouped heads, and a softmax for which a query
-may have no keys.
+"""The numerics of all branches in XLA. The module computes logits of grouped heads, and a softmax
+that supports queries without keys.
 """
 
 import functools
@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float
 
 
 def precision_of(dtype):
-    """Return the precision of products. Float32 operands are not rounded to TF32, and 16-bit
-    operands accumulate in float32.
+    """Return the argument `precision` for products of arrays of `dtype`. Float32 operands are not
+    rounded to TF32, and products of 16-bit operands accumulate in float32.
     """
     low = jnp.dtype(dtype).itemsize < 4
     return lax.Precision.DEFAULT if low else lax.Precision.HIGHEST
@@ -26,8 +26,8 @@ def wide(dtype):
 
 
 def product(subscripts: str, x, y):
-    """Compute `jnp.einsum` of two arrays of one dtype in the wide dtype, with the precision from
-    `precision_of`.
+    """Compute `jnp.einsum` of two arrays of the same dtype. The result has the dtype that `wide`
+    returns, and the precision is that of `precision_of`.
     """
     exact = precision_of(y.dtype)
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
@@ -70,8 +70,8 @@ def rotated(x, cos, sin):
 
 def put(x, index, values):
     """Return `x` with `values` at `index`, an array or a tuple of arrays. Writes beyond the end
-    are dropped. For a constant index, XLA for GPUs (as of JAX 0.11) would clamp the index to
-    the last position instead. The barrier hides the constant from XLA.
+    are dropped. If the index is a constant, XLA for GPUs (as of JAX 0.11) would instead clamp it
+    to the last position. An optimization barrier hides the constant from XLA.
     """
     return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
 
@@ -92,9 +92,9 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Compute probabilities, and the log-sum-exp `[*A]`, over the last axis. `seen` is the
-    mask. If a query has no key, its probabilities are 0 and its log-sum-exp is -inf. For a
-    masked key, the logit and the gradient of the probability are ignored, even if they are NaN.
+    """Compute probabilities and the log-sum-exp `[*A]` over the last axis. `seen` is the mask. If
+    a query has no key, its probabilities are 0 and its log-sum-exp is -inf. The logit of a masked
+    key, and the gradient of its probability, are ignored even if they are NaN.
     """
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

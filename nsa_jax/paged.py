@@ -1,9 +1,10 @@
-"""A paged cache for decoding and serving in JAX, with `append`, which writes tokens, and
-`paged_attention`. The counterpart in torch is `nsa_torch.paged`. `append` returns the cache and
-writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
-into its memory. All sizes are static, so that one compilation serves growing lengths. If the
-rows have few queries, as in decoding with or without draft tokens, kernels read the pages.
-Otherwise the steps of `attention` run on rows that are gathered from the pages.
+"""A paged cache for decoding and serving in JAX. `append` writes tokens to the cache, and
+`paged_attention` reads them. The counterpart in torch is `nsa_torch.paged`. `append` returns a
+new cache and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so
+that XLA reuses the memory of the cache. All sizes are static. One compilation therefore serves
+growing lengths. If each row has few queries, as in decoding with or without draft tokens, kernels
+read the pages directly. Otherwise the keys and values of each row are gathered from the pages,
+and the steps of `attention` run on them.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ MAX_ROWS = 64
 
 @jax.tree_util.register_pytree_node_class
 class PagedCache(PagedArrays):
-    """The pages of one layer. `PagedArrays` lists the arrays, which are zeros at first.
+    """The pages of one layer's cache. `PagedArrays` lists the arrays of the cache, which are
+    zeros at first.
 
     Args:
       num_pages: number of pages, with `config.select_block` tokens each.
@@ -85,11 +87,12 @@ class PagedCache(PagedArrays):
         return self.holding(UNSAID)
 
     def holding(self, contents: Contents) -> Self:
-        """Return a copy of the cache with this record of how its tokens were computed."""
+        """Return a copy of the cache with `contents` as the record of how its tokens were
+        computed."""
         return self.of(self.config, **self.tensors(), contents=contents)
 
     def replace(self, **arrays: jax.Array) -> Self:
-        """Return the cache with the given arrays in the fields of these names.
+        """Return the cache with the given `arrays`, each in the field of its name.
 
         Raises:
           ValueError: Shapes or dtypes do not fit.
@@ -108,8 +111,8 @@ class PagedCache(PagedArrays):
         return self._copied(PAGES, source, target)
 
     def copy_recent(self, source, target) -> Self:
-        """Return an fp8 cache after the unrounded newest tokens of forked rows are copied, as
-        in `nsa_torch.PagedCache`.
+        """Return an fp8 cache after the buffers with the unrounded newest tokens of forked rows
+        are copied, as in `nsa_torch.PagedCache`.
         """
         return self._copied(("recent_key", "recent_value"), source, target)
 
@@ -138,21 +141,21 @@ def append(
     made_with: Facts = (),
     slots=None,
 ) -> PagedCache:
-    """Write new tokens, and the compressed tokens that they complete, to their pages. Return
-    the cache.
+    """Write new tokens, and the compressed tokens that they complete, to their pages. Return the
+    new cache.
 
     A token is not written if it is beyond the end of the row's page table or if its entry of
-    the table is negative. Rows of length 0 write nothing. If an entry is beyond the pool, the
-    call raises an error on a CPU outside traced code. Otherwise the token is not written. Two
-    rows must not write to the same page.
+    the table is negative. Rows of length 0 write nothing. If a token's entry of the table is
+    beyond the pool of pages, the call raises an error on a CPU outside traced code. Elsewhere
+    such a token is not written. Two rows must not write to the same page.
 
     Args:
-      cache: the cache, which the call does not change. It is invalid afterwards if it is donated.
+      cache: the cache, which the call does not change. If you donate the cache, it is invalid
+        afterwards.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
         other. If the cache is `separate`, they are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
-      lengths: int32 `[B]`, tokens per row including the new ones. 0 means that the row is
-        padding.
+      lengths: int32 `[B]`, tokens per row including the new ones. A row of length 0 is padding.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the end of the
         last row, at most `N`. `cu_seqlens_q=None` means that each row has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
@@ -162,8 +165,8 @@ def append(
 
     Raises:
       ValueError: Shapes or dtypes do not fit the cache, or the cache was filled with parameters
-        of another kind. In traced code it is unknown whether a row already has such tokens. The
-        outputs of such rows are then NaN.
+        of another kind. In traced code it is unknown whether a row already has tokens of another
+        kind. If it has, the outputs of that row are NaN.
     """
     paged_layout.check_cache(cache)
     key, value = map(Branches.each, (key, value))
@@ -204,12 +207,13 @@ def paged_attention(
     """Compute attention of each row's last tokens to all tokens of the row in the cache. The
     result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries has position `lengths - q + j`, so that `append` must
-    run first. The output of a row is independent of the other rows. It is 0 for rows of length
-    0 and for tokens that belong to no row. If the page table names a page that does not exist,
-    the call raises an error on a CPU outside traced code. Otherwise the nearest existing page
-    is used. A length beyond the page table is clamped to its capacity. Under `jax.vmap` kernels
-    run once for each index of the mapped axis, one after the other.
+    Query `j` of a row with `q` queries has position `lengths - q + j`. Call `append` first, since
+    the cache must already have the tokens of the queries. The output of a row is independent of
+    the other rows. The output is 0 for rows of length 0 and for tokens that belong to no row. If
+    the page table names a page that does not exist, the call raises an error on a CPU outside
+    traced code. Elsewhere the nearest existing page is used. A length beyond the page table is
+    clamped to the table's capacity. Under `jax.vmap` the kernels run once per index of the mapped
+    axis, one after the other.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -218,12 +222,12 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as in `append`.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound of the queries per row. It is also limited to the capacity of
-        the page table. Defaults to `N`. If the bound is at most 8, rows are padded to it and
-        run on kernels that read pages.
+      max_seqlen_q: Upper bound of the queries per row. The bound is also limited to the capacity
+        of the page table. Defaults to `N`. If the bound is at most 8, rows are padded to the
+        bound and run on kernels that read pages.
       implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
         8 queries, or an implementation of `attention`, which runs on gathered pages.
-        `implementation=None` means automatic.
+        `implementation=None` means that the implementation is chosen automatically.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -284,8 +288,8 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def with_indices(name: str, inputs: Inputs):
-    """Run the kernels `name`. Return the output, and the selected blocks of each query, int32
-    `[N, Hkv, n]`.
+    """Run the kernels of the implementation `name`. Return the output, and the selected blocks of
+    each query, int32 `[N, Hkv, n]`.
     """
     from nsa_core.steps import mosaic_decode, triton_decode
 

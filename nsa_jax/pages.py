@@ -1,4 +1,5 @@
-"""Exports the functions of paged caches: the cache, `append` and attention from pages."""
+"""Exports the class and the functions of paged caches: `PagedCache`, `append` and attention from
+pages."""
 
 from nsa_jax.paged import PagedCache as PagedCache
 from nsa_jax.paged import append as append

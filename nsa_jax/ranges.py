@@ -21,8 +21,8 @@ def to_ranges(
     block = jnp.where(valid, block_indices, -2)
     previous = jnp.pad(block[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=-2)
     opens = valid & (block != previous + 1)
-    # The index of the run of each block. Blocks without a run go to an extra slot, which is
-    # removed.
+    # This is the index of the run of each block. Blocks without a run go to an extra slot, which
+    # is removed.
     count = block.shape[-1]
     run = jnp.where(valid, jnp.cumsum(opens, axis=-1) - 1, count)
     end = jnp.minimum((block + 1) * size, last + 1)

@@ -27,8 +27,8 @@ def _rows(batch, num_keys, num_queries, kv_len, segment_ids) -> Rows:
 
 
 def _target(name: str, of_tokens: bool):
-    """Return the function `name` of `nsa_core.reference` as a target of `dispatch`. Its keys
-    are tokens or compressed tokens.
+    """Return the function `name` of `nsa_core.reference` as a target of `dispatch`. The keys of
+    this function are tokens if `of_tokens` is true, otherwise compressed tokens.
     """
     function = getattr(reference, name)
 

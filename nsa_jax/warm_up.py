@@ -26,8 +26,8 @@ def prepare(
     device: int = 0,
     jobs: int | None = None,
 ) -> int:
-    """Build the Mosaic kernels of a layer that are not yet stored on disk, and load all of
-    them.
+    """Build those Mosaic kernels of a layer that are not yet stored on disk. Then load all
+    kernels of the layer.
 
     Args:
       heads, kv_heads: The numbers of query heads and of key/value heads.
@@ -38,7 +38,7 @@ def prepare(
       packed: whether rows contain several sequences (`segment_ids`).
       lengths: Numbers of tokens. A kernel supports all lengths, but short and long sequences
         run different kernels.
-      device: The index of the GPU, which is its `local_hardware_id` in JAX.
+      device: The index of the GPU: its `local_hardware_id` in JAX.
       jobs: number of processes that build missing kernels; by default one per core.
 
     Returns:

@@ -2,11 +2,11 @@
 
 Constants and rules follow `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
 the interface. Every structure begins with its size and a pointer, and nearly every field is a
-word of 8 bytes. The constants below are therefore indices of words. Later versions add fields
-at the end.
+word of 8 bytes. The constants of this module are therefore indices of words. Later versions of
+the interface add fields at the end of a structure.
 
-A frame is read for each kernel that a program runs, so only a few fields are read. The kernel
-is identified by a number (`Call.key`).
+A call frame is read for each kernel that a program runs. To save time, only a few fields are
+read, and a number identifies the kernel (`Call.key`).
 """
 
 import ctypes
@@ -29,9 +29,10 @@ ERROR_CREATE, ERROR_DESTROY, STREAM_GET, DEVICE_GET = 6, 8, 10, 23  # of XLA_FFI
 DATA, VALUE = 3, 1  # words of a buffer and of a scalar
 TYPE, FACTS = 1, 3  # words of an extension for metadata
 MAJOR, TRAITS = 3, 4  # words of the metadata; the minor version is the other half of the first
-GIVEN = 2  # the word of an argument; a function that answers writes to the next word
+GIVEN = 2  # the word of an argument; a function writes its answer to the next word
 
-# Functions of XLA return immediately, so that Python's global lock is not released for them.
+# Functions of XLA return immediately. Python's global lock is therefore not released during their
+# calls.
 _Function = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _Frame = c_size_t * FRAME
@@ -61,12 +62,12 @@ def _word(address: int, at: int = 0) -> int:
 
 @functools.cache
 def _function(api: int, which: int) -> Callable[[int], int | None]:
-    """Return a function of XLA, whose argument is the address of a structure."""
+    """Return the function `which` of XLA. Its argument is the address of a structure."""
     return _Function(_word(api, which))
 
 
 def _structure(*given: int) -> ctypes.Array[c_size_t]:
-    """Return a structure that consists of its size, a pointer, and these fields."""
+    """Return a ctypes structure that consists of its size, a pointer, and the given fields."""
     count = GIVEN + len(given)
     return (c_size_t * count)(count * WORD, 0, *given)
 
@@ -83,7 +84,7 @@ _QUESTION = _Question()
 
 
 def _asked(frame: Sequence[int], which: int) -> int | None:
-    """Return the answer of a function of XLA about the context, or None."""
+    """Return the answer of the function `which` of XLA about the context, or None."""
     question = _QUESTION
     question.words[GIVEN] = frame[CONTEXT]
     error = _function(frame[API], which)(question.address)
@@ -116,9 +117,9 @@ def _call(frame: Sequence[int]) -> Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """Return a C function that XLA can register. It calls `run` from any thread, and an
-    exception in `run` reaches the caller of the program. Keep a reference to the function while
-    it is registered.
+    """Return a C function that XLA can register. The C function calls `run` from any thread, and
+    an exception in `run` reaches the caller of the program. Keep a reference to the C function
+    while it is registered.
     """
 
     def handle(pointer: int) -> int | None:
@@ -127,7 +128,7 @@ def handler(run: Callable[[Call], None]) -> Any:
             return None
         try:
             run(_call(frame))
-        # the caller is a C function, which no exception may cross
+        # the caller is a C function, through which no exception may propagate
         except BaseException as error:
             message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
             given = _structure(ctypes.addressof(message), INTERNAL)
@@ -139,7 +140,8 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def _answers_metadata_query(extension: int) -> bool:
-    """Fill in the metadata if XLA asks only for them. Return whether it does."""
+    """If XLA asks only for the metadata of the handler, fill them in. Return whether XLA does
+    so."""
     if c_int.from_address(extension + TYPE * WORD).value != METADATA:
         return False
     facts = _word(extension, FACTS)

@@ -290,9 +290,7 @@ def cached_attention(
             x = getattr(whole, f"{name}_{kind}")
             if name == "compressed":
                 x = x[:, first:slots]
-                return (
-                    x if tokens else readable(x)
-                )  # this makes a copy if there are several rows
+                return x if tokens else readable(x)  # several rows need a copy
             return x[:, :tokens]
 
         sliding = "sliding" if pages.separate else "selected"

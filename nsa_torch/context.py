@@ -558,9 +558,8 @@ class _Attention(torch.autograd.Function):
         kept, graphs, calls = list[Tensor](), list[Callable](), list[LocalCall]()
         out = Whole(query, query.shape[:3] + value.shape[3:])
         for unit in call.units(given):
-            calls = calls or call.calls(
-                query.device
-            )  # this runs on the host while the first gather is in progress
+            # The host runs this while the first gather is in progress.
+            calls = calls or call.calls(query.device)
             whole = unit.wait()
             for each in calls:
                 function, leaves = call.local(given, unit, whole, *each)

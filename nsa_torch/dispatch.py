@@ -128,9 +128,8 @@ class Chosen(NamedTuple):
     scores: str
     selected: str
     sliding: str
-    attention: (
-        str | None
-    )  # the implementation that runs all steps at once, including compression by means; None if there is none
+    # the implementation that runs all steps at once, including compression by means, or None
+    attention: str | None
 
     def load(self, step: str) -> Callable:
         """Return the function of the chosen implementation that runs `step`."""

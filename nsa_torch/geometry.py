@@ -28,10 +28,8 @@ class Geometry:
         Tensor
     )
     key_start: Tensor  # int64 [B, T]: index in the key array of the sequence's token 0
-    compressed_start: Tensor  # int64 [B, T]: slot in the compressed array of the sequence's compressed token 0
-    offset: (
-        int | None
-    )  # index of query 0 in the key array; None if only the device knows this index
+    compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
+    offset: int | None  # index of query 0 in the key array; None if only the device knows it
     cu_seqlens: Tensor | None  # int64 [num_seqs + 1], only for a packed batch
 
     @property

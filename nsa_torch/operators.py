@@ -280,7 +280,7 @@ class Program:
     not tensors.
 
     Attributes:
-      alone: Whether no object other than the autograd node of the call refers to the saved
+      alone: Whether the autograd node of the call is the only object that refers to the saved
         results.
       run: Function that returns the results for the caller, followed by the saved results.
     """

@@ -491,9 +491,8 @@ KNOWN: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 _prepared: set[Hashable] = set()  # layers on a GPU whose kernels were prepared
 
-instead: ArrayOps | None = (
-    None  # if this is set, steps run on this `ArrayOps` directly, without plans
-)
+# If `instead` is set, steps run on this `ArrayOps` directly, without plans.
+instead: ArrayOps | None = None
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:

@@ -34,11 +34,11 @@ class Shared:
     last `recent` uses are never dropped, regardless of their size, since current calls may need
     them.
 
-    The cache may be used on any stream. A stream that reads a tensor waits for the stream that
-    computed it. A CUDA graph may outlive this cache. A tensor that a graph reads is therefore
-    retained until the process ends. If a tensor did not exist before the capture, the graph
-    computes it at each replay. One call before the capture avoids this computation. That call is
-    also needed to compile kernels.
+    The cache may be used on any stream. Before a tensor is returned, the current stream waits for
+    the stream that computed it. A CUDA graph may outlive this cache. A tensor that a graph reads
+    is therefore retained until the process ends. If a tensor did not exist before the capture,
+    the graph computes it at each replay. One call before the capture avoids this computation.
+    That call is also needed to compile kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):

@@ -137,9 +137,8 @@ class TorchOps(ArrayOps):
         return pages
 
     def write(self, x, index, part):
-        if (
-            x[index].data_ptr() != part.data_ptr()
-        ):  # otherwise the kernel has written the result there
+        # If the addresses are equal, the kernel has already written the result there.
+        if x[index].data_ptr() != part.data_ptr():
             x[index] = part
         return x
 

@@ -213,9 +213,8 @@ def block_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     indexer = cast(Any, module.indexer)
-    spare = max(
-        indexer.topk_blocks - block_indices.shape[-1], 0
-    )  # this makes one kernel serve all lengths
+    # Lists of equal length make one kernel serve all lengths.
+    spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)
     lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
     # with a cache, each head of [B, Hkv, Sk, D] becomes a row, and is then read without a copy
     if length < num_keys:

@@ -191,9 +191,8 @@ class NSAPreTrainedModel(PreTrainedModel):
             )
         if path is not None:
             stated, _ = NSAModelConfig.get_config_dict(path, **kwargs)
-            NSAModelConfig.from_dict(
-                stated
-            )  # raises an error if `config` belongs to another model
+            # raises an error if the configuration belongs to another model
+            NSAModelConfig.from_dict(stated)
         always = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         load: Any = super().from_pretrained
         model, info = load(path, *args, use_safetensors=True, **always, **kwargs)

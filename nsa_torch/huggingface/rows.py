@@ -32,11 +32,8 @@ IGNORED = "token_type_ids", "tokenizer", "assistant_tokenizer"
 READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", *IGNORED}
 MASK = "attention_mask must"
 COMPARED: set[tuple[Any, ...]] = set()  # device, and keywords of a packed row that agreed once
-LOSS = (
-    "ignore_index",
-    "num_items_in_batch",
-    "shift_labels",
-)  # the loss of transformers reads this keyword
+# the loss of transformers reads these keywords
+LOSS = "ignore_index", "num_items_in_batch", "shift_labels"
 
 
 class Rows(NamedTuple):
