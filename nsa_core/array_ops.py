@@ -6,8 +6,8 @@ frameworks, and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and
 the operations instead. This module imports neither framework.
 
 A step computes with arrays only through the methods of `ArrayOps` that `nsa_core.plan` records,
-such as `run` and `derive`, and uses only `shape`, `dtype` and `reshape` of an array. Other work
-between kernels is a derived step (`derived`).
+such as `run` and `derive`, and uses only `shape`, `dtype` and `reshape` of an array. Any other
+computation between kernels must be a derived step (`derived`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,20 +16,20 @@ from typing import Any, NamedTuple, Protocol
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.triton.kernel import TritonKernel
 
-type Slices = tuple[slice, ...]  # slices of the first axes, without strides
+type Slices = tuple[slice, ...]  # slices of the first axes, with a step of 1
 
 
 type Shapes = Callable[..., Sequence[Array]]
 
 
 def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a derived step. It is a function `f(ops, *arrays, **static)` that returns a list
-    of arrays, depends only on its arguments and does not modify them. It may use all of
-    `ArrayOps`, including `xp`.
+    """Decorate a derived step. A derived step is a function `f(ops, *arrays, **static)` that
+    returns a list of arrays, depends only on its arguments and does not modify them. The function
+    may use all of `ArrayOps`, including `xp`.
 
     Args:
-      shapes: Function that returns the shapes and dtypes of the results. Its arguments are
-        those of the step, without `ops`. It reads only shapes and dtypes.
+      shapes: Function that returns the shapes and dtypes of the results. Its arguments are the
+        same as those of the step, without `ops`. Of the arrays, it reads only shapes and dtypes.
     """
 
     def decorate(function):
@@ -40,14 +40,15 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
 
 
 def like(x: Any, *shape: int) -> Array:
-    """Return the shape and dtype of an array like `x`, for `shapes` of a derived step. The shape
-    may differ.
+    """Return the shape and dtype of an array like `x`, for `shapes` of a derived step. `shape`
+    replaces the shape of `x` if it is given.
     """
     return Array(shape or tuple(x.shape), x.dtype)
 
 
 class Places(NamedTuple):
-    """A `QueryLayout` that has only arrays, for steps that read nothing else."""
+    """A `QueryLayout` that has only arrays. Steps that read nothing else from the layout receive
+    it."""
 
     position: Any
     key_start: Any
@@ -57,8 +58,8 @@ class Places(NamedTuple):
 
 
 class QueryLayout(Protocol):
-    """The position of each query, as integers `[B, T]`. Key `k` has position `k - key_start` in
-    the query's sequence.
+    """The position of each query, as integers `[B, T]`. For a query, key `k` of the key array has
+    position `k - key_start` in the query's sequence.
     """
 
     @property
@@ -69,11 +70,11 @@ class QueryLayout(Protocol):
 
     @property
     def padded(self) -> bool:
-        """Whether some queries may be padding, which need not be finite."""
+        """Whether some queries may be padding. Padding need not be finite."""
 
     @property
     def key_start(self) -> Any:
-        """The key index of the first token of the query's sequence."""
+        """The index in the key array of the first token of the query's sequence."""
 
     @property
     def compressed_start(self) -> Any:
@@ -81,7 +82,7 @@ class QueryLayout(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether sequences may begin at any key."""
+        """Whether rows are packed, so that sequences may begin at any key."""
 
     @property
     def varlen(self) -> Any:
@@ -91,8 +92,8 @@ class QueryLayout(Protocol):
 
     @property
     def num_keys(self) -> int | None:
-        """The number of keys of every sequence, if tables that are derived from it are
-        constants of a program. It is None in torch, which caches these tables.
+        """The number of keys of every sequence, if tables that are derived from this number are
+        constants of a program. In torch the value is None, since torch caches these tables.
         """
 
 
@@ -102,8 +103,8 @@ class ArrayOps(Protocol):
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
-      parts_stay: whether an `in_place` kernel keeps the elements of a `part` that it does not
-        write.
+      parts_stay: whether an `in_place` kernel that receives a `part` of an array keeps the
+        elements of the part that it does not write.
       has_streams: whether `run_beside` is supported.
     """
 
@@ -120,36 +121,38 @@ class ArrayOps(Protocol):
         ...
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
-        """Run a kernel whose outputs have the same shape. If the outputs are adjacent in
-        memory, `stacked` copies them at once.
+        """Run a kernel whose outputs all have the same shape. If the outputs are adjacent in
+        memory, `stacked` copies them all at once.
         """
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
         """Run a kernel concurrently with later work, until `join` is called with the second
-        result. Before that call, no other step may read or write the kernel's outputs.
+        result of this method. Before that call, no other step may read or write the kernel's
+        outputs.
         """
         raise NotImplementedError
 
     def join(self, running: Any) -> None:
-        """Make later work wait for the end of `running`."""
+        """Make later work wait for the end of `running`, the second result of `run_beside`."""
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` writes into its last inputs. Its first outputs then keep the
-        values of these inputs in all elements that the kernel does not write.
+        """Return whether `kernel` writes into its last inputs. If it does, its first outputs keep
+        the values of these inputs in all elements that the kernel does not write.
         """
         return bool(kernel.in_place)
 
     def after(self, x: Any, done: Any) -> Any:
         """Make `x` (int32) depend on `done` (16-bit), so that no kernel that reads the result
-        starts before `done` is computed. The default does nothing, since steps are queued one
-        after the other.
+        starts before `done` is computed. By default this method does nothing, since steps are
+        queued one after the other.
         """
         return x
 
     def capability(self, x: Any) -> tuple[int, int]:
-        """Return the compute capability of the GPU of `x`, which determines tiles."""
+        """Return the compute capability of the GPU of `x`, which determines the sizes of
+        tiles."""
         ...
 
     def derive(
@@ -159,19 +162,19 @@ class ArrayOps(Protocol):
         return function(self, *arrays, **static)
 
     def per_batch(self, x: Any) -> Any:
-        """Mark `x` as an argument that many calls share. Arrays that are derived only from `x`
-        may be cached.
+        """Mark `x` as an argument that many calls share, and return it. Arrays that are derived
+        only from `x` may be cached.
         """
         return x
 
     def release(self, arrays: Iterable[Any]) -> None:
-        """Declare that no later step reads these arrays. They must not share memory with other
-        arrays. The default does nothing.
+        """Declare that no later step reads `arrays`. These arrays must not share memory with
+        other arrays. By default this method does nothing.
         """
         return None
 
     def arange(self, like: Any, count: int) -> Any:
-        """Return the integers `0 .. count - 1` as int32 `[1, count]`, on the device of
+        """Return the integers from 0 to `count - 1` as int32 `[1, count]`, on the device of
         `like`.
         """
         ...
@@ -191,13 +194,14 @@ class ArrayOps(Protocol):
         ...
 
     def searchsorted(self, rows: Any, values: Any, side: str) -> Any:
-        """Return `numpy.searchsorted` of each row as int32 `[B, m]`. The arguments are `[B,
-        n]`, ascending, and `[B, m]`.
+        """Return `numpy.searchsorted` of each row as int32 `[B, m]`. `rows` is `[B, n]` and
+        ascending, and `values` is `[B, m]`.
         """
         ...
 
     def sort(self, rows: Any) -> tuple[Any, Any]:
-        """Sort rows `[B, n]` in ascending order, stably. Returns also the index of each element."""
+        """Sort rows `[B, n]` in ascending order with a stable sort. Return the sorted rows, and
+        the original index of each element."""
         ...
 
     def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:
@@ -222,23 +226,23 @@ class ArrayOps(Protocol):
 
     def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
         """Return `made()` if any element of `condition` is true and the arrays are on a CPU,
-        otherwise `otherwise`. On a GPU the host would have to wait for the condition. Torch also
-        returns `made()` while it traces on a CPU, since the condition then has no value.
+        otherwise `otherwise`. On a GPU the host would have to wait for the condition. While torch
+        traces on a CPU, the condition has no value, and this method returns `made()`.
         """
         raise NotImplementedError
 
     def take(self, pages: Any, at: tuple) -> Any:
-        """Return `pages[at]` for arrays of indices."""
+        """Return `pages[at]`, where `at` has arrays of indices."""
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """Write `new` to the valid entries `at` (`paged_layout.Places`) of `pages`. In torch
-        this happens in place.
+        """Write `new` to those entries of `pages` that `at` (`paged_layout.Places`) marks as
+        valid. In torch the write is in place.
         """
         raise NotImplementedError
 
     def write(self, x: Any, index: Slices, part: Any) -> Any:
-        """Write `part` to `index` of `x`, possibly in place."""
+        """Return `x` with `part` written to `x[index]`, possibly in place."""
         ...
 
     def zeros(self, like: Any, shape: tuple[int, ...]) -> Any:
@@ -246,7 +250,7 @@ class ArrayOps(Protocol):
         ...
 
     def copied(self, x: Any, dtype: Any) -> Any:
-        """Return a copy of `x` in a dtype of `xp`."""
+        """Return a copy of `x` in the dtype `dtype` of `xp`."""
         return self.cast(x, dtype)
 
     def part(self, x: Any, index: Slices) -> Any:
@@ -266,18 +270,18 @@ class ArrayOps(Protocol):
         return self.cast(x, self.xp.float32)
 
     def all_float32(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return `to_float32` of several arrays of one shape."""
+        """Return `to_float32` of each of several arrays, which all have one shape."""
         return [self.to_float32(x) for x in arrays]
 
     def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:
         """Return rows of `length` float32 elements. Each row begins with one of the given
-        arrays, or with one entry of a single array along its first axis. The remaining elements
-        of a row are arbitrary.
+        arrays, or with an entry along the first axis if a single array is given. The remaining
+        elements of a row are arbitrary.
         """
         raise NotImplementedError
 
     def unstacked_float32(self, x: Any) -> Sequence[Any]:
-        """Split the last axis into float32 copies."""
+        """Split `x` along its last axis into float32 copies."""
         return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
 
     def stacked(self, arrays: Sequence[Any], dtype: Any) -> Any:
@@ -301,8 +305,8 @@ class ArrayOps(Protocol):
 
 
 def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
-    """Fill the padding rows of each of `arrays` `[B, T, ...]` with zeros. Kernels that mask
-    whole blocks or key tiles also multiply these rows, and zero times NaN is NaN.
+    """Return `arrays` `[B, T, ...]` with zeros in the rows that are padding. Kernels that mask
+    whole blocks or key tiles also multiply padding, and zero times NaN is NaN.
     """
     return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
 

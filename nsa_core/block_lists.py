@@ -12,14 +12,16 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
 INCLUDES = ("selected", "tail")
-ANY = NSAConfig()  # checks that read only shapes do not depend on it
-# Splitting a large block does not change the function. Kernels accept lists of up to MAX_ENTRIES.
+# the config in checks of shapes, whose results do not depend on block sizes
+ANY = NSAConfig()
+# Splitting a large block does not change the result. Kernels accept lists of up to MAX_ENTRIES
+# blocks.
 WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
-    """Return a config with these sizes of the selected branch. Its sizes of other branches have
-    no effect.
+    """Return a config for attention to the listed blocks, with these sizes of the selected
+    branch. The sizes of the other branches have no effect.
     """
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
 
@@ -34,8 +36,8 @@ def parts_of(block_size: int, entries: int) -> int:
 
 
 def within(block_size: int, keys: int) -> int:
-    """Return `block_size`, or the first multiple of 128 above `keys` if that is smaller. Block 0
-    then contains all keys, as it does with the given size.
+    """Return `block_size`, or the first multiple of 128 above `keys` if that number is smaller.
+    With the smaller size, block 0 still contains all keys.
     """
     return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
 
@@ -53,7 +55,8 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
 
 
 def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
-    """Check that the lists `x` are int32 `[*tokens, G, n]`, and that `G` fits the heads."""
+    """Check that the lists `x` are int32 `[*tokens, G, n]`, and that `G` fits the numbers of
+    heads."""
     validate.array(name, x, len(tokens) + 2, ("int32",))
     scopes, entries = x.shape[-2:]
     if tuple(x.shape[:-2]) != tuple(tokens) or entries < 1:
@@ -83,8 +86,8 @@ def with_tail(xp: Any, indices, position, block_size: int):
 
 
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
-    """Return `(lists, tokens)`: the lists `[N, G, n]`, including the query's own block if
-    `include` requires it, and the `paged_layout.Tokens` of the queries. `paged` has page_table,
+    """Return `(lists, tokens)`. The lists `[N, G, n]` include the query's own block if `include`
+    requires it. `tokens` are the `paged_layout.Tokens` of the queries. `paged` has page_table,
     lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged
@@ -97,12 +100,12 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
     """Return the indices of the parts into which blocks are split, `[.., max(G, Hkv), n *
-    parts]`. Entries outside `keys` are -1.
+    parts]`. A part that begins after the last of the `keys` keys has index -1.
     """
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices
     if parts > 1:
-        # Multiples of larger indices would overflow.
+        # For larger indices the multiplication would overflow.
         named = xp.where((found >= 0) & (found <= keys // block_size), found, -1)
         found = named[..., None] * parts + ops.arange(found, parts)[0]
     blocks = -(-keys // (block_size // parts))
@@ -135,8 +138,8 @@ def check_paged(
     include: str,
     scale: float | None,
 ) -> int:
-    """Check the shapes and dtypes of `paged_block_attention`'s arguments, and the values that
-    `read` returns. Return the block size to use.
+    """Check the shapes and dtypes of the arguments of `paged_block_attention`, and the values
+    that `read` returns. Return the block size to use.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -161,9 +164,9 @@ def check_paged(
 
 
 def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int):
-    """Return the keys of the lists, two arrays `[N, lists, n * block_size]`. The first one has
-    the index of each key in the concatenated pages, clamped to valid indices. The second one is
-    True if the query attends to the key.
+    """Return the keys of the lists as two arrays `[N, lists, n * block_size]`. The first array
+    has the index of each key in the concatenated pages, clamped to valid indices. The second
+    array is True if the query attends to the key.
 
     Args:
       lists: The result of `for_kernels`, `[N, lists, n]`.

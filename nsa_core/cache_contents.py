@@ -15,8 +15,8 @@ type Facts = Sequence[tuple[str, Any]]  # names and values
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Records how the tokens of a cache were computed, as pairs of a name and a value (facts).
-    The first write sets a fact, and later writes must agree with it.
+    """Records how the tokens of a cache were computed. The record consists of facts, which are
+    pairs of a name and a value. The first write sets a fact, and later writes must agree with it.
     """
 
     said: Facts = ()
@@ -28,7 +28,7 @@ class Contents:
           kind: The purpose of the cache in the error message, such as `"for a model "`.
 
         Raises:
-          ValueError: A fact contradicts an earlier one.
+          ValueError: A fact contradicts an earlier fact.
         """
         known = dict(self.said)
         for name, value in facts:
@@ -68,8 +68,8 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
-    """Describe a cache in one line. During a transform the arrays of a cache may be arbitrary
-    objects.
+    """Return a text of one line that describes a cache. The function accepts any objects as
+    arrays, since transforms may replace them.
     """
     arrays = {name: getattr(cache, name) for name in (key, value)}
     words = {name: getattr(x, "shape", x) for name, x in arrays.items()}
@@ -78,7 +78,7 @@ def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) 
     if length is not None:
         try:
             words["lengths"] = reprlib.repr(length.tolist())
-        except Exception:  # traced, or without memory
+        except Exception:  # the array is traced, or has no memory
             words["lengths"] = "unknown"
     said = ", ".join(f"{name}={value}" for name, value in words.items())
     return f"{type(cache).__name__}({said})"

@@ -14,9 +14,9 @@ class MLPParams(NamedTuple):
 
     It computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is flattened
     token by token, gelu has its tanh form, and all key/value heads share the parameters. If the
-    keys were rotated by their positions, the result depends on the position of the window. A
-    query's product with the compressed key then depends on both positions, not only on their
-    distance (`RopeMLPParams`).
+    keys were rotated by their positions, the result depends on the position of the window. The
+    product of a query with the compressed key then depends on both positions, not only on their
+    distance. `RopeMLPParams` avoids this.
     """
 
     position: Any  # [l, D]
@@ -26,8 +26,8 @@ class MLPParams(NamedTuple):
     b2: Any  # [D]
 
     def turned(self, rates: Any, factor: float = 1.0) -> "RopeMLPParams":
-        """Return the same MLP for unrotated keys. `factor` is the factor by which the rotation
-        multiplies the length of a key.
+        """Return the same MLP for unrotated keys, as `RopeMLPParams`. `factor` is the factor by
+        which the rotation multiplies the length of a key.
         """
         if factor == 1:
             return RopeMLPParams(*self, rates)
@@ -36,9 +36,9 @@ class MLPParams(NamedTuple):
 
 
 class RopeMLPParams(NamedTuple):
-    """`MLPParams` for unrotated keys. The compressed key is rotated by the middle of its window.
+    """`MLPParams` for unrotated keys. The compressed key is rotated by the position of the middle
 
-    The middle is `first token + (l - 1) / 2`, counted in its own sequence.
+    of its window. This position is `first token + (l - 1) / 2`, counted in its own sequence.
     """
 
     position: Any  # [l, D]

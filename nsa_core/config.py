@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self
 
-# Short names, which layers and config files use.
+# Short names of sizes, which layers and config files use.
 SEED_NAMES = {
     "l": "compress_block",
     "d": "compress_stride",
@@ -24,8 +24,8 @@ class NSAConfig:
     section 4).
 
     `compute_dtype="float8_e4m3"` is for inference on Hopper. The selected and the sliding branch
-    then multiply 8-bit numbers (docs/kernels/fp8.md); the selection does not change. It is faster
-    for groups of more than 8 query heads.
+    then multiply 8-bit numbers (docs/kernels/fp8.md). The selection of blocks does not change.
+    This dtype is faster than 16 bits for groups of more than 8 query heads.
 
     Raises:
       ValueError: A value is invalid. The message names the field, the rule and the value.
@@ -83,12 +83,14 @@ class NSAConfig:
 
     @functools.cached_property
     def numbers(self) -> tuple[int | str | None, ...]:
-        """All fields as a tuple, which is compared and hashed without running Python code."""
+        """All fields as a tuple. Unlike the dataclass, a tuple is compared and hashed without
+        running Python code."""
         return *(getattr(self, name) for name in SIZES), self.compute_dtype
 
     @property
     def of_sizes(self) -> Self:
-        """The config without `compute_dtype`. Positions of tokens depend only on the sizes."""
+        """The same config without `compute_dtype`. The positions of tokens depend only on the
+        sizes."""
         return dataclasses.replace(self, compute_dtype=None)
 
     def check_differentiable(self) -> None:
@@ -100,7 +102,7 @@ class NSAConfig:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sizes by name, and `compute_dtype` if it is set."""
+        """Return the sizes by name, and also `compute_dtype` if it is set."""
         found = {name: getattr(self, name) for name in SIZES}
         return found | (
             {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}
@@ -133,7 +135,7 @@ class NSAConfig:
 
     def reads(self, length: int) -> int:
         """Return the number of keys, including padding, that one decode step reads from a cache
-        of `length` tokens.
+        of `length` tokens, over all branches.
         """
         return (
             self.num_compressed(length)
@@ -143,7 +145,7 @@ class NSAConfig:
 
 
 def _proposing(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init`, so that the error for an unknown name proposes a field."""
+    """Wrap `init`, so that the error for an unknown name proposes a similar field."""
 
     @functools.wraps(init)
     def checked(self, *sizes: Any, **named: Any) -> None:

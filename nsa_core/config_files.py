@@ -1,8 +1,8 @@
 """Loads the YAML files of `configs/` into checked dataclasses.
 
 `load` reads a YAML file of that folder by its name, or a YAML or JSON file by its path. `build`
-turns the mapping into a dataclass. An unknown key or a value of another type is an error.
-`nsa_bench.tune_thresholds` derives `devices/<device>.yaml` from records.
+turns the loaded mapping into a dataclass. An unknown key, or a value of another type than the
+field, raises an error. `nsa_bench.tune_thresholds` derives `devices/<device>.yaml` from records.
 """
 
 import functools
@@ -26,7 +26,8 @@ def slug(device: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that refuses repeated keys. YAML's own loader uses the last one."""
+    """A YAML loader that refuses repeated keys. The original loader would use the last of
+    them."""
 
     def construct_mapping(self, node, deep=False):
         _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
@@ -61,8 +62,8 @@ def parsed(text: str | bytes, kind: str = "YAML") -> Any:
 
 
 def load(name: str | Path, kind: type = dict) -> Any:
-    """Load a mapping or a value of type `kind`. `name` is a file `configs/<name>.yaml`, or the
-    path of a YAML or JSON file.
+    """Load a mapping, or a value of type `kind`, from a file. `name` means the file
+    `configs/<name>.yaml`, or is the path of a YAML or JSON file.
 
     Raises:
       FileNotFoundError: The file does not exist.
@@ -85,7 +86,7 @@ def load(name: str | Path, kind: type = dict) -> Any:
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """Override the values of `base` with those of `top`, section by section."""
+    """Return `base` with the values of `top` in place of its own, section by section."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
@@ -96,14 +97,15 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
     """Build `cls(**mapping)` for a dataclass, including nested dataclasses. Integers are
-    converted to floats and lists to tuples; other values are not converted.
+    converted to floats and lists to tuples where the field needs them. Other values are not
+    converted.
 
     Raises:
       ValueError: A key is unknown, or a value does not have the type of its field. The message
         names each key with its section.
     """
-    # This import takes a fraction of a second. It runs only before the first file is read, such
-    # as the file of a device at the first automatic choice on a GPU.
+    # This import takes a fraction of a second. It runs only before the first file is read. On a
+    # GPU this may be the file of the device, which the first automatic choice reads.
     import pydantic
 
     adapter = pydantic.TypeAdapter(list[cls], config={"extra": "forbid", "strict": True})

@@ -5,7 +5,7 @@ The sequence is split into chunks of equal length. With `zigzag`, rank `r` of `R
 `r` has chunk `r`. A shard consists of the chunks of a rank in the order of their tokens.
 
 A sequence is padded at the end if its length is not a multiple of the number of chunks. No real
-token attends to this padding, and the output of padding is undefined.
+token attends to the padding, and the output of the padding is undefined.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 
 type Layout = Literal["zigzag", "contiguous"]
 
-# Maximum bytes of keys and values that are gathered at once, unless a single head has more. With
-# one head at a time, the transfer of the next head overlaps with the computation of the current
-# one. If the computation is short, however, its launches cost more than the transfer.
+# Maximum bytes of keys and values that are gathered at once, unless a single head has more. If
+# heads are gathered one at a time, the transfer of the next head overlaps with the computation of
+# the current head. If the computation is short, however, its launches cost more than the
+# transfer.
 UNIT_BYTES = 2**27
 
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
@@ -56,8 +57,8 @@ class Shards:
 
     @property
     def calls(self) -> list[tuple[slice, Any]]:
-        """For each chunk of this rank: the slice of its tokens in the shard, and the position
-        of its end in the sequence.
+        """For each chunk of this rank: the slice of the chunk's tokens in the shard, and the
+        position in the sequence where the chunk ends.
         """
         return [
             (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
@@ -72,7 +73,7 @@ class Shards:
 
     @property
     def places(self) -> list[int]:
-        """The index of chunk 0, 1, ... in `order`."""
+        """The index of each chunk 0, 1, ... in `order`."""
         order = self.order
         return [order.index(chunk) for chunk in range(len(order))]
 
@@ -105,14 +106,16 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
     Returns:
       `(offsets, slots)`. `offsets` has one array `[B, most]` per chunk of this rank, with the
       offsets in the chunk at which windows begin. An offset of `shards.chunk` or more means
-      that the slot has no window. `slots` `[B, C]` has the slot of each window, counted over
-      all chunks, which have `most` slots each. The entry of an unused window is the total
-      number of slots.
+      that the slot has no window. `slots` `[B, C]` has the slot of each window, counted over all
+      chunks. Each chunk has `most` slots. The entry of an unused window is the total number of
+      slots.
     """
     xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
     begin = xp.where(begin < 0, length, begin)
     ends = xp.broadcast_to(ops.arange(begin, chunks) * chunk, (begin.shape[0], chunks))
-    first = ops.to_int32(ops.searchsorted(begin, ends, "left"))  # of each chunk
+    first = ops.to_int32(
+        ops.searchsorted(begin, ends, "left")
+    )  # the first window of each chunk
     padded = ops.pad_end(begin, 1, most, length)
     slots = [first[:, number, None] + ops.arange(begin, most) for number in shards.own]
     pairs = zip(slots, shards.own, strict=True)

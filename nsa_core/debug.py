@@ -5,17 +5,18 @@
 Events, all off at first:
   `routing`  the chosen implementation and each refusal, once per set of choices
   `shapes`   dtypes and shapes of the arguments of each step
-  `timing`   milliseconds of each step. The host waits for the device before and after a step, so
-             that the whole call is slower
+  `timing` milliseconds of each step. The host waits for the device before and after a step, which
+             makes the whole call slower
   `compare`  mean and largest absolute error of each branch against the reference on the same
              arguments. For the scores, the number of lists of selected blocks that differ
 
 A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG key=value ...`
 with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by one while
 `timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and `shapes` report
-once, while the call is traced. `timing` and `compare` need values, so that they print the reason
-why they cannot run. Under `torch.compile` only `routing` is reported. While an event is on, the
-torch functions also read `cu_seqlens` on a GPU, and raise the same errors as on a CPU.
+once, while the call is traced. `timing` and `compare` need values. While a call is traced, they
+print the reason why they cannot run. Under `torch.compile` only `routing` is reported. While an
+event is on, the torch functions also read `cu_seqlens` on a GPU, and raise the same errors as on
+a CPU.
 """
 
 import json
@@ -43,7 +44,7 @@ SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 # The reference is dense and needs several float32 arrays [B, H, T, S] at the same time.
 MAX_BYTES, BYTES_EACH = 2 * 2**30, 16
 
-on = False  # every call reads this, which is the whole cost while no event is on
+on = False  # every call reads this flag; while no event is on, `debug` costs nothing else
 _left: dict[str, int] = {}  # number of remaining lines for each event that is on
 _told: set[tuple[str, str, str]] = set()
 
@@ -52,7 +53,7 @@ class Backend(NamedTuple):
     """The functions of a framework that read its arrays."""
 
     package: str  # nsa_jax or nsa_torch
-    silent: Callable[[], bool]  # whether a step cannot report anything here
+    silent: Callable[[], bool]  # whether a step cannot report anything in the current context
     traced: Callable[
         [Any], bool
     ]  # whether any of these arrays has no value, since it is traced
@@ -61,7 +62,7 @@ class Backend(NamedTuple):
 
 
 def enable(*events: str, limit: int = 100) -> None:
-    """Enable these events and disable all others. An event is disabled after `limit` lines.
+    """Enable the given events and disable all others. An event is disabled after `limit` lines.
 
     Raises:
       ValueError: An event is unknown, or the limit is below 1.
@@ -82,7 +83,7 @@ def enable(*events: str, limit: int = 100) -> None:
 
 
 def stepwise(backend: Backend, *arrays) -> bool:
-    """Return whether a fused path must run step by step, since single steps are timed or
+    """Return whether a fused path must run step by step. It must if single steps are timed or
     compared.
     """
     if not on or backend.silent():
@@ -107,9 +108,9 @@ def watch(
     function: Callable,
     registry: Any = None,
 ) -> Callable:
-    """Wrap `function`, which computes `step` with the implementation `name`. The wrapped
-    function reports the enabled events. `registry` contains the reference implementation of the
-    step.
+    """Wrap `function`, which computes `step` with the implementation `name`. The returned
+    function also reports the enabled events. `registry` contains the reference implementation of
+    the step.
     """
     if not on or backend.silent():
         return function
@@ -166,8 +167,8 @@ def _errors(backend, about, oracle, result, args, options) -> dict[str, Any]:
 
 
 def _tell(package: str, event: str, fields: dict[str, Any], once: str = "") -> None:
-    """Log one line, unless the event is off or a line with the same key `once` was logged
-    before. Reasons for refusals are logged once and do not count towards the limit.
+    """Log one line, unless the event is off or a line with the same key `once` was logged before.
+    Each reason for a refusal is logged once, and does not count towards the limit.
     """
     global on
     refusal = "refused" in fields

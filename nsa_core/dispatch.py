@@ -3,8 +3,8 @@ was refused.
 
 An implementation named by the caller never falls back, unless the caller sets
 `on_unsupported="fallback"` (the flag of that name). A fallback causes a warning. The automatic
-choice is the first implementation in order that can run the problem, and that the thresholds
-and the policy of the device allow (`policy.py`).
+choice is the first implementation, in the order of the registry, that can run the problem and
+that the thresholds and the policy of the device allow (`policy.py`).
 
 The step `attention` computes all other steps in one call. An implementation of `attention` runs
 only if the same implementation was chosen for each of the other steps.
@@ -41,7 +41,7 @@ FUNCTIONS = {  # names of the steps in reasons
 class Problem(NamedTuple):
     """The properties of a call that decide whether an implementation can run. `types.py`
     explains the letters. Under torch.compile, B is 1, and T and S are 0. If only the step
-    `compressed` or only the step `scores` is requested, S is the number of compressed tokens.
+    `compressed` or only the step `scores` is requested, `S` is the number of compressed tokens.
     """
 
     framework: str
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     config: NSAConfig
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
     strided: str | None = (
-        None  # which tensor needs another memory layout, and the required layout
+        None  # the tensor that needs another memory layout, and the required layout, as text
     )
     device: str | None = None  # the driver's name of the GPU
     requires_grad: bool = False  # whether a backward pass may follow
@@ -88,8 +88,8 @@ class Implementation:
     """An implementation of one step.
 
     Attributes:
-      target: `module:function`. The module is imported at the first call. Empty if the registry
-        only chooses, and its caller runs the implementation.
+      target: `module:function`. The module is imported at the first call. The string is empty if
+        the registry only chooses, and its caller runs the implementation.
       why_not: Function that returns the reason why the implementation cannot run a problem, or
         None.
     """
@@ -114,8 +114,8 @@ class Implementation:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The implementation of one step, with the reasons why earlier candidates were refused.
-    `note` is the compute dtype, or a text about measurements that the automatic choice lacks
-    (`policy.note`).
+    `note` is the compute dtype, or a text that states which measurements the automatic choice
+    lacks (`policy.note`).
     """
 
     step: str
@@ -133,14 +133,15 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The choice for each step of a call. When printed, it has one line per step.
+    """The choice for each step of a call. The printed object has one line per step.
 
     Attributes:
-      attention: The implementation that runs all steps at once. `attention=None` means step by
-        step.
+      attention: The implementation that runs all steps at once. `attention=None` means that the
+        steps run one by one.
       whole_refused: For each implementation of `attention`, the reason why it was refused.
       beside_dense: A note with the length from which `attention` is faster than dense attention
-        on this device. None if no length is known, or if all steps do not run at once.
+        on this device. The note is None if no length is known, or if no implementation runs all
+        steps at once.
     """
 
     compressed: Choice
@@ -167,7 +168,7 @@ class Choices:
 
 class Registry:
     """The implementations of each step, in the order of the automatic choice. The step
-    `attention` may have none.
+    `attention` may have no implementation.
     """
 
     def __init__(self, framework: str, table: Mapping[str, tuple[Implementation, ...]]):
@@ -175,7 +176,8 @@ class Registry:
         self.table = dict(table)
 
     def names(self, step: str | None = None) -> tuple[str, ...]:
-        """Return the names of the implementations of `step`, or of all steps, in order."""
+        """Return the names of the implementations of `step` in order. If `step` is None, return
+        those of all steps."""
         rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys([entry.name for row in rows for entry in row]))
 
@@ -196,9 +198,9 @@ class Registry:
         name: str | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Choice:
-        """Return the implementation called `name`. If `name` is None, return the first one that can
-        run `problem` and that the policy of the device allows (`policy.why_not`). The policy is not
-        asked if `compute_dtype` applies to the step.
+        """Return the implementation called `name`. If `name` is None, return the first
+        implementation that can run `problem` and that the policy of the device allows
+        (`policy.why_not`). If `compute_dtype` applies to the step, the policy is not asked.
 
         Raises:
           ValueError: No implementation has this name.
@@ -246,12 +248,13 @@ class Registry:
         step: str | None = None,
     ) -> Choices:
         """Return the choice for every step. If `step` is given, `implementation` is a name that
-        applies only to this step, and the other steps are chosen automatically.
+        applies only to that step. The implementations of the other steps are then chosen
+        automatically.
 
-        A `Branches` of names has no entry for the scores. Scores run on the implementation of
-        the selected branch if it supports them, otherwise on the first implementation that
-        does. A single name for all branches also applies to the scores, if that implementation
-        has this step.
+        A `Branches` of names has no entry for the step `scores`. Scores run on the implementation
+        of the selected branch if it supports them, otherwise on the first implementation that
+        supports them. A single name for all branches also applies to `scores`, if that
+        implementation has the step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)
@@ -264,7 +267,7 @@ class Registry:
         else:
             names = Branches.each(implementation)._asdict()
             for name in names.values():
-                self.entry("scores", name)  # checks it
+                self.entry("scores", name)  # this checks the name
             own = self.entry("scores", names["selected"])
             strict = isinstance(implementation, str)
             able = own and (strict or own.refusal(at["scores"]) is None)

@@ -27,7 +27,8 @@ def require(extra: str, *packages: str, minimum: str | None = None) -> None:
     """Raise `ModuleNotFoundError` unless all `packages` of `extra` are installed.
 
     Args:
-      minimum: The lowest supported version. A lower version raises `ImportError`.
+      minimum: The lowest supported version. An installed package with a lower version raises
+        `ImportError`.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""absl flags that choose the implementation of each branch, for programs built on the library.
+"""absl flags that choose the implementation of each branch, for programs that use this library.
 
 Import this module before `app.run`, then pass `implementation=flags.implementation(...)`.
 """

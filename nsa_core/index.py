@@ -27,13 +27,13 @@ class Index(NamedTuple):
 
     @property
     def config(self) -> NSAConfig:
-        """The configuration of the top-n selection. Its sizes are in tokens."""
+        """The `NSAConfig` of the top-n selection. Its sizes are in tokens."""
         block = self.pool * self.entry
         forced = self.num_initial, self.num_local
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
 
     def num_blocks(self, rows: int) -> int:
-        """Return the number of blocks of `rows` keys."""
+        """Return the number of blocks that `rows` index keys form."""
         return -(-rows // self.pool)
 
     def lists(self, heads: int) -> int:
@@ -42,8 +42,8 @@ class Index(NamedTuple):
 
 
 def _checked(index: Index, keys: int) -> Index:
-    """Check the fields of `index`. Return it with a pool that `block_lists.within` limits by the
-    number of keys, so that sizes fit in 32 bits.
+    """Check the fields of `index`. Return `index` with a pool that `block_lists.within` limits by
+    the number of keys, so that sizes fit in 32 bits.
     """
     validate.sizes(pool=index.pool, entry=index.entry)
     # A pool up to `MAX_POOL`, which kernels support, does not depend on the number of keys.
@@ -52,14 +52,14 @@ def _checked(index: Index, keys: int) -> Index:
     if index.entry > most:
         raise ValueError(f"entry must be at most {most} for {keys} keys, got {index.entry}")
     index = index._replace(pool=pool)
-    _ = index.config  # checks the rest
+    _ = index.config  # this checks the other fields
     for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
         validate.one_of(name, getattr(index, name), allowed)
     return index
 
 
 def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -> Index:
-    """Check the shapes and dtypes of `paged_index_blocks`' arguments, and the values that
+    """Check the shapes and dtypes of the arguments of `paged_index_blocks`, and the values that
     `read` returns. Return the `Index` to use.
 
     Raises:
@@ -75,7 +75,7 @@ def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -
 
 
 def check(query, key, index: Index, packed: bool) -> Index:
-    """Check the shapes and dtypes of `index_blocks`' arguments. Return the `Index` to use.
+    """Check the shapes and dtypes of the arguments of `index_blocks`. Return the `Index` to use.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -94,11 +94,12 @@ def check(query, key, index: Index, packed: bool) -> Index:
 
 
 def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
-    """Choose between `triton` and the plain implementation of a framework. Return the name.
+    """Choose between `triton` and `plain`, the name of the framework's implementation without
+    kernels. Return the chosen name.
 
     Args:
       asked: One of the two names. `asked=None` means `triton` if its kernels support the call.
-      reasons: Why the kernels do not support the call; empty if they do.
+      reasons: Reasons why the kernels do not support the call; empty if they support it.
 
     Raises:
       ValueError: No implementation has the name `asked`.
@@ -114,8 +115,8 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
-    """Return `kv_len` in tokens, from an argument that may be None. It defaults to the number
-    `rows` of keys if `entry` is 1, and to the number `length` of queries otherwise.
+    """Return `kv_len` in tokens. If the argument is None, return the number `rows` of keys if
+    `entry` is 1, and the number `length` of queries otherwise.
 
     Raises:
       ValueError: There are fewer tokens than queries, or more complete entries than keys.
@@ -139,11 +140,11 @@ def blocks_at(
     key_start,
     index: Index,
 ):
-    """Return the lists of queries, int32 `[B, T, lists, n]`.
+    """Return the block lists of the queries, int32 `[B, T, lists, n]`.
 
     Args:
-      over_queries: the function of the framework's module `chunks`. It may omit keys to which
-        no query attends.
+      over_queries: the function of the framework's module `chunks`. This function may omit keys
+        to which no query attends.
       position: `[B, T]`; a negative position means padding.
       key_start: `[B, T]` of packed rows; otherwise None.
     """
@@ -158,7 +159,7 @@ def blocks_at(
         if index.reduce == "sum":
             scores = scores.sum(2)[:, :, None]
         row = ops.arange(position, rows)[0]
-        if packed:  # blocks begin with the sequence
+        if packed:  # block 0 begins where the sequence begins
             local = (row + start[..., None]).clip(None, rows - 1)
             scores = ops.take_along(scores, local[:, :, None])
         seen = (row + 1) * index.entry <= position[..., None] + 1
@@ -192,9 +193,9 @@ def blocks_of_pages(
 
 
 class Teacher(NamedTuple):
-    """The attention heads from which index heads learn, over all keys or over listed blocks.
-    There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index head. Pair `p` has
-    the `heads` query heads that start at `p * heads`, and the key/value head `p * Hkv //
+    """The attention heads from which index heads learn. They attend to all keys or to listed
+    blocks. There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index head. Pair `p`
+    has the `heads` query heads that start at `p * heads`, and the key/value head `p * Hkv //
     pairs`.
     """
 
@@ -208,8 +209,8 @@ class Teacher(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss in chunks of queries. The fields from `chunk` on are the arguments of a framework's
-    function `over_queries`, which then returns the loss `[B, T, Hi]`.
+    """The loss in chunks of queries. The fields from `chunk` on are arguments for a framework's
+    function `over_queries`. With these arguments it returns the loss `[B, T, Hi]`.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,
@@ -235,8 +236,8 @@ def loss_of(
     index_query,
     index_key,
 ) -> Loss:
-    """Describe the loss as a `Loss`, for frameworks to compute. `where` is a `QueryLayout`, and
-    the other arguments are those of `indexer_kl`.
+    """Describe the loss as a `Loss`, which a framework then computes. `where` is a `QueryLayout`,
+    and the other arguments are those of `indexer_kl`.
     """
     xp, pairs, listed = ops.xp, teacher.pairs, block_indices is not None
     (batch, _, heads, width), keys = query.shape, key.shape[1]
@@ -282,7 +283,7 @@ def loss_of(
 
 def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
     """Return the mask of the keys of each query, `[B, Q, Hi or 1, K]`, and the indices of the
-    keys. The indices are None if all keys are used. Those of masked keys may be outside the
+    keys. The indices are None if all keys are used. The indices of masked keys may be outside the
     array.
 
     Args:
@@ -303,7 +304,7 @@ def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
 def check_loss(
     query, key, lse, index_query, index_key, block_indices, block_size, scale, index_scale
 ) -> Teacher:
-    """Check the shapes and dtypes of `indexer_kl`'s arguments.
+    """Check the shapes and dtypes of the arguments of `indexer_kl`.
 
     Raises:
       ValueError: No implementation supports an argument.

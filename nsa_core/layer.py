@@ -20,18 +20,19 @@ PHI, GATES, KV = (get_args(x.__value__) for x in (Phi, Gate, Kv))
 # state record them, such as `kind.gate_sigmoid`. Averages, casts and file formats change
 # values, but never names.
 KIND = ("gate", "phi", "kv")
-# The values for checkpoints without a record, which are older than the option.
+# The values for checkpoints without a record. Such checkpoints are older than the option.
 SILENT = {"kv": "separate"}
 KIND_MODULE = "kind"
-EXTRA_STATE = "_extra_state"  # the name of torch for state of a module that is not a tensor
-# Not recorded if they have their defaults, as in checkpoints older than these names.
+EXTRA_STATE = "_extra_state"  # torch's name for state of a module that is not a tensor
+# These values are not recorded if they are the defaults. Checkpoints older than these names have
+# the defaults.
 UNSTATED = ("num_initial", "num_local", "bias", "kv")
-# The tokens in a cache depend on these, and on sizes.
+# The tokens in a cache depend on these values, and on sizes.
 CACHED = (
     *("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim"),
     "key_taps",
 )
-# Only the initial weights depend on these, so that a checkpoint does not record them.
+# Only the initial weights depend on these values. A checkpoint therefore does not record them.
 START = ("gate_bias",)
 
 
@@ -47,8 +48,8 @@ FIELD_OF = {
 
 
 class Unnamed(str):
-    """A default value that the caller did not pass. It is equal to the string, but has another
-    type.
+    """A default value, which shows that the caller did not pass the argument. It is equal to the
+    string, but has another type.
     """
 
 
@@ -77,15 +78,16 @@ class LayerSpec:
         sequence, and a product with a query does not depend only on their distance.
         "mlp_rope" is the same MLP for unrotated keys. The compressed key is rotated by the
         middle of its window, so that a product with a query depends on their distance.
-      phi_hidden: hidden width of the MLP; None means twice the width that it compresses.
+      phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
+        compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
         for all branches, like dense attention, so that a cache is about a third of the size.
       gate: the source of the three gates per token.
         "head" computes sigmoids of a linear map of the layer's input for each query head.
         "sigmoid" and "softmax" apply an MLP to the mean rotated query of each key/value head,
         as in older programs (docs/seed.md). With softmax the three gates add up to one.
-        "selected" uses the constant gates 0, 1, 0 without weights, so that only the selected
-        branch remains.
+        "selected" uses the constant gates 0, 1, 0 without weights. Only the selected branch then
+        contributes to the output.
       gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
         (-2, 2, 2). It does not affect which checkpoints a layer loads.
@@ -185,7 +187,7 @@ class LayerSpec:
         return self.computed_in(None)
 
     def computed_in(self, compute_dtype: str | None) -> NSAConfig:
-        """Return `config` with products in this dtype."""
+        """Return `config` with the compute dtype `compute_dtype`."""
         sizes = {field: getattr(self, name) for name, field in FIELD_OF.items()}
         return NSAConfig(**sizes, compute_dtype=compute_dtype)
 
@@ -197,10 +199,12 @@ class LayerSpec:
         return self.n_sel * self.l_sel
 
     def check_dense_below(self, dense_below: int) -> None:
-        """Check that dense attention equals the layer for fewer tokens than `dense_below`.
+        """Check that dense attention computes the same function as the layer for sequences of
+        fewer tokens than `dense_below`.
 
         Raises:
-          ValueError: Other branches contribute too, or some block is not selected.
+          ValueError: Branches other than the selected one contribute to the output, or some block
+            is not selected.
         """
         validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
@@ -221,7 +225,8 @@ class LayerSpec:
 
     @functools.cached_property
     def cached(self) -> Facts:
-        """Facts about how this layer computes the tokens that it writes to a cache."""
+        """Facts (`cache_contents`) about how this layer computes the tokens that it writes to a
+        cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)
 
     @property
@@ -269,7 +274,7 @@ class LayerSpec:
         return (self.key_taps or 1) - 1, columns
 
     def heads(self, batch: int, length: int) -> list[tuple[int, int, int, int]]:
-        """Return the shapes of query, key and value."""
+        """Return the shapes of query, key and value for `batch` rows of `length` tokens."""
         pairs = (
             (self.n_heads, self.d_k),
             (self.n_kv_groups, self.d_k),
@@ -290,8 +295,8 @@ class LayerSpec:
         framework.
 
         Args:
-          rates: A function that returns the rotation of column pairs per token, given the
-            parameters for keys.
+          rates: A function that returns the angle by which column pairs turn per token. Its
+            argument is the parameters of `phi` for keys.
         """
         if self.phi == "avg":
             return None, None
@@ -308,7 +313,7 @@ class LayerSpec:
 
         Args:
           padding: the alternative to a mask that error messages recommend.
-          packed: Arguments that must be None if a cache is given, by name.
+          packed: Arguments that must be None if a cache is given, keyed by name.
         """
         validate.array("x", x, (None, None, self.dim))
         validate.queries(x, "x", 3)
@@ -341,8 +346,9 @@ class LayerSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values that are not None and that determine the function of the layer, for
-        the metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included only
-        if they differ from their defaults. A checkpoint without them has the defaults.
+        the metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included
+        only if they differ from their defaults. A checkpoint that does not record one of them has
+        its default.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
@@ -353,15 +359,15 @@ class LayerSpec:
         return {name: values[name] for name in kept}
 
     def start(self) -> dict[str, Any]:
-        """Return the values that only affect initial weights and are not None. `as_dict` omits
-        them.
+        """Return the values that affect only the initial weights and are not None. `as_dict`
+        omits these values.
         """
         found = {name: getattr(self, name) for name in START}
         return {name: list(value) for name, value in found.items() if value is not None}
 
     def kind_marks(self) -> tuple[str, ...]:
         """Return the names that record the kind of the layer, such as `("gate_sigmoid",
-        "phi_avg")`. They include `"kv_shared"` if branches share keys and values.
+        "phi_avg")`. The names include `"kv_shared"` if branches share keys and values.
         """
         words = {name: str(getattr(self, name)) for name in KIND}
         return tuple(f"{k}_{v}" for k, v in words.items() if v != SILENT.get(k))
@@ -374,9 +380,9 @@ class LayerSpec:
         """Check that the weights of a checkpoint belong to a layer of this kind.
 
         Args:
-          stated: The record in the checkpoint. If it is empty, the weights are accepted
-            provided that the caller passed gate and phi.
-          where: The location in the checkpoint, for the message.
+          stated: The record in the checkpoint. If the record is empty, the weights are accepted
+            only if the caller passed gate and phi.
+          where: The location in the checkpoint, for the error message.
 
         Raises:
           ValueError: gate, phi or kv differ, or gate and phi are not known.
@@ -405,11 +411,12 @@ RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 
 
 def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
-    """Make a `LayerSpec` of the values that are not None.
+    """Make a `LayerSpec` from those of `values` that are not None.
 
     Args:
-      config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. The defaults of `gate` and
-        `kv` are then the recommended ones. Its `compute_dtype` is not part of a spec.
+      config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. If it is given, `gate` and
+        `kv` default to the recommended values. The `compute_dtype` of `config` is not part of a
+        spec.
 
     Raises:
       ValueError: A size is given in addition to `config`, or a value is invalid for
@@ -426,11 +433,10 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
 
 
 def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
-    """Return the compute dtype of a layer, which is that of `config` or the argument
-    `compute_dtype`.
+    """Return the compute dtype of a layer: the one in `config`, or the argument `compute_dtype`.
 
     Raises:
-      ValueError: Both are given.
+      ValueError: `config` has a compute dtype, and `compute_dtype` is given too.
     """
     if config is None or config.compute_dtype is None:
         return compute_dtype
@@ -461,8 +467,8 @@ def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _from_json(tensor: Any, key: str) -> dict[str, str]:
-    """Decode a record that is stored as bytes of JSON, as in older checkpoints. In an average
-    of checkpoints the bytes must be rounded.
+    """Decode a record that is stored as bytes of JSON, as in older checkpoints. The bytes are
+    rounded, since averages of checkpoints store them as floating-point numbers.
     """
     values = tensor.tolist()
     try:

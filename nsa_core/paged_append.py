@@ -16,8 +16,8 @@ KINDS = "key", "value"
 
 
 def read(ops: ArrayOps, cache: PagedArrays, name: str, at: tuple) -> Any:
-    """Return the entries of an array at `(page, offset)` or `(page,)`, in the dtype of the
-    cache.
+    """Return the entries of the array `name` at `(page, offset)` or `(page,)`, in the dtype of
+    the cache.
     """
     found, scale = ops.take(getattr(cache, name), at), getattr(cache, f"{name}_scale", None)
     if scale is None:
@@ -40,13 +40,13 @@ def append(
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
     """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache.
-    Return the arrays by name. In torch they are modified in place. The shapes of the arrays
-    determine the number of tokens per page.
+    Return the arrays by name. In torch the arrays are modified in place. Their shapes determine
+    the number of tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.
-      key .. slots: as in `nsa_torch.append`, checked.
-      wrong: bool `[B]`, the rows whose compressed tokens become NaN. `wrong=None` means that
+      key .. slots: the checked arguments of `nsa_torch.append`. wrong: bool `[B]`, the rows whose
+      compressed tokens become NaN. `wrong=None` means that
         there are no such rows.
       raw_is_there: whether the new tokens are already in their pages.
     """
@@ -87,8 +87,8 @@ def append(
         name, ring = f"{raw}_{kind}", arrays.get(f"recent_{kind}")
         windows = ops.take(arrays[name], (taken.page, taken.offset))  # [K, l, Hkv, .]
         if ring is not None:
-            # Tokens of the call, otherwise those in the ring if they round to those in the
-            # pages, otherwise those in the pages.
+            # Read a token of the call if it is one. Otherwise read the token in the ring if it
+            # rounds to the token in the page. Otherwise read the token in the page.
             rows, length = ring.shape[:2]
             slot = (lambda row: row) if slots is None else slots.__getitem__
             scale = arrays[f"{name}_scale"].swapaxes(1, 2)[taken.page, taken.offset]

@@ -1,7 +1,7 @@
 """Chooses, for a paged call, between kernels that read pages and `attention` on gathered rows.
 
-Gathered rows can run on any implementation of `attention`, so the names of these
-implementations are accepted too.
+Gathered rows can run on any implementation of `attention`. The names of these implementations are
+therefore accepted too.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Inputs:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens for which the table of a row has pages."""
+        """The number of tokens for which the page table of a row has pages."""
         return self.page_table.shape[1] * self.cache.config.select_block
 
     def posed(self, problem: Problem) -> Problem:
@@ -55,8 +55,9 @@ class Inputs:
 
 
 def joined_gates(ops: ArrayOps, gates, query):
-    """Join gates, which may be `Branches` of `[N, H]`, to `[N, H, 3]` in a dtype that kernels
-    read. For queries in float64, which no kernel supports, the gates keep their dtype.
+    """Join gates, which may be `Branches` of `[N, H]`, to `[N, H, 3]`, and cast them to a dtype
+    that kernels read. If the queries are float64, which no kernel supports, the gates keep their
+    dtype.
     """
     if isinstance(gates, Branches):
         if len({x.dtype for x in gates}) > 1:
@@ -78,8 +79,8 @@ def checked(
     cu_seqlens_q,
     scale,
 ) -> Inputs:
-    """Check the arguments of `paged_attention` for a cache of `pool` pages. `read` is as in
-    `paged_layout.check_tables`.
+    """Check the arguments of `paged_attention` for a cache of `pool` pages. `read` is the same as
+    in `paged_layout.check_tables`.
     """
     paged_layout.check_queries(cache, query, gates, scale)
     at, size = (page_table, lengths, cu_seqlens_q), cache.config.select_block
@@ -88,8 +89,8 @@ def checked(
 
 
 def registry(framework: str, why_not: Callable[[str, Problem], str | None]) -> Registry:
-    """Return the registry of a framework. The registry only chooses an implementation, and
-    `paged_attention` runs it.
+    """Return the registry of a framework for paged calls. The registry only chooses an
+    implementation, and `paged_attention` runs it.
 
     Args:
       why_not: Function that returns the reason why the kernels of a given name cannot run a
@@ -136,8 +137,7 @@ def decide(
 ) -> Decided:
     """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at
     their start to `max_seqlen_q` tokens, since kernels on pages need rows of equal length. If
-    both registries have `name`, it means the kernels on pages, provided that rows have few
-    queries.
+    both registries have `name` and rows have few queries, the kernels on pages are chosen.
 
     Raises:
       ValueError: No implementation has this name.

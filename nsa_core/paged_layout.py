@@ -1,13 +1,14 @@
 """Computes the positions of tokens in a paged cache, for both frameworks.
 
-A page holds `l'` raw tokens and `l'/d` compressed ones. `page_table[b]` lists the pages of row `b`
-in the order of its tokens:
+A page holds `l'` raw tokens and `l'/d` compressed tokens. `page_table[b]` lists the pages of row
+`b` in the order of its tokens:
 
     raw token p         page_table[b, p // l'], offset p % l'
     compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
 
-Slot `s` of a compressed token is `p // d` of its LAST raw token p, which is in the same page.
-No page depends on the next one, so that rows can share their first pages.
+The slot `s` of a compressed token is `p // d`, where `p` is the LAST raw token of its window.
+That raw token is in the same page as the compressed token. No page depends on the next page. Rows
+can therefore share their first pages.
 
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
 (`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
@@ -16,9 +17,9 @@ also stored unrounded in a buffer, the ring of the row:
 
     raw token p         recent[slot of the row, p % (2 l)]
 
-A ring may contain arbitrary values, including tokens of another row. A token of the ring is
-used only if the token in the page may be its rounded value (`rounding.is_of`). Otherwise the
-token in the page is used.
+A ring may contain arbitrary values, including tokens of another row. A token of the ring is used
+only if the token in the page may be the rounded value of that token (`rounding.is_of`). Otherwise
+the token in the page is used.
 """
 
 import dataclasses
@@ -41,21 +42,21 @@ from nsa_core.validate import FLOATS, array, dtype_name
 
 @dataclasses.dataclass(repr=False)
 class PagedArrays:
-    """The `P` pages of one layer. The caller allocates pages to rows.
+    """The `P` pages of one layer's cache. The caller allocates pages to rows.
 
     Attributes:
       config: The sizes of the layer. `select_block` is the number of tokens per page.
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
       sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. None means
-        that this branch reads those of the selected branch.
-      raw_key, raw_value: The tokens from which compressed tokens are computed. None means those
-        of the selected branch.
+        that the sliding branch reads the arrays of the selected branch.
+      raw_key, raw_value: The tokens from which compressed tokens are computed. None means the
+        tokens of the selected branch.
       contents: Facts about how the tokens were computed (`cache_contents.Contents`).
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]` and `[R, 2 l, Hkv,
-        Dv]`. They have the newest tokens of `R` rows, from which compressed tokens are
-        computed, in the dtype of compressed keys.
+        Dv]`. The rings have the newest tokens of `R` rows, in the dtype of compressed keys.
+        Compressed tokens are computed from them.
     """
 
     config: NSAConfig
@@ -80,7 +81,7 @@ class PagedArrays:
 
     @classmethod
     def of(cls, config: NSAConfig, *arrays: Any, **fields: Any) -> Self:
-        """Make a cache from these arrays."""
+        """Make a cache from the given `arrays`."""
         cache = cls.__new__(cls)
         PagedArrays.__init__(cache, config, *arrays, **fields)
         return cache
@@ -103,7 +104,7 @@ class PagedArrays:
 
     @property
     def sliding(self) -> tuple[Any, Any]:
-        """Keys and values of the sliding branch."""
+        """The keys and values of the sliding branch."""
         if self.separate:
             return self.sliding_key, self.sliding_value
         return self.selected_key, self.selected_value
@@ -122,7 +123,7 @@ class PagedArrays:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the tokens and queries of a call."""
+        """The dtype that the tokens and queries of a call must have."""
         return self.compressed_key.dtype
 
     def tensors(self) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def first_slot(config: NSAConfig) -> int:
 
 class Entries(NamedTuple):
     """The entries of a row in its pages. Entry `i` covers the tokens `i * stride .. i * stride +
-    block - 1`. Its index in the row's pages is `first + i`, and a page has `per_page` entries.
+    block - 1`. The index of entry `i` in the row's pages is `first + i`, and a page has
+    `per_page` entries.
     """
 
     per_page: int
@@ -214,8 +216,8 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """Return the dtype of one array in `ARRAYS`: `scale` for scales, `compressed` for compressed
-    keys and rings, and `dtype` for the other pages.
+    """Return the dtype of the array `name` of `ARRAYS`. This is `scale` for scales, `compressed`
+    for compressed keys and rings, and `dtype` for the other arrays.
     """
     if name.endswith("_scale"):
         return scale
@@ -238,7 +240,7 @@ def new_arrays(
     max_rows: int,
     *sizes: Any,
 ) -> dict[str, Any]:
-    """Return the `ARRAYS` of a new cache. An array that the cache does not have is None.
+    """Return the `ARRAYS` of a new cache. If the cache does not have an array, its entry is None.
 
     Args:
       name_of: Function that returns the name of a dtype.
@@ -269,8 +271,8 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
-    """Return the `count` tokens of a call. They are the last tokens of each row, whose length
-    is in `lengths` `[B]`.
+    """Return the `count` tokens of a call. These are the last tokens of each row. `lengths` `[B]`
+    has the length of each row.
 
     Args:
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first token. `cu_seqlens_q=None`
@@ -291,7 +293,7 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
 
 
 class Places(NamedTuple):
-    """Locations of entries in pages. `page` and `offset` are clamped to valid values, and
+    """The locations of entries in pages. `page` and `offset` are clamped to valid values, and
     `there` is False for invalid entries.
     """
 
@@ -314,8 +316,8 @@ def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
 
 
 class Finished(NamedTuple):
-    """The tokens that complete a compressed token. `token` `[K]` is their index in the call,
-    and `there` is False for unused entries.
+    """The tokens that complete a compressed token. `token` `[K]` is the index of each such token
+    in the call, and `there` is False for unused entries.
     """
 
     token: Any
@@ -323,8 +325,8 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """Return the tokens at the positions `i d + l - 1`, in order. The result has room for the
-    maximum number of such tokens in a call.
+    """Return those tokens of the call whose positions are `i d + l - 1`, in order. The result has
+    room for the maximum number of such tokens in a call.
     """
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
@@ -337,9 +339,9 @@ def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Fi
 
 
 class PaddedQueries(NamedTuple):
-    """Rows of queries that are padded at their start. `token` `[B, T]` is the index of the
-    token in the call, within bounds. `there` is False for padding. `flat` `[N]` is the index of
-    each token in `[B * T]`.
+    """Rows of queries that are padded at their start. `token` `[B, T]` is the index of each
+    query's token in the call, clamped to valid indices. `there` is False for padding. `flat`
+    `[N]` is the index of each token in `[B * T]`.
     """
 
     token: Any
@@ -348,7 +350,7 @@ class PaddedQueries(NamedTuple):
 
 
 def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
-    """Arrange the tokens in rows of `T` queries."""
+    """Arrange the tokens of a call in rows of `T` queries."""
     batch, (count,) = lengths.shape[0], tokens.row.shape
     from_end = ops.arange(lengths, T) - T  # [1, T], negative
     if cu_seqlens_q is None:
@@ -366,7 +368,7 @@ def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) ->
 
 INDICES = ("int32",)
 PAGE_DTYPES = *FLOATS, FP8
-QUERY_DTYPES = "bfloat16", "float16", "float32"  # of a cache in fp8
+QUERY_DTYPES = "bfloat16", "float16", "float32"  # for a cache in fp8
 
 
 def check_dtypes(dtype: str, compressed_dtype: str) -> None:
@@ -423,8 +425,8 @@ def check_tables(
     *,
     writes: bool = False,
 ) -> None:
-    """Check page table, lengths and boundaries of a call with `count` tokens in the array
-    `name`. If the host reads them, each of `lengths` must be 0 or include the tokens of the call,
+    """Check page table, lengths and boundaries of a call with `count` tokens in the array `name`.
+    If the host reads the values, each of `lengths` must be 0 or include the tokens of the call,
     and rows must have the pages that they need.
 
     Args:
@@ -433,8 +435,8 @@ def check_tables(
       read: Function that returns an array as a NumPy array, or None if the host does not read
         it.
       pool: Number of pages in the pool, each with `size` tokens.
-      writes: Whether tokens are written. A negative entry then means that there is no page, and
-        two rows must not write to the same page.
+      writes: Whether the call writes tokens. If it does, a negative entry of the page table means
+        that there is no page, and two rows must not write to the same page.
     """
     page_table, lengths, cu_seqlens_q = paged
     array("page_table", page_table, 2, INDICES)
@@ -491,8 +493,8 @@ def check_runs(
     starts: np.ndarray | None,
     lengths: np.ndarray | None,
 ) -> None:
-    """Check that the runs fit the number of rows and tokens of a call. If `cu_seqlens_q` and
-    `lengths` were read, the runs must fit these too.
+    """Check that the runs fit the number of rows and tokens of a call. If the host has read
+    `cu_seqlens_q` and `lengths`, the runs must also fit their values.
     """
     if not isinstance(found, Sequence) or not all(isinstance(x, Run) for x in found):
         raise ValueError(f"runs must be a list of Run from plan_runs, got {found!r}")
@@ -593,7 +595,8 @@ def check_tokens(
 
 
 def check_queries(cache: PagedArrays, query, gates, scale) -> None:
-    """Check `query` `[N, H, D]`, and gates `[N, H, 3]` or `Branches` of `[N, H]`."""
+    """Check the query `[N, H, D]`, and the gates, which are `[N, H, 3]` or `Branches` of `[N,
+    H]`."""
     array("query", query, (None, None, cache.selected_key.shape[3]), **{"the cache": cache})
     count, heads, _ = query.shape
     validate.sizes(tokens=count, heads=heads)
@@ -611,7 +614,8 @@ def check_queries(cache: PagedArrays, query, gates, scale) -> None:
 
 
 def check_cache(cache, config: NSAConfig | None = None) -> None:
-    """Check that `cache` has pages, with the configuration `config` if it is given."""
+    """Check that `cache` is a paged cache, and that it has the configuration `config` if one is
+    given."""
     if not isinstance(cache, PagedArrays):
         raise ValueError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if config is not None and config != cache.config:

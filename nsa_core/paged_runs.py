@@ -1,8 +1,8 @@
 """Plans on the host which rows of a paged call are computed together. A call with prompts and
-decode rows is split into runs of adjacent rows. Rows with few tokens, as in decoding, use the
-kernels that read pages, in one launch. For a prompt, only its own pages are gathered. Without
-runs, a single prompt would cause all rows to be gathered, each with the full width of the page
-table.
+decode rows is split into runs of adjacent rows. Rows with few tokens, as in decoding, run
+together in one launch of the kernels that read pages. For a prompt, only its own pages are
+gathered. Without runs, a single prompt would cause all rows to be gathered, each with the full
+width of the page table.
 """
 
 import operator
@@ -12,24 +12,24 @@ from typing import NamedTuple
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import validate
 
-# Limits for a run of several gathered rows: keys that are copied from pages, and padding
-# queries.
+# Limits for a run of several gathered rows. One limits the keys that are copied from pages, and
+# the other limits padding queries.
 GATHERED_KEYS = 1 << 17
 PADDING = 1 << 9
-# Limit for a run on kernels that read pages: the number of queries, including padding, that
-# cost less than another launch. In a larger run at most half of the queries may be padding.
+# Limit for a run on kernels that read pages. Up to this number of queries, including padding, a
+# run costs less than another launch. In a larger run at most half of the queries may be padding.
 ONE_LAUNCH = 1 << 6
 
 
 class Run(NamedTuple):
-    """Adjacent rows that run in one call.
+    """Adjacent rows that are computed in one call.
 
     Attributes:
       rows: The slice of rows of the page table.
       tokens: The slice of tokens of the call.
-      queries: Number of queries of the longest row.
+      queries: Number of queries of the row with the most queries.
       columns: Number of columns of the page table that the longest row uses.
-      whole: whether the rows have no token before those of the call.
+      whole: whether the rows have no tokens other than those of the call.
     """
 
     rows: slice
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """The number of padding queries in all rows together."""
+        """The number of padding queries, summed over all rows of the run."""
         rows = self.rows.stop - self.rows.start
         return rows * self.queries - (self.tokens.stop - self.tokens.start)
 
@@ -61,8 +61,8 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
 
     Args:
       starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).
-      lengths: `[B]`, the length of each row including the new tokens, or an upper bound for it.
-        0 means padding.
+      lengths: `[B]`, the length of each row including the new tokens, or an upper bound for the
+        length. A row of length 0 is padding.
       page_size: tokens per page (`select_block`).
 
     Raises:
@@ -109,8 +109,8 @@ def _ints(name: str, found: Sequence[int]) -> list[int]:
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
     """Return whether a row may begin with pages that another row fills in the same call of
-    `count` tokens per row. Engines that share prefixes make such calls. A launch that both
-    appends and attends must not run for them.
+    `count` tokens per row. Engines that share prefixes make such calls. For such calls, a launch
+    that both appends and attends must not run.
 
     Args:
       lengths: `[B]`, the length of each row including the new tokens.
@@ -122,8 +122,8 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Join two runs if the same kernels support both, and if copied keys and padding stay within
-    their limits. Otherwise return None.
+    """Return a run that joins two runs, if the same kernels support both and if copied keys and
+    padding stay within their limits. Otherwise return None.
     """
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None

@@ -4,13 +4,14 @@
 thresholds (`Thresholds`) from which a kernel is faster. `python -m nsa_bench.tune_thresholds`
 derives the thresholds from records. The file is read once per process, and a file that cannot
 be parsed raises an error. Without a file, only kernels that require measurements
-(`MEASURED_ONLY`) are excluded. On GPUs for which there is no other kernel, these are chosen
-with a `note`. An implementation that the caller names is not affected.
+(`MEASURED_ONLY`) are excluded. On GPUs for which there is no other kernel, even these kernels are
+chosen, with a `note`. Thresholds and policy do not affect an implementation that the caller
+names.
 
-The thresholds of FA-2 are lengths from which it is faster than one call of SDPA with a dense
-mask. In this library, however, the alternative to FA-2 is the portable path. The automatic
-choice therefore uses the length from which FA-2 is faster than the portable path
-(`Device.limit`). The file contains both lengths.
+The thresholds of FA-2 are lengths from which FA-2 is faster than one call of SDPA with a dense
+mask. In this library, however, the alternative to FA-2 is the portable path (`sdpa`, or `xla` in
+JAX). The automatic choice therefore uses the length from which FA-2 is faster than the portable
+path (`Device.limit`). The file contains both lengths.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -32,7 +33,7 @@ from nsa_core import config_files
 SCHEMA = 1
 FOLDER = config_files.FOLDER / "devices"
 NEVER = "never"
-DECODE = "decode"  # a step over a paged cache
+DECODE = "decode"  # attention over a paged cache
 
 type Ours = Literal["mosaic", "triton", "fa2"]  # the portable paths are always allowed
 type Step = Literal["compressed", "scores", "selected", "sliding"]
@@ -42,9 +43,9 @@ type Text = Annotated[str, MinLen(1)]
 KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
 # The automatic choice uses these kernels only if the file of the device has a threshold that
 # was measured for them by a commit of this library. On the listed compute capabilities, for
-# which there is no other kernel, they are the default. A rule in the file of the device takes
-# precedence. A step over a paged cache needs no threshold, since its alternative gathers all
-# pages.
+# which there is no other kernel, these kernels are the default. A rule in the file of the device
+# takes precedence. Attention over a paged cache needs no threshold, since the alternative to
+# kernels gathers all pages.
 MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
 # The step and the kernels to which each threshold applies.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -59,11 +60,12 @@ PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The lengths from which kernels are chosen. None means that there is no threshold. "never"
-    excludes the kernel.
+    """The lengths from which kernels are chosen. None means that there is no threshold, and
+    "never" excludes the kernel.
 
-    Those of `fa2` for the sliding (`win`) and the compressed (`cmp`) branch are in tokens of the
-    sequence. Those of the selected branch are in keys per query, `num_selected * select_block`.
+    Thresholds of `fa2` for the sliding (`win`) and the compressed (`cmp`) branch are numbers of
+    tokens per sequence. Thresholds of the selected branch are numbers of keys per query,
+    `num_selected * select_block`.
     """
 
     fa2_min_len_win: Length | None = None
@@ -78,11 +80,11 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """States whether a kernel may be chosen for these steps, with the reason and the date of
-    the decision.
+    """States whether the automatic choice may choose a kernel for some steps, with the reason and
+    the date of this decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster.
-    `nsa_bench.tune_thresholds` then removes the rule.
+    If they show this, `nsa_bench.tune_thresholds` removes the rule.
     """
 
     kernel: Ours
@@ -94,8 +96,8 @@ class Rule:
 
 
 class Evidence(TypedDict, total=False):
-    """The measurements behind a threshold. A file may contain further keys, which are not
-    read.
+    """The measurements behind a threshold. The file may contain further keys, which the library
+    does not read.
     """
 
     __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
@@ -107,7 +109,7 @@ class Evidence(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The file of one device.
+    """The contents of the file of one device.
 
     Attributes:
       faster_than_dense: The length from which NSA was measured to be faster than the fastest
@@ -127,7 +129,7 @@ class Device:
 
     @functools.cached_property
     def source(self) -> str:
-        """The name of the file, for reasons."""
+        """The name of the file, which reasons for refusals mention."""
         inside = self.path.is_relative_to(config_files.FOLDER.parent)
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
@@ -141,18 +143,18 @@ class Device:
 
     def limit(self, threshold: str) -> Length | None:
         """Return the length that the automatic choice uses. This is the threshold, unless the
-        threshold was measured against code that the library does not run. It is then the length
-        that was measured against the portable path.
+        threshold was measured against code that the library does not run. In that case return the
+        length that was measured against the portable path.
         """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
-        measured = about.get("value") == value  # otherwise a person has set it
+        measured = about.get("value") == value  # otherwise a person has set the threshold
         return about.get("over_portable_path", value) if measured else value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InForce:
-    """The active thresholds and their source. The identity of this object is part of the key of
-    a call.
+    """The active thresholds and their source. The identity of this object is part of the key
+    under which the choice for a call is cached.
     """
 
     thresholds: Thresholds = Thresholds()
@@ -166,9 +168,9 @@ _overridden = contextvars.ContextVar("overridden", default=_NOTHING)
 
 @contextlib.contextmanager
 def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
-    """Replace the thresholds of the device with those of `thresholds` that are not None.
+    """Replace the thresholds of the device with those in `thresholds` that are not None. Reasons
 
-    Reasons name `source`. A call that was traced before keeps its choice.
+    for refusals name `source`. A call that was traced before keeps its choice.
     """
     token = _overridden.set(InForce(thresholds, source))
     try:
@@ -189,8 +191,8 @@ def barred(device: Device, kernel: str, step: str) -> Rule | None:
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Return the reason why the automatic choice should skip an implementation that supports
-    `problem`, or None.
+    """Return the reason why the automatic choice should skip an implementation, although it
+    supports `problem`, or None.
     """
     device, step = of(problem.device), problem.step
     if device and (rule := barred(device, implementation, step)):
@@ -219,7 +221,8 @@ def why_not(implementation: str, problem: Any) -> str | None:
 
 
 def note(implementation: str, problem: Any) -> str | None:
-    """Return the note for an automatic choice without measurements, or None."""
+    """Return a note if the automatic choice of `implementation` is not based on measurements,
+    otherwise None."""
     if not _default(implementation, problem) or _known(implementation, problem):
         return None
     version = ".".join(map(str, problem.capability))
@@ -229,8 +232,8 @@ def note(implementation: str, problem: Any) -> str | None:
 def heads_of(
     framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
 ) -> str:
-    """Return the properties on which the break-even length with dense attention depends, as
-    text.
+    """Return the properties on which the length from which NSA is faster than dense attention
+    depends, as text.
     """
     width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
     return f"{framework} {heads}/{kv_heads} heads of {width}"
@@ -253,12 +256,12 @@ def dense_note(problem: Any) -> str | None:
 
 
 def _default(implementation: str, problem: Any) -> bool:
-    """Return whether the kernel is chosen without measurements, with a note."""
+    """Return whether the kernel may be chosen without measurements, with a note."""
     return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
 def _known(implementation: str, problem: Any) -> bool:
-    """Return whether the step has a threshold for this kernel, from the caller or from
+    """Return whether there is a threshold for this kernel in this step, from the caller or from
     records.
     """
     device, given = of(problem.device), in_force().thresholds.given()
@@ -301,8 +304,8 @@ def read(path: Path) -> Device:
     """Read the file of a device.
 
     Raises:
-      ValueError: The file is damaged, or describes another device than its name. The message
-        names the file and the key.
+      ValueError: The file is damaged, or describes another device than the one in its name. The
+        message names the file and the key.
     """
     data = config_files.load(path)
     found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")

@@ -1,11 +1,12 @@
 """The reference implementation. It computes every branch densely, with boolean masks that are
 built from token indices.
 
-It computes in float32 (in float64 for float64 inputs), or in `compute_dtype` if one is given.
-Tests allow errors relative to the result of the same code in low precision. If `compute_dtype`
-of a config is float8_e4m3, that result rounds the same values as the kernels do. The module
-shares only the array operations of each framework (`ArrayOps`) with other implementations. It
-needs memory for `[T, S]` per head, and the automatic choice never uses it.
+The reference computes in float32 (in float64 for float64 inputs), or in `compute_dtype` if one is
+given. Tests compare the error of a kernel with the error of the reference in low precision. If
+`compute_dtype` of a config is float8_e4m3, the reference in low precision rounds the same values
+as the kernels do. The module shares only the array operations of each framework (`ArrayOps`) with
+other implementations. The reference needs memory for `[T, S]` per head, and the automatic choice
+never uses it.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays may come from either framework.
 `nsa_jax.reference` and `nsa_torch.reference` wrap these functions with the arguments of the
@@ -18,12 +19,13 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Rows(NamedTuple):
-    """The tokens of a call, with operations on their arrays."""
+    """The tokens of a call, with operations on arrays of tokens."""
 
     ops: ArrayOps
     sequence: Any  # sequence of each key, [B, S]; -1 means none
     position: Any  # position of each key in its sequence, [B, S]
-    query: Any  # the key index of each query's own token, [B, T]; negative means none
+    # index in the key array of each query's own token, [B, T]; negative if there is none
+    query: Any
 
     def at(self, x, index):
         """Return `x[b, index[b]]` for each row b."""
@@ -46,8 +48,8 @@ class Rows(NamedTuple):
         return (self.sequence[:, None] == own) & (own >= 0) & past
 
     def windows(self, config, count: int):
-        """Return the key index of the first token of each compressed token, `[B, count]`, or -1 for
-        an unused slot.
+        """Return the index in the key array of the first token of each compressed token's window,
+        `[B, count]`, or -1 for an unused slot.
         """
         xp, (batch, keys) = self.ops.xp, self.sequence.shape
         first = self.ops.arange(self.query, max(keys - config.compress_block + 1, 0))[0]
@@ -68,7 +70,7 @@ def wide(xp: Any, dtype: Any) -> Any:
 
 
 def _e4m3(xp, x):
-    """Return `x` rounded to 8 bits and clipped to the range. The rounding uses arithmetic,
+    """Return `x` rounded to e4m3 and clipped to the range of e4m3. The rounding uses arithmetic,
     since XLA would remove a conversion to 8 bits and back.
     """
     x = x.clip(-448, 448)
@@ -79,8 +81,8 @@ def _e4m3(xp, x):
 
 def _rounded(xp, query, key, value, read):
     """Round `query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as the e4m3 kernels do.
-    The mean of the keys that are marked in `read` [B, S, Hkv or 1, 1] is subtracted from the
-    keys, and is returned too.
+    The mean of those keys that `read` [B, S, Hkv or 1, 1] marks is subtracted from all keys. The
+    mean is also returned.
     """
 
     def by_column(x):
@@ -117,7 +119,7 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
     of_query, some = xp.swapaxes(some, 1, 2)[..., None, None], some[:, :, None, :, None]
     query = xp.where(of_query, query, 0)
     key, value = (xp.where(read, x, 0) for x in (key, value))
-    lost = 0.0  # from all logits of a query
+    lost = 0.0  # the same number is subtracted from all logits of a query
     if in_float8:
         exact = query
         query, key, value, mean = _rounded(xp, query, key, value, read)
@@ -141,8 +143,8 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
 
 
 def _compressed(rows: Rows, query, key, value, config, scale, dtype=None):
-    """Compute attention over the compressed tokens. Returns also the number of compressed tokens
-    before the query's sequence, `[B, T, 1]`.
+    """Compute attention over the compressed tokens. Also return the number of compressed tokens
+    before each query's sequence, `[B, T, 1]`.
     """
     starts = rows.windows(config, key.shape[1])
     owner = rows.at(rows.sequence, starts.clip(0, None))[:, None]
@@ -165,13 +167,14 @@ def _scores(rows: Rows, query, key, config, scale):
     xp, arange = rows.ops.xp, rows.ops.arange
     *_, probs, logs, before = _compressed(rows, query, key, key[..., :0], config, scale)
     probs, logs = probs.sum(axis=2), rows.ops.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
-    # Eq. 9: compressed tokens at the ends of a block share fewer stride blocks with it.
+    # Eq. 9: compressed tokens at the ends of a block share fewer stride blocks with the block.
     ratio = config.select_block // config.compress_stride
     cover = config.compress_block // config.compress_stride
     tokens = arange(query, ratio + cover - 1)[0]
     weights = xp.minimum(tokens + 1, ratio + cover - 1 - tokens).clip(None, cover)
     block = arange(query, config.num_blocks(rows.sequence.shape[1]))[0]
-    number = block[:, None] * ratio + tokens - (cover - 1)  # [N, tokens], in the sequence
+    # [N, tokens], indices in the sequence
+    number = block[:, None] * ratio + tokens - (cover - 1)
     slot, count = before[..., None] + number, key.shape[1]  # [B, T, N, tokens]
     slot = xp.where((number >= 0) & (slot < count), slot, count)[:, None]
     sizes = probs.shape[:3]
@@ -179,7 +182,7 @@ def _scores(rows: Rows, query, key, config, scale):
         arange(query, size).reshape([-1 if i == axis else 1 for i in range(5)])
         for axis, size in enumerate(sizes)
     ]
-    # The extra column stands for missing tokens.
+    # The extra column is read for missing tokens.
     probs, logs = rows.ops.pad_end(probs, 3, 1, 0), rows.ops.pad_end(logs, 3, 1, -xp.inf)
     weights = rows.ops.cast(weights, probs.dtype)
     scores = (probs[*at, slot] * weights).sum(axis=-1)
@@ -193,8 +196,8 @@ def block_scores(rows: Rows, query, key, *, config, scale=None):
 
 def select_blocks(rows: Rows, query, key, *, config, scale=None):
     xp, (scores, logs) = rows.ops.xp, _scores(rows, query, key, config, scale)
-    # Scores whose terms underflow in this dtype are ordered by their logarithms, which are less
-    # than all scores.
+    # Scores whose terms underflow in this dtype are ordered by their logarithms. The logarithms
+    # are shifted below all scores.
     limits = xp.finfo(scores.dtype)
     least = float(limits.tiny) * 2**36
     scores = xp.where(scores < least, logs.clip(float(limits.min), None), scores)

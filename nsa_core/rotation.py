@@ -1,10 +1,10 @@
 """Scales rotary positions, so that a model can process longer texts than it was trained on.
 
 Pair `i` of a head of width D is rotated by `rate = base**(-2i / D)` per position. A scaling
-divides the rates of slow pairs by `factor`, does not change those of fast pairs, and
+divides the rates of slow pairs by `factor`, does not change the rates of fast pairs, and
 interpolates in between. The names and values are those of `rope_parameters` in transformers.
-Scalings that depend on the length of the text ("dynamic", "longrope") are not supported,
-because cached keys would have to be rotated again.
+Scalings that depend on the length of the text ("dynamic", "longrope") are not supported, because
+cached keys would have to be rotated again.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from nsa_core import validate
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3:
     """The scaling of Llama 3.1. Slow pairs turn at most `low_freq_factor` times in the original
-    length, and fast pairs at least `high_freq_factor` times. Between them the scaling is linear
-    in the number of turns.
+    length, and fast pairs at least `high_freq_factor` times. Between slow and fast pairs, the
+    scaling is linear in the number of turns.
     """
 
     rope_type: str = "llama3"
@@ -42,8 +42,8 @@ class Llama3:
         """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
         framework.
         """
-        # In torch, a number divided by an array is the number times the reciprocal of the
-        # array. In NumPy it is a division.
+        # torch computes a number divided by an array as the number times the reciprocal of the
+        # array. NumPy divides.
         turns = 1 / (2 * math.pi * (1 / rate)) * self.original_max_position_embeddings
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _mixed(rate, kept, self.factor)
@@ -52,10 +52,10 @@ class Llama3:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
     """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
-    original length, and fast pairs at least `beta_fast` times. Between them the interpolation is
-    linear in the index of the pair, and `truncate` rounds the two ends of this range outwards.
-    Rotated queries and keys are `attention_factor` times as long. By default `attention_factor`
-    is derived from `factor`, or from `mscale` and `mscale_all_dim`.
+    original length, and fast pairs at least `beta_fast` times. Between slow and fast pairs, the
+    interpolation is linear in the index of the pair. `truncate` rounds the two ends of this range
+    outwards. Rotated queries and keys are `attention_factor` times as long. By default
+    `attention_factor` is derived from `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"
@@ -97,8 +97,8 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """Return the index, possibly fractional, of the pair that makes this number of turns in
-        the original length.
+        """Return the index, possibly fractional, of the pair that turns `turns` times in the
+        original length.
         """
         positions = self.original_max_position_embeddings / (2 * math.pi * turns)
         return count * math.log(positions) / math.log(base)
@@ -109,7 +109,8 @@ SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn
 
 
 def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """Return the scaling that `rope_parameters` without the base describe.
+    """Return the scaling that a dictionary describes. It has the form of `rope_parameters` in
+    transformers, without the base.
 
     Raises:
       ValueError: There is no such scaling, or one of its parameters is missing, unknown or out

@@ -4,8 +4,8 @@ head.
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
 e4m3 has 3 mantissa bits. Its largest value is 448, and its smallest positive value is 2^-9. The
-largest element of a row is therefore exact, except for the rounding of float32. For every other
-element
+scale maps the largest element of a row to 448. This element is therefore exact, except for the
+rounding of float32. For every other element
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 
@@ -20,16 +20,16 @@ from nsa_core.array_ops import ArrayOps
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
 LEAST = 1e-30  # lower bound of a row's maximum, so that 448 / LEAST is finite
-# Bounds of |token - read token|, relative to the read token and to the scale. They cover
+# Bounds of |token - read token|, relative to the read token and to the scale. These bounds cover
 # rounding to e4m3 (2^-4 and 2^-10) and to 16 bits.
 NEAR, LEAST_NEAR = 2**-4 + 2**-7, 2**-9
 
 
 def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
-    """Return codes in the shape of `x`, and scales for its last axis."""
+    """Return the codes, in the shape of `x`, and one scale per row of the last axis."""
     x = ops.to_float32(x)
     largest = ops.xp.clip(ops.xp.amax(ops.xp.abs(x), -1), min=LEAST)
-    # One division, since torch computes a number divided by a tensor as a product with the
+    # A single division, since torch computes a number divided by a tensor as a product with the
     # reciprocal.
     factor = ops.xp.full_like(largest, LARGEST) / largest
     codes = ops.cast(x * factor[..., None], getattr(ops.xp, DTYPE))
@@ -38,8 +38,8 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
 
 def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
     """Return whether each token of `x` may have been rounded to `found`, which was read from
-    codes and scale. This is so if no element differs by much more than the rounding error. Such
-    a token may replace the token that was read, even if it comes from another row.
+    codes and scale. The result is True if no element differs by much more than the rounding
+    error. Such a token may replace the token that was read, even if it comes from another row.
     """
     off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))
     most = ops.xp.abs(ops.to_float32(found)) * NEAR + scale[..., None] * LEAST_NEAR
@@ -47,5 +47,5 @@ def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
 
 
 def restored(ops: ArrayOps, codes: Any, scale: Any, dtype: Any) -> Any:
-    """Compute values from codes and scales, in a dtype of `ops.xp`."""
+    """Compute values from codes and scales, in the dtype `dtype` of `ops.xp`."""
     return ops.cast(ops.to_float32(codes) * scale[..., None], dtype)

@@ -1,4 +1,5 @@
-"""The console scripts. They name the extra `bench` if it is not installed."""
+"""The console scripts of the package. If the extra `bench` is not installed, their error message
+names it."""
 
 import runpy
 import sys

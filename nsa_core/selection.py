@@ -7,20 +7,20 @@ from typing import Any
 from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
-# In units of the smallest normal number. A score of at least this size is exact, although
-# smaller terms are lost.
+# A bound in units of the smallest normal number. A score of at least this size is exact, although
+# smaller terms of the sum are lost.
 LEAST_EXACT = 2.0**36
 
 
 def map_to_blocks(
     ops: ArrayOps, probs: Any, num_blocks: int, config: NSAConfig, log: bool = False
 ) -> Any:
-    """Compute Eq. 9, `score[j] = sum_i w(i, j) * probs[..., i]`, where `w` is the number of
-    shared stride blocks.
+    """Compute Eq. 9, `score[j] = sum_i w(i, j) * probs[..., i]`. `w(i, j)` is the number of
+    stride blocks that compressed token `i` shares with selection block `j`.
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1`. Selection block `j` covers
     the stride blocks `j*r .. j*r + r - 1` with `r = l'/d`. The sum is computed first per stride
-    block, and then per selection block. With `log=True`, the arguments and results are
+    block, and then per selection block. With `log=True`, both `probs` and the result are
     logarithms.
     """
     ratio = config.select_block // config.compress_stride
@@ -42,20 +42,22 @@ def choose(
     config: NSAConfig,
     log_scores: Callable[[], Any] | None = None,
 ) -> Any:
-    """Select `n` blocks among `0 .. own`, int32 `[..., n]`, ascending. Empty slots are -1.
+    """Select `n` blocks among the blocks from 0 to `own`. The result is int32 `[..., n]`,
+    ascending, with -1 in empty slots.
 
-    The first `num_initial` and the last `num_local` candidates are always selected. If scores
-    are equal, the lower index is selected. No framework guarantees the order of equal values in
-    a top-k, so that only its values are used. Blocks above the n-th largest value are selected,
-    and the ties with the lowest indices fill the rest.
+    The first `num_initial` and the last `num_local` of these blocks are always selected. If
+    scores are equal, the block with the lower index is selected. No framework guarantees the
+    order of equal values in a top-k. Only the values of the top-k are therefore used. Blocks with
+    scores above the n-th largest value are selected. Blocks with exactly this value fill the
+    remaining slots, lowest indices first.
 
     Args:
       scores: `[..., N]`.
-      own: The query's own block, broadcast to `[...]`. If it is negative, the query has no
-        candidate blocks.
+      own: The query's own block, broadcast to `[...]`. If `own` is negative, the query has no
+        blocks to select from.
       log_scores: Function that returns the logarithms of the scores. On a CPU the logarithms
-        decide the order of inexact scores. They are computed only if an inexact score would be
-        selected and not all candidates are selected.
+        decide the order of inexact scores. The logarithms are computed only if an inexact score
+        would be selected and not all blocks are selected.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected
     block, own = ops.arange(scores, num_blocks)[0], own[..., None]
@@ -67,8 +69,8 @@ def choose(
         least = LEAST_EXACT * float(limits.tiny)
 
         def by_logarithm():
-            # Logarithms are below all scores. The logarithm of 0 is above the value of blocks
-            # that are no candidates.
+            # Logarithms are shifted below all scores. The logarithm of 0 is still above the value
+            # of blocks that must not be selected.
             log = log_scores().clip(float(limits.min), None)
             return xp.where((before < least) & candidate, log, before)
 

@@ -7,9 +7,8 @@ Shapes:
   tokens, `N = ceil(S / select_block)` selection blocks, `n` selected blocks per query.
 
 Query heads of one group are adjacent: head `h` reads key/value head `h // G`. Queries are
-aligned to the end of the keys, so that query `t` has position `p = t + kv_len - T` in its
-sequence. In a packed batch positions restart in every sequence, and no query reads another
-sequence.
+aligned to the end of the keys: query `t` has position `p = t + kv_len - T` in its sequence. In a
+packed batch positions restart in every sequence, and no query reads another sequence.
 
 Numerics, for every implementation:
   Softmax, log-sum-exp and sums are computed in float32, or in float64 for float64 input. `lse`
@@ -20,12 +19,13 @@ Numerics, for every implementation:
 
 from typing import Any, NamedTuple
 
-# The name by which policies of `jax.checkpoint` identify residuals that are not inputs.
+# Policies of `jax.checkpoint` identify residuals that are not inputs by this name.
 RESIDUAL = "nsa_residual"
 
 
 class Branches[X](NamedTuple):
-    """One value for each branch, always in this order (a pytree)."""
+    """One value for each branch, always in the order of these fields. In JAX a `Branches` is a
+    pytree."""
 
     compressed: X
     selected: X
@@ -33,5 +33,6 @@ class Branches[X](NamedTuple):
 
     @classmethod
     def each(cls, value: Any) -> "Branches[Any]":
-        """Return `value` itself if it is a `Branches`, otherwise `value` for every branch."""
+        """Return `value` if it is a `Branches`. Otherwise return a `Branches` with `value` for
+        every branch."""
         return value if isinstance(value, cls) else cls(value, value, value)

@@ -23,7 +23,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")
 LAYOUT = "tokens come before heads: query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]"
 
-# How long each axis is; None means of any length.
+# The length of each axis. None means any length.
 type Axes = Sequence[int | None]
 
 
@@ -33,8 +33,8 @@ def dtype_name(x) -> str:
 
 
 def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
-    """Check that `x` is an array with these axes, or this number of axes, in one of the dtypes.
-    If `like` names another array, `x` must have its dtype.
+    """Check that `x` is an array with the given axes, or number of axes, and one of the dtypes.
+    If `like` names another array, `x` must have the dtype of that array.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, got {type(x).__name__}")
@@ -62,7 +62,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
 
 
 def shape(name: str, x, axes: Axes) -> None:
-    """Check the shape of an array with this number of axes."""
+    """Check that `x` has the given axes. Its number of axes has already been checked."""
     got = tuple(x.shape)
     expected = tuple(y if want is None else want for want, y in zip(axes, got, strict=True))
     if got != expected:
@@ -70,8 +70,8 @@ def shape(name: str, x, axes: Axes) -> None:
 
 
 def queries(query, name: str = "query", rank: int = 4) -> None:
-    """Check that queries have `rank` axes, by default `[B, T, H, D]`, are floating point and not
-    empty.
+    """Check that queries have `rank` axes, by default `[B, T, H, D]`, that they are floating
+    point, and that they are not empty.
     """
     array(name, query, rank)
     if 0 in query.shape:
@@ -84,7 +84,7 @@ def configuration(config) -> None:
 
 
 def in_dtype_of_query(config: NSAConfig, what: str) -> None:
-    """Check that products are computed in the dtype of the query. `what` names the function
+    """Check that `config` asks for products in the dtype of the query. `what` names the function
     that supports no other dtype.
     """
     if config.compute_dtype is not None:
@@ -100,7 +100,7 @@ def scaling(scale, name: str = "scale") -> None:
 
 
 def positive(name: str, value, otherwise: str = "") -> None:
-    """Check that a number is finite and positive."""
+    """Check that `value` is a finite and positive number."""
     number = isinstance(value, kinds.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number{otherwise}, got {value!r}")
@@ -115,8 +115,8 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Return keys and values with their names. If all branches share them, they are listed
-    once, otherwise once per branch.
+    """Return keys and values with their names. If all branches share them, each is listed once,
+    otherwise once per branch.
     """
 
     def names(kind, each):
@@ -179,8 +179,8 @@ def gates(
     query,
     apart: Callable[[Any], Sequence[Any]] = lambda x: [x[..., i] for i in range(3)],
 ) -> Branches:
-    """Check gates and return them as `Branches` of `[B, T, H]`. `apart` is a function that
-    splits an array `[B, T, H, 3]`.
+    """Check gates and return them as `Branches` of `[B, T, H]`. The function `apart` splits gates
+    that are one array `[B, T, H, 3]`.
     """
     queries(query)
     expected = tuple(query.shape[:3])
@@ -254,7 +254,7 @@ def most_tokens(config: NSAConfig, compressed: int) -> int:
 
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     """Check the arguments of functions that have only compressed keys. Return `kv_len`, which
-    defaults to T. With `segment_ids` return None.
+    defaults to T, or None if `segment_ids` is given.
     """
     configuration(config)
     queries(query)
@@ -286,7 +286,7 @@ def pair(
 
 
 def phi_pair(params, key, value, config, name: str) -> None:
-    """Check a pair of parameters of `compress`, as in `phi`."""
+    """Check a pair of parameters of `compress`, each as the function `phi` does."""
     for one, x in zip(pair(params, name, "parameters of compress"), (key, value), strict=True):
         phi(one, x, config)
 
@@ -369,8 +369,8 @@ def sizes(least: int = 1, /, **values: int) -> None:
 
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """Return `config`, by default that of the cache, and check that the contents of the cache
-    fit it.
+    """Check that the contents of the cache fit `config`, and return `config`. It defaults to the
+    config of the cache.
     """
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be a result of init_cache, got {type(cache).__name__}")

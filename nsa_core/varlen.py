@@ -1,9 +1,9 @@
-"""Computes the tables with the positions of sequences in packed rows that kernels read. They
-are computed once per batch.
+"""Computes the tables with the positions of sequences in packed rows, which kernels read. The
+tables are computed once per batch.
 
 Each key has a slot ("place") in a layout in which every sequence begins at the start of a block
-and of a tile. A sequence begins at a multiple of `unit`, of which 64 and `select_block` are
-divisors, so that tiles and blocks are aligned in packed rows in the same way as in rows of one
+and of a tile. A sequence begins at a multiple of `unit`. 64 and `select_block` are divisors of
+`unit`. Tiles and blocks are therefore aligned in packed rows in the same way as in rows of one
 sequence.
 
     key       | 0            69 | 70        133 | 134 ..
@@ -21,8 +21,9 @@ gradients of keys are stored by slots.
 | `KeyTiles` | `[B, key_tiles]` | of each 64 places, the first key and the end of its sequence |
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
-All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
-them. Padding after the last sequence counts as a further sequence of length 0.
+All tables are int32. Functions of this module are derived steps (`array_ops.derived`), so that
+JAX and torch share them. Padding after the last sequence counts as a further sequence of length
+0.
 """
 
 import dataclasses
@@ -37,9 +38,10 @@ from nsa_core.config import NSAConfig
 
 
 class Sequences(NamedTuple):
-    """Values per sequence, including padding, `[B, sequences]`. Starts and slots never decrease."""
+    """A table with an entry per sequence, including padding, `[B, sequences]`. Starts and slots
+    never decrease."""
 
-    start: Any  # its first key
+    start: Any  # index of its first key
     length: Any  # number of keys; 0 for padding
     end: Any  # index of its last key + 1, also for padding
     place: Any  # slot of its first key
@@ -47,28 +49,29 @@ class Sequences(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Values per query, `[B, T]`. Adjacent padding counts as a sequence without keys that begins
-    at its first token.
+    """A table with an entry per query, `[B, T]`. Adjacent padding counts as a sequence without
+    keys that begins at the first token of the padding.
     """
 
     position: Any  # position in its sequence; -1 for padding, which attends to no key
     key_start: Any  # index of the first key of its sequence
     place_start: Any  # the slot of that key
-    compressed_start: Any  # the slots to which it attends: first
-    compressed_end: Any  # and last + 1
-    window_start: Any  # the first key of its window
-    causal_end: Any  # the key after its own
+    compressed_start: Any  # first slot to which it attends
+    compressed_end: Any  # last slot to which it attends, + 1
+    window_start: Any  # index of the first key of its window
+    causal_end: Any  # index of the key after its own
 
 
 class KeyTiles(NamedTuple):
-    """Values per tile of 64 slots, `[B, key_tiles]`. Unused tiles have no key."""
+    """A table with an entry per tile of 64 slots, `[B, key_tiles]`. Unused tiles have no key."""
 
     first: Any  # key
     end: Any  # end of the sequence's keys; at most `first` if the tile has no key
 
 
 class QueryTiles(NamedTuple):
-    """Neighbouring queries of one sequence, or of padding, `[B, tiles]`."""
+    """A table of tiles, `[B, tiles]`. Each tile has neighbouring queries of one sequence, or of
+    padding."""
 
     first: Any
     end: Any  # at most `first` if the tile has no query
@@ -76,12 +79,12 @@ class QueryTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """The sizes of the tables, which are static and part of the keys of plans.
+    """The sizes of the tables. They are static, and are part of the keys of plans.
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
       gap: Number of keys between the two halves of the queries. The halves are the chunks of a
-        rank in context parallelism. 0 means that there is no gap.
+        rank in context parallelism. `gap=0` means that there is no gap.
       max_sequences: The maximum number of sequences per row, without padding.
       max_seqlen: The maximum number of keys per sequence.
     """
@@ -96,7 +99,7 @@ class Capacity:
 
     @property
     def first_query(self) -> int:
-        """The key index of the first query."""
+        """The index in the key array of the first query's own token."""
         return self.S - self.T - self.gap
 
     @property
@@ -105,19 +108,19 @@ class Capacity:
         return self.T // 2 if self.gap else self.T
 
     def key_end(self, query: Any) -> Any:
-        """Return the end of the keys of the query with index `query - 1`. `query` may be an
+        """Return the end of the keys up to the query with index `query - 1`. `query` may be an
         array.
         """
         return query + self.first_query + self.gap * (query > self.half)
 
     def span(self, first: Any, end: Any) -> Any:
-        """Return the number of keys from query `first` to query `end - 1`. The arguments may be
-        arrays.
+        """Return the number of keys from the token of query `first` to the token of query `end -
+        1`. The arguments may be arrays.
         """
         return end - first + self.gap * ((first < self.half) & (self.half < end))
 
     def key_of(self, ops, query):
-        """Return the key index of each query."""
+        """Return the index in the key array of each query's own token."""
         key = query + self.first_query
         return key + ops.to_int32(query >= self.half) * self.gap if self.gap else key
 
@@ -135,7 +138,7 @@ class Capacity:
 
     @property
     def unit(self) -> int:
-        """The number of slots of every sequence is a multiple of this number."""
+        """The number of slots per sequence is a multiple of this number."""
         return math.lcm(ROWS, self.config.select_block)
 
     @property
@@ -187,31 +190,32 @@ class Varlen:
 
     @functools.cached_property
     def tokens(self) -> Tokens:
-        """The positions of the queries."""
+        """The table `Tokens`, with the positions of the queries."""
         start, length, _, place, _ = self.sequences
         return Tokens(*self._made(_tokens, start, length, place))
 
     @functools.cached_property
     def key_tiles(self) -> KeyTiles:
-        """The keys of each tile of slots."""
+        """The table `KeyTiles`, with the keys of each tile of slots."""
         start, _, end, place, _ = self.sequences
         return KeyTiles(*self._made(_key_tiles, start, end, place))
 
     def query_tiles(self, tokens: int) -> QueryTiles:
-        """Return tiles of at most `tokens` queries, in order. No tile has two sequences."""
+        """Return a table `QueryTiles` with tiles of at most `tokens` queries, in order. No tile
+        has two sequences."""
         start, _, end, *_ = self.sequences
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
-        """Return, for each key, the entry of its slot in `x` `[B, places, ...]`. The result is
-        `[B, S, ...]`.
+        """For each key, return the entry of `x` `[B, places, ...]` at the slot of the key. The
+        result is `[B, S, ...]`.
         """
         start, _, _, place, _ = self.sequences
         return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
     def in_slots(self, x) -> Any:
-        """Move compressed tokens `[B, C, ...]`, stored without gaps, to their sequences' slots
-        `[B, slots, ...]`. Empty slots are zero.
+        """Move compressed tokens `[B, C, ...]`, which are stored without gaps, to the slots of
+        their sequences, `[B, slots, ...]`. Empty slots are zero.
         """
         if x.shape[1] == 0:
             return x
@@ -220,8 +224,8 @@ class Varlen:
         return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
-        """Return, for each compressed token, the entry of its slot in `x`, which is laid out as
-        by `in_slots`. The result is `[B, count, ...]`.
+        """For each compressed token, return the entry of `x` at the slot of the token. `x` has
+        the layout of the result of `in_slots`. The result is `[B, count, ...]`.
         """
         if x.shape[1] == 0:
             return x
@@ -329,7 +333,7 @@ def _tokens_of_slots(ops, length, place, window, *, capacity):
 def _slots_of_tokens(ops, place, window, *, capacity, count):
     xp, stride = ops.xp, capacity.config.compress_stride
     token = xp.broadcast_to(ops.arange(place, count), (capacity.B, count))
-    exists = token < window[:, -1:]  # that of padding
+    exists = token < window[:, -1:]  # the entry of padding
     sequence = _last_before(ops, window, token)
     place, window = (ops.take_rows(each, sequence) for each in (place, window))
     return [xp.where(exists, place // stride + token - window, -1)]
@@ -351,7 +355,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """Find, for each entry of `at`, the last entry of `starts` that is not larger. Sequences
+    """For each entry of `at`, find the last entry of `starts` that is not larger. Sequences
     without keys are never found.
     """
     return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

@@ -47,7 +47,7 @@ def block_attention(
     The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
     through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
     deterministic, since sums have a fixed order. Arguments that `jax.nn.dot_product_attention`
-    also has have the same names as there.
+    also has have the same names as in that function.
 
     Args:
       query: `[B, T, H, D]`, floating point.

@@ -21,12 +21,12 @@ class Memory(enum.Enum):
 
     Attributes:
       ARGUMENT: The memory belongs to the caller and is never written.
-      CONSTANT: The contents depend only on the plan. They are computed once and never written
+      CONSTANT: The contents depend only on the plan. The contents are computed once and never
+        written again.
+      BATCH: The contents depend only on the plan and on the argument that many calls share
+        (`ArrayOps.per_batch`). The contents are computed once per such argument and never written
         again.
-      BATCH: The contents depend on the plan and on the argument that many calls share
-        (`ArrayOps.per_batch`). They are computed once per such argument and never written
-        again.
-      WORKSPACE: The memory is part of the single allocation of a call.
+      WORKSPACE: The memory is a part of the workspace, a single allocation per call.
       ALONE: The buffer has a separate allocation, which exists from its first step to its last.
     """
 
@@ -38,7 +38,8 @@ class Memory(enum.Enum):
 
 
 class Buffer(NamedTuple):
-    """An array that is stored in row-major order. `offset` is in bytes within the workspace."""
+    """An array of a plan, stored in row-major order. `offset` is its position in the workspace,
+    in bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -68,8 +69,8 @@ class View(NamedTuple):
         return math.prod(self.shape) * BYTES[self.dtype]
 
     def reshape(self, *shape: Any) -> "View":
-        """Return a view of the same memory in another shape of the same size. One number may be
-        -1.
+        """Return a view of the same memory in another shape of the same size. One number of the
+        shape may be -1.
         """
         flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(x for x in flat if x != -1)
@@ -100,8 +101,8 @@ class Derived(NamedTuple):
 
     Attributes:
       static: The arguments of the step that are not arrays, by name.
-      writes: The outputs, which are new buffers or the first buffer of `reads`. In the second case
-        the function writes into that buffer and returns nothing.
+      writes: The outputs, which are new buffers or the first buffer of `reads`. If they are the
+        first buffer of `reads`, the function writes into that buffer and returns nothing.
     """
 
     function: Callable[..., Any]
@@ -119,7 +120,8 @@ class Derived(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The end of a launch that ran `beside`. Its buffers may be reused from here on."""
+    """The end of a launch that ran `beside` other steps. From this step on, the buffers of the
+    launch may be reused."""
 
     beside: int
     reads: tuple[View, ...]
@@ -147,11 +149,12 @@ class Plan(NamedTuple):
 
     Attributes:
       buffers: The buffers by index. The arguments come first.
-      constants: The derived steps that compute the constants, in order. They run once.
-      batch: The derived steps that compute the batch buffers, in order. They run once for each
-        array that a caller passes as the argument `shared`.
+      constants: The derived steps that compute the constants, in order. These steps run once per
+        plan.
+      batch: The derived steps that compute the batch buffers, in order. These steps run once for
+        each array that a caller passes as the argument `shared`.
       results: The results, which are whole buffers with separate allocations.
-      begins: For each step, the buffers `ALONE` that it writes first.
+      begins: For each step, the `ALONE` buffers that the step is the first to write.
       ends: For each step, the `ALONE` buffers and the arguments that no later step uses.
       released: Arguments whose memory may be freed after the last step that uses them.
     """

@@ -15,7 +15,8 @@ from nsa_core.steps.params import Params
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 
-SEQUENCES = 8  # maximum number of sequences of a packed row; kernels do not depend on it
+# number of sequences of the packed row that is planned; kernels do not depend on it
+SEQUENCES = 8
 
 
 def kernels_of(
@@ -91,8 +92,8 @@ def kernels_of_layer(
     compresses: bool = True,
     **layer: Any,
 ) -> list[Kernel]:
-    """Return the kernels for the calls of a layer, without repetitions. With `gradients`, they
-    include the kernels of calls with gradients.
+    """Return the kernels for the calls of a layer, without repetitions. With `gradients`, the
+    kernels of calls with gradients are included.
 
     Args:
       lengths: Lengths of sequences.

@@ -1,4 +1,5 @@
-"""Traces steps into a plan. `PlanOps` is the `ArrayOps` that records their operations."""
+"""Traces steps into a plan. `PlanOps` is the `ArrayOps` that records the operations of the
+steps."""
 
 import itertools
 import math
@@ -20,16 +21,16 @@ from nsa_core.plan.buffers import (
     touched_by_torch,
 )
 
-# A derived step whose results have fewer bytes runs before the first launch, so that launches
-# stay adjacent.
+# A derived step whose results have fewer bytes than this runs before the first launch, so that
+# launches stay adjacent.
 SMALL_BYTES = 4 * 2**20
 
-# Bytes that launches read and write in the time that the host needs for a step of torch, about
-# 10 us.
+# In the time that the host needs for a step of torch, about 10 us, launches read and write this
+# number of bytes.
 BUSY_BYTES = 32 * 2**20
 
-# Minimum bytes of an argument that is released. A release interrupts a sequence of launches,
-# which costs the host another launch.
+# Minimum size in bytes of an argument that is released. A release interrupts a sequence of
+# launches, which costs the host another launch.
 LEAST_RELEASED = 64 * 2**20
 
 
@@ -53,8 +54,9 @@ class PlanOps(ArrayOps):
         self._steps: list[Any] = []
         self._released: set[int] = set()
         self._known: dict[Hashable, tuple[View, ...]] = {}
-        self._written: dict[int, int] = {}  # how often each buffer was overwritten
-        # arrays without another reference, which may be overwritten
+        # the number of times that each buffer was overwritten
+        self._written: dict[int, int] = {}
+        # arrays that have no other reference, and may therefore be overwritten
         self._own: set[int] = set()
 
     def _refused(self, *arguments, **options):
@@ -112,7 +114,8 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """Run `function` and return a new array with separate memory, which may be overwritten."""
+        """Run `function` and return a new array with its own memory. The array may be overwritten
+        later."""
         named = tuple(sorted(static.items()))
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 
@@ -136,7 +139,7 @@ class PlanOps(ArrayOps):
     def write(self, x, index, part):
         there = _view_at(x, index)
         if there is not None and there[:2] == part[:2] and there.bytes == part.bytes:
-            return x  # the kernel has written it in place
+            return x  # the kernel has written the result in place
         x = self._writable(x)
         self._steps.append(Derived(_assign, (("index", index),), (x, part), (x,)))
         self._write_over(x)
@@ -172,7 +175,7 @@ class PlanOps(ArrayOps):
             given = [self._buffers[x.buffer].memory is Memory.ARGUMENT for x in arrays]
             return self.derive(_all_float32, *arrays) if any(given) else arrays
         if any(self._buffers[x.buffer].memory is not Memory.ARGUMENT for x in arrays):
-            return arrays  # each array is cast when it is read (`to_float32`)
+            return arrays  # each array is cast when a step reads it (`to_float32`)
         return self._rows_of(_float32_rows, arrays, arrays[0].shape)
 
     def unstacked_float32(self, x):
@@ -209,8 +212,8 @@ class PlanOps(ArrayOps):
     # Buffers
 
     def argument(self, shape: Sequence[int], dtype: str) -> View:
-        """Declare an array of the caller. All such arrays must be declared before the first
-        step.
+        """Declare an array that the caller passes. All such arrays must be declared before the
+        first step.
         """
         return self._new(Array(tuple(shape), dtype), Memory.ARGUMENT)
 
@@ -233,7 +236,7 @@ class PlanOps(ArrayOps):
     # The plan
 
     def plan(self, results: Iterable[View]) -> Plan:
-        """Return the plan with the recorded steps that lead to these results."""
+        """Return the plan of the recorded steps on which `results` depend."""
         final = self._apart(results)
         kept = {x.buffer for x in final}
         steps = self._in_order(_needed(self._steps, kept))
@@ -251,7 +254,7 @@ class PlanOps(ArrayOps):
             memory = self._buffers[n].memory
             if memory is Memory.ALONE:
                 begins[first[n]].append(n)
-            # This includes arguments, since an argument with another layout was copied.
+            # Arguments are included, since an argument with another layout was copied.
             if memory in (Memory.ALONE, Memory.ARGUMENT) and n not in kept:
                 ends[last[n]].append(n)
         return Plan(
@@ -269,9 +272,9 @@ class PlanOps(ArrayOps):
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
-        """Give each result a whole buffer of its own. A result is copied if it is a part of a
-        buffer, if it shares its buffer with another result, or if that buffer may not be
-        overwritten, such as an argument or a constant.
+        """Return results that each have a whole buffer of their own. A result is copied if it is
+        a part of a buffer, if it shares its buffer with another result, or if that buffer must
+        not be overwritten, such as an argument or a constant.
         """
         final: list[View] = []
         for x in results:
@@ -306,10 +309,10 @@ class PlanOps(ArrayOps):
         adjacent.
 
         A large result is computed right before its first read, or at the end if no step reads
-        it. Small results are computed before the first launch. If the first launches, which do
-        not read them, keep the device busy for longer than the host needs, the small results
-        are computed after these launches. Launches that need tensors are never adjacent to
-        others.
+        it. Small results are computed before the first launch. If the first launches read no small
+        result and keep the device busy for longer than the host needs, small results are computed
+        after these launches. Launches that need tensors are
+        never adjacent to others.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -349,7 +352,7 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
-    """Return the steps that lead to the buffers `wanted`."""
+    """Return the steps on which the buffers `wanted` depend."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
         if not wanted.isdisjoint([x.buffer for x in step.writes]):
@@ -359,7 +362,8 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
 
 
 def _view_at(x: View, index: Slices) -> View | None:
-    """Return `x[index]` if it is stored row by row and kernels can read it, otherwise None."""
+    """Return the view `x[index]` if it is stored in row-major order and kernels can read it,
+    otherwise None."""
     bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
     shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
     cut = [i for i, size in enumerate(x.shape) if shape[i] != size]
@@ -467,7 +471,8 @@ def _all_float32(ops, *arrays):
 # Maximum size of the workspace. A buffer that does not fit has its own memory, which is freed
 # after its last read.
 MAX_BYTES = 64 * 2**20
-FEW_BYTES = 16 * 2**20  # maximum size if most of it would be unused at the peak of memory
+# maximum size of the workspace if most of it would be unused at the peak of memory
+FEW_BYTES = 16 * 2**20
 
 # For each buffer: its bytes, and the range of steps from its first to its last use.
 type Lives = Mapping[int, tuple[int, range]]
@@ -495,8 +500,8 @@ def workspace_offsets(lives: Lives, others: Sequence[int]) -> tuple[dict[int, in
 
 
 def _offsets(lives: Lives, most: int) -> tuple[dict[int, int], int]:
-    """Place buffers within `most` bytes, the largest first, each at the first offset that is
-    free during its lifetime.
+    """Place buffers within `most` bytes, the largest buffer first. Each buffer is placed at the
+    first offset that is free during its lifetime.
     """
     places: dict[int, tuple[int, int]] = {}  # begin and end in bytes, by buffer
     for number in sorted(lives, key=lambda number: -lives[number][0]):

@@ -4,10 +4,11 @@ framework and any kernels.
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` also stores each branch separately. The kernel of the selected branch then
-computes the sum. A separate kernel (`gated_sum`) computes it on Triton, and on Mosaic if tiles
-are gathered. If residuals are `recomputed`, they contain only the selection. `backward` then
-runs the branches again, one after the other, so that only one output exists at a time.
+`forward_with_residuals` also stores each branch separately. In that case the kernel of the
+selected branch computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered,
+a separate kernel (`gated_sum`) computes the sum. If residuals are `recomputed`, they contain only
+the block indices. `backward` then runs the branches again, one after the other, so that only one
+output exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from nsa_core.types import Branches
 
 
 class Steps(NamedTuple):
-    """The steps on one kind of kernels.
+    """The steps of attention on one kind of kernels, Mosaic or Triton.
 
     Attributes:
       forward: a module with the functions of `mosaic_forward`.
@@ -30,11 +31,11 @@ class Steps(NamedTuple):
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
       narrowest: Function that returns, for a width of keys, the minimum width of values for the
-        compressed branch. It is used if only the log-sum-exp is needed.
+        compressed branch. This width is used if only the log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
-      reads_places: Whether the kernels read the tables of packed rows in `nsa_core.varlen`, and
-        compressed tokens in slots.
+      reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
+        compressed tokens that are stored in slots.
       reads_pages: Whether `forward.selected` supports `pages`.
       gates_together: Whether all gates are cast to float32 in one launch. Otherwise each gate
         is cast when a kernel reads it, so that only one cast gate exists at a time.
@@ -50,15 +51,16 @@ class Steps(NamedTuple):
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
-        """Return the gates in float32, for kernels that each read one gate."""
+        """Return the gates in float32. Each kernel reads one of them."""
         return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 
 class Inputs(NamedTuple):
-    """The arrays that have a gradient, or their gradients, which have the same shapes.
+    """The input arrays of a call that have a gradient, or the gradients of these arrays, with the
 
-    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. Keys and
-    values to which no query may attend are not NaN.
+    same shapes. Compressed keys and values are `[B, C, Hkv, .]`. The keys and values of other
+
+    branches are `[B, S, Hkv, .]`. Keys and values to which no query may attend are not NaN.
     """
 
     query: Any  # [B, T, H, D]
@@ -67,26 +69,27 @@ class Inputs(NamedTuple):
     gates: Branches  # [B, T, H]
 
     def with_compressed(self, key, value) -> "Inputs":
-        """Return a copy with this compressed key and value."""
+        """Return a copy of the inputs with the given compressed key and value."""
         key, value = self.key._replace(compressed=key), self.value._replace(compressed=value)
         return self._replace(key=key, value=value)
 
 
 class Pages(NamedTuple):
-    """Where the selected keys and values of each row are stored, if they are in pages of
-    select_block tokens, `[1, P select_block, Hkv, .]`, instead of rows.
+    """The pages of each row, if the keys and values of the selected branch are stored in pages of
+    select_block tokens. In that case the keys and values are `[1, P select_block, Hkv, .]`,
+    without an axis for rows.
     """
 
     page_table: Any  # int32 [B, M], indices of pages that exist
     lengths: Any  # int32 [B], keys of each row, at most M select_block
-    # [B, select_block, Hkv, .]: the page with a row's last key, in which later keys are finite.
+    # [B, select_block, Hkv, .]: the page with a row's last key. Keys after that key are finite.
     last_key: Any
     last_value: Any
 
 
 class Residuals(NamedTuple):
-    """The data that the backward pass needs in addition to the inputs. A field that is None is
-    computed again.
+    """The data that the backward pass needs in addition to the inputs. If a field is None, the
+    backward pass computes its data again.
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
@@ -96,13 +99,13 @@ class Residuals(NamedTuple):
 
     @classmethod
     def recomputed(cls, block_indices) -> "Residuals":
-        """Return residuals that contain only the selection of `forward`."""
+        """Return residuals that contain only the block indices of `forward`."""
         return cls(block_indices, None, None, None)
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
-    """Return the bounds of the keys to which queries attend in the compressed or in the sliding
-    branch.
+    """Return the bounds of the keys to which queries attend in the branch `name`, `compressed` or
+    `sliding`.
     """
     return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
 
@@ -112,7 +115,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
 
     Args:
       indices: `block_indices` of the selected branch.
-      how: The other arguments of the step.
+      how: The other arguments of the branch's step.
     """
     if name == "selected":
         return steps.forward.selected(ops, qkv, *indices, params, **how)
@@ -138,7 +141,7 @@ def _nothing_seen(ops, query, *, width: int):
 def intervals(
     steps: Steps, ops: ArrayOps, do, branches: Sequence[Interval], params: Params
 ) -> tuple:
-    """Run `steps.backward.intervals`, but also accept branches without keys."""
+    """Run `steps.backward.intervals`. Unlike that function, accept branches without keys."""
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     pairs = [None if x.qkv.key.shape[1] else [*map(zeros, x.qkv[1:])] for x in branches]
     some = [x for x, pair in zip(branches, pairs, strict=True) if pair is None]
@@ -152,13 +155,13 @@ def intervals(
 def gradients_of_tokens(
     steps: Steps, ops: ArrayOps, found: Inputs, length: int, params: Params, shared: bool
 ) -> Inputs:
-    """Replace the gradients of means in `found`, a result of `backward`, with those of the
-    tokens.
+    """Replace the gradients of means in `found`, a result of `backward`, by the gradients of the
+    tokens that were averaged.
 
     Args:
       length: S.
-      shared: whether all branches read the same tokens. The compressed field of the result is
-        then the gradient of these tokens, and the other fields are None.
+      shared: whether all branches read the same tokens. If so, the compressed field of the result
+        is the gradient of these tokens, and the other fields are None.
     """
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
@@ -180,12 +183,13 @@ def forward(
     num_blocks: int,
     pages: Pages | None = None,
 ):
-    """Compute `(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
+    """Compute `(out, block_indices)`, which are `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
-      block_indices: None means that the scores of the compressed branch select them.
+      block_indices: The selected blocks. None means that the scores of the compressed branch
+        select blocks.
       num_blocks: The maximum number of blocks per sequence.
-      pages: Pages of the selected keys and values.
+      pages: Pages of the keys and values of the selected branch, or None.
     """
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
@@ -202,7 +206,7 @@ def forward(
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, lse, params, num_blocks
         )
-    # In 8 bits, tokens that both branches read are rounded once.
+    # With an 8-bit compute dtype, tokens that both branches read are rounded once.
     rounded: dict[str, Any] = {}
     if params.config.compute_dtype is not None and key.sliding is key.selected:
         if value.sliding is value.selected:
@@ -266,8 +270,8 @@ def backward(
 
     Args:
       by_places: Whether kernels that read slots of packed rows may return the gradients of the
-        selected tokens in these slots. `gradients_of_tokens` reads the slots if all branches
-        share tokens.
+        selected branch's tokens in these slots. If all branches share tokens,
+        `gradients_of_tokens` reads the slots.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
@@ -282,8 +286,8 @@ def backward(
         ops.release(outputs)
 
     def rows_of(name, *indices, **how):
-        """Return the row statistics of a branch. If the branch must run again to compute them,
-        its output is dropped.
+        """Return the row statistics of the branch `name`. If the branch must run again to compute
+        them, its output is dropped.
         """
         gate = getattr(gates, name)
         if lses is not None:
@@ -311,13 +315,15 @@ def backward(
 
 
 def in_slots(layout, *arrays):
-    """Move compressed tokens, which are stored without gaps, to the slots that kernels read."""
+    """Move compressed tokens, which are stored without gaps, to the slots of packed rows that
+    kernels read. Without slots, return the tokens unchanged.
+    """
     return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
 
 
 def of_slots(layout, count, *arrays):
-    """Return the gradients of the `count` compressed tokens that were the input of
-    `in_slots`.
+    """Move the gradients of `count` compressed tokens from slots back to arrays without gaps. This
+    is the inverse of `in_slots`.
     """
     return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 
@@ -326,8 +332,10 @@ def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x
     """Compute `(out, lse)` of one branch.
 
     Args:
-      block_indices: A tuple with one array for the selected branch, otherwise empty.
-      visible: A function that sets keys or values to which no query attends to zero.
+      block_indices: A tuple with the array of block indices for the selected branch. For other
+        branches the tuple is empty.
+      visible: A function that returns keys or values with zeros for tokens to which no query
+        attends.
     """
     query, key, value = qkv
     if name == "compressed":
@@ -340,8 +348,8 @@ def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x
 def one_branch_backward(
     steps, ops, name, qkv, block_indices, output, cotangents, params, visible=lambda x: x
 ):
-    """Compute the gradients of query, key and value from the gradients of `output`. The
-    gradient of the log-sum-exp may be None.
+    """Compute the gradients of query, key and value from the gradients of `output`, `(out, lse)`.
+    The gradient of the log-sum-exp may be None.
     """
     (query, *pair), (out, lse), (do, dlse) = qkv, output, cotangents
     layout, count = params.layout, pair[0].shape[1]
@@ -361,11 +369,11 @@ def one_branch_backward(
 
 
 def select_blocks(steps, ops, query, key, params, num_blocks):
-    """Select the blocks that each query reads. The log-sum-exp of the compressed branch is
-    computed in a separate pass.
+    """Select the blocks that each query reads. A separate pass computes the log-sum-exp of the
+    compressed branch first.
     """
     (key,) = in_slots(params.layout, key)
-    # Only the log-sum-exp is read, so that the narrowest values are sufficient.
+    # Only the log-sum-exp is read. The narrowest values are therefore sufficient.
     (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))
     _, lse = attend(steps, ops, "compressed", Qkv(query, key, value), params)
     return steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)

@@ -1,6 +1,7 @@
-"""Computes the keys to which each query attends, as an interval `first .. last - 1`, per token
-and per row of a kernel tile. A tile has `tokens` tokens times the `G` query heads of a group.
-Row `token * G + head` belongs to this token and head (`kernels_pallas.specs.tile`).
+"""Computes the keys to which each query attends, as an interval `first .. last - 1`. The bounds
+are computed per token and per row of a kernel's tile. A tile has `tokens` tokens times the `G`
+query heads of a group. Row `token * G + head` of a tile belongs to this token and head
+(`kernels_pallas.specs.tile`).
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ from nsa_core.varlen import Capacity, taken
 
 
 def visible_compressed(position: Any, start: Any, config: NSAConfig) -> tuple[Any, Any]:
-    """Return the interval of compressed tokens to which each query attends, as its first token
-    and its end, both `[B, T]`. A query at position `p` attends to compressed token `i` if and
-    only if `p >= i*d + l - 1`.
+    """Return the interval of compressed tokens to which each query attends: the first token and
+    the end of the interval, both `[B, T]`. A query at position `p` attends to compressed token
+    `i` if and only if `p >= i*d + l - 1`.
 
     Args:
       start: The first compressed token of the query's sequence.
@@ -45,7 +46,7 @@ def _tokens_of(layout: QueryLayout) -> Any:
 
 
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:
-    """Return the index of the key after the query's own token, `[B, T]`."""
+    """For each query, return the index of the key after the query's own token, `[B, T]`."""
     if (tokens := _tokens_of(layout)) is not None:
         return tokens.causal_end
     return ops.derive(_causal_end, layout.key_start, layout.position)[0]
@@ -58,7 +59,7 @@ def _causal_end(ops, key_start, position):
 
 @dataclasses.dataclass(frozen=True)
 class VisibleCompressed:
-    """The bounds of the compressed branch."""
+    """The bounds of the keys to which queries attend in the compressed branch."""
 
     config: NSAConfig
 
@@ -75,17 +76,17 @@ class VisibleCompressed:
         """
         stride = self.config.compress_stride
         # If the number of compressed tokens is at most `tokens // stride`, fewer than
-        # `compress_block` tokens precede the first query. The position of a query before `end`
-        # is then less than `end + compress_block - 1`.
+        # `compress_block` tokens precede the first query. In that case the position of a query
+        # before `end` is less than `end + compress_block - 1`.
         most = cdiv(end, stride) if keys <= tokens // stride else np.full_like(end, keys)
         return cdiv(np.minimum(keys, most), tile)
 
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
-        """Return the same bound as `tiles_seen` for a packed row, whose compressed tokens are
-        in slots.
+        """Return the bound of `tiles_seen`, but for a packed row, whose compressed tokens are in
+        slots.
         """
-        # The sequence of the first query may begin up to `max_seqlen` keys before it. Each
-        # sequence has its own slots.
+        # The sequence of the first query may begin up to `max_seqlen` keys before that query.
+        # Each sequence has its own slots.
         keys = np.minimum(
             capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
         )
@@ -95,20 +96,21 @@ class VisibleCompressed:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The bounds of the sliding branch."""
+    """The bounds of the keys to which queries attend in the sliding branch."""
 
     config: NSAConfig
     num_keys: int
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
-        """Return the last `window` keys up to the query's own."""
+        """For each query, return the interval of the last `window` keys up to the query's own."""
         if (tokens := _tokens_of(layout)) is not None:
             return tokens.window_start, tokens.causal_end
         sizes = {"window": self.config.window, "num_keys": self.num_keys}
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """Return an upper bound for the number of key tiles, as in `VisibleCompressed`."""
+        """Return an upper bound for the number of key tiles, as `VisibleCompressed.tiles_seen`
+        does."""
         seen = np.minimum(keys, end - first + self.config.window - 1)
         return cdiv(seen - 1, tile) + 1  # a window may begin anywhere in a tile
 
@@ -117,7 +119,7 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """Return the results of `bounds.of` in the layout of kernels, both int32 `[B, tiles,
+    """Return the two results of `bounds.of` in the layout of kernels, each int32 `[B, tiles,
     rows]`.
     """
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
@@ -130,8 +132,8 @@ def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
 
 @derived(lambda *arrays, tile, tiles: [int32(x.shape[0], tiles, tile.rows) for x in arrays])
 def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
-    """Convert arrays `[B, T]` to int32 `[B, tiles, rows]`. Rows past the end repeat the last
-    token.
+    """Convert arrays `[B, T]` to int32 `[B, tiles, rows]`. Rows after the last token repeat the
+    last token.
     """
     found = []
     for x in arrays:
@@ -151,9 +153,9 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
         query attends.
 
     Returns:
-      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. Then three arrays `[B, T]`: the
-      first block of each query's sequence, and the start and the end of the interval of moved
-      keys to which the query attends.
+      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps, followed by three arrays `[B,
+      T]`. The arrays have the first block of each query's sequence, and the start and the end of
+      the interval of moved keys to which the query attends.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
     if not count:
@@ -173,8 +175,9 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     ]
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
-    """Return the key of each slot, or -1 if the slot is empty. Also return, for each query, the
-    first block of its sequence and the interval of moved keys to which it attends.
+    """Return the index of the key in each slot, or -1 if the slot is empty. Also return, for each
+    query, the first block of its sequence and the interval of moved keys to which the query
+    attends.
     """
     xp, batch = ops.xp, start.shape[0]
     source, target = (

@@ -12,7 +12,8 @@ from nsa_core.config import NSAConfig
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """Return the kernels of a layer that compresses by means, for any batch, pool and table."""
+    """Return the kernels of `append` for a layer that compresses by means. They serve any batch,
+    pool of pages and page table."""
     found = []
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}
@@ -24,7 +25,7 @@ def kernels_of(
 
 
 def append_spec(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
-    """Return the `Append` spec of a launch. `rest` has the fields of the spec that the layer
+    """Return the `Append` spec of a launch. `rest` has those fields of the spec that the layer
     does not determine.
     """
     return Append(

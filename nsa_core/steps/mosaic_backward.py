@@ -9,14 +9,14 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dK_c    = scale * dS_c^T Q
     dV_c    = gP_c^T dO
 
-If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
-dq is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
-key-stationary. The queries of a key tile are found before this kernel runs, without waiting for the
-host. In branches with intervals of keys, a search finds them. In the selected branch, they are read
-from query lists. A long list is divided into several work items, and another kernel merges their
-partial sums. For groups from 8 heads, `dkv` of the selected branch also stores dS, and dq is the
-product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
-selection. Every sum has a fixed order.
+If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of dq
+is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
+key-stationary. The queries of a key tile are determined on the device before this kernel runs. In
+branches with intervals of keys, a search finds these queries. In the selected branch, they are
+read from query lists. A long query list is divided into several work items, and another kernel
+merges the partial sums of the work items. For groups from 8 heads, `dkv` of the selected branch
+also stores dS, and dq is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient
+passes through the scores and the selection of blocks. Every sum has a fixed order.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ from nsa_core.varlen import Capacity
 
 
 class NumpyOps:
-    """The part of `nsa_core.array_ops.ArrayOps` that computes bounds and work items of
-    intervals. It computes arrays that depend only on sizes, during tracing.
+    """The part of `nsa_core.array_ops.ArrayOps` that computes bounds and work items of intervals.
+    It uses NumPy and runs during tracing, for arrays that depend only on sizes.
     """
 
     xp: Any = np
@@ -66,7 +66,7 @@ class NumpyOps:
 NUMPY_OPS: Any = NumpyOps()
 
 
-# Maximum number of work items that are a constant of a program, 2 MiB.
+# Maximum number of work items that are stored as a constant of a program, which is 2 MiB.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
@@ -80,10 +80,11 @@ def intervals(
     ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
 ) -> tuple:
     """Return the gradients of one or two branches in which each query attends to an interval of
-    keys. These are dq, as one array or a `LaterDq`, and dk and dv of each branch.
+    keys. The gradients are dq, as one array or a `LaterDq`, and dk and dv of each branch.
 
     Args:
-      do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
+      do: Gradient of the gated sum `[B, T, H, Dv]`. Without gates it is the gradient of the
+        output.
       added: An array `[B, T, H, D]` that is added to dq, possibly in place.
     """
     layout, _, scale = params
@@ -124,8 +125,8 @@ def intervals(
 
 
 def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
-    """Return dk and dv of a branch. `seen` has the bounds of the keys to which each token
-    attends.
+    """Return dk and dv of a branch with intervals of keys. `seen` has the bounds of the keys to
+    which each token attends.
     """
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
@@ -152,9 +153,8 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """Return `_interval_items` of rows that are not packed, as constants of a program.
-    Compiling code that computes them would take longer than compiling the rest of a backward
-    pass.
+    """Return `_interval_items` of rows that are not packed, as constants of a program. Compiling
+    code that computes these items would take longer than compiling the rest of a backward pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
     position = np.broadcast_to(index, (spec.B, spec.T))
@@ -209,8 +209,8 @@ def selected(
 
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
-      by_places: Whether dk and dv of packed rows may be returned in slots, `[B, places, Hkv,
-        .]`.
+      by_places: Whether dk and dv of packed rows may be returned in slots (`nsa_core.varlen`),
+        `[B, places, Hkv, .]`.
       do, added: as in `intervals`.
     """
     layout, config, scale = params
@@ -268,8 +268,8 @@ def selected(
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
-    """Return dk and dv. `sums` has the first partial sum of each key tile and the number of its
-    partial sums. `layout` is the layout of query lists, with the tiles of
+    """Run `dkv` and return dk and dv. `sums` has the first partial sum of each key tile and the
+    number of its partial sums. `layout` is the layout of query lists, with the tiles of
     `mosaic_lists.list_keys`.
     """
     gradients = []
@@ -284,7 +284,7 @@ def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
     """Return the result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
     `first` and `last` `[B, T]` bound the keys to which each query attends. If `first` is None,
-    the bound is 0.
+    the lower bound is 0.
     """
     keys = [ops.to_int32(x) for x in (last, first) if x is not None]
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]

@@ -1,4 +1,4 @@
-"""Computes compression by means on Mosaic kernels, and its gradient, for either framework."""
+"""Computes compression by means, and its gradient, on Mosaic kernels for either framework."""
 
 import dataclasses
 from typing import Any
@@ -12,9 +12,9 @@ from nsa_core.validate import dtype_name
 
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """Return the means of the windows of tokens `[B, S, Hkv, .]`, as `[B, C, Hkv, D]` and `[B,
-    C, Hkv, Dv]`. Zeros follow the means up to a whole selection block. No query attends to
-    these zeros, but the score kernel reads them. In packed rows the means are in the
-    slots of their sequences.
+    C, Hkv, Dv]`. Zeros follow the means, up to a whole selection block. No query attends to these
+    zeros, but the score kernel reads them. In packed rows the means are in the slots of their
+    sequences (`nsa_core.varlen`).
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
@@ -30,9 +30,9 @@ def gradients(
     """Return dk and dv, `[B, length, Hkv, .]`, of the tokens from which `means` computed the means.
 
     Args:
-      compressed: The gradients of these means.
-      others: `(dk, dv)` of each branch that read the same tokens. In packed rows the gradients
-        of the first branch may be in slots, `[B, places, Hkv, .]`.
+      compressed: The gradients of the means.
+      others: `(dk, dv)` of each other branch that read the same tokens. In packed rows the
+        gradients of the first of these branches may be in slots, `[B, places, Hkv, .]`.
     """
     layout = params.layout
     keys, values = ([pair[i] for pair in others] for i in range(2))
@@ -54,8 +54,8 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """Return the gradient of tokens if there are no windows. It is the sum of the gradients
-    from the other branches.
+    """Return the gradient of tokens if there are no windows: the sum of the gradients from the
+    other branches.
     """
     if arrays:
         return ops.derive(_total, *arrays)[0]

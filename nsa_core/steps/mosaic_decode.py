@@ -26,11 +26,13 @@ def attention(
     new: tuple[Branches, Branches] | None = None,
     slots: Any = None,
 ):
-    """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`, for `N / B`
 
-    The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
-    `new` may have keys and values that the step appends first. `slots` then has the index of
-    each row's ring in an fp8 cache.
+    queries per row. The arguments are those of `nsa_torch.paged_attention`. If arrays are
+
+    mutable, as in torch, `new` may have keys and values that the step appends first. For an fp8
+
+    cache, `slots` has the index of each row's ring (`nsa_core.paged_layout`).
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
@@ -44,7 +46,7 @@ def attention(
 def step_kernel(
     query, gates, cache: PagedArrays, page_table, scale: float | None, append: bool
 ) -> Kernel:
-    """Return the kernel that `attention` runs."""
+    """Return the kernel that `attention` runs for these arguments."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _decode_spec(
@@ -117,8 +119,8 @@ def why_not(problem: Any) -> str | None:
 
 
 def kernel_of(problem: Any, append: bool = False) -> Kernel:
-    """Return the kernel of a paged call for any batch, pool and table. Gates have the dtype of the
-    queries.
+    """Return the kernel of a paged call. The kernel serves any batch, pool of pages and page
+    table. The gates must have the dtype of the queries.
     """
     return decode(_posed(problem, problem.dtype, append)).for_any_length()
 
@@ -127,8 +129,8 @@ def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
     """Return the kernels of decode steps with one token per row, for caches in `dtype` and in
-    fp8. They serve any number of rows of any length. The result is empty if the kernel does not
-    support the layer's sizes.
+    fp8. These kernels serve any number of rows of any length. The result is empty if the kernels
+    do not support the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []
@@ -169,7 +171,7 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _decode_spec(config: NSAConfig, **sizes: Any) -> Decode:
-    """Return the spec of a decode kernel. `sizes` has the fields of `Decode` that `config` does
+    """Return the spec of a decode kernel. `sizes` has those fields of `Decode` that `config` does
     not determine.
     """
     spec = Decode(

@@ -4,9 +4,9 @@
                              interval (sliding)
 
 Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its
-natural log-sum-exp `[B, T, H]` in float32. It may also add its output to the gated sum. The
-output is then scaled by `gate` `[B, T, H]` and added to `added` `[B, T, H, Dv]`, the sum of
-earlier branches, possibly in place. The log-sum-exp is then None.
+natural log-sum-exp `[B, T, H]` in float32. Alternatively a branch adds its output to the gated
+sum. It then scales the output by `gate` `[B, T, H]` and adds it to `added` `[B, T, H, Dv]`, the
+sum of earlier branches, possibly in place. In that case the log-sum-exp is None.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """Return keys and values rounded to `compute_dtype`. They are `rounded` if it is given, and
-    are computed otherwise. Without `compute_dtype` the result is None.
+    """Return keys and values rounded to `compute_dtype`. If `rounded` is given, return it. If
+    there is no `compute_dtype`, return None.
     """
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
@@ -52,12 +52,13 @@ def interval(
     added=None,
     rounded=None,
 ) -> OutLse:
-    """Compute attention over the keys in `bounds`, for the compressed and the sliding branch.
+    """Compute attention over the keys in `bounds`, for the compressed or the sliding branch.
 
     `rounded` is the result of `round_tokens` for key and value, or None.
     """
     query, key, value = qkv
-    longest_first = isinstance(bounds, VisibleCompressed)  # later queries attend to more keys
+    # tiles of later queries attend to more keys
+    longest_first = isinstance(bounds, VisibleCompressed)
     if not longest_first and (rounded := _rounded(ops, qkv, params, rounded)) is not None:
         bounds = Window(params.config, rounded.key.shape[1])
     blocks: dict[str, Any] = interval_spec.forward_blocks(
@@ -82,8 +83,8 @@ def interval(
 
 
 def _operands(qkv: Qkv, layout, rounded):
-    """Return the keys and values that a kernel reads, and the layout of the queries relative to
-    these keys.
+    """Return the keys and values that a kernel reads, and the layout of queries whose indices
+    refer to these keys.
     """
     if rounded is None:
         return (qkv.key, qkv.value), layout
@@ -118,13 +119,13 @@ def selected(
       block_lists: The result of `tile_block_lists`, if it exists.
       pages: The positions of each row's blocks, if keys and values are stored in pages `[1, S,
         Hkv, .]`.
-      rounded: as in `interval`; not with `pages`.
+      rounded: as in `interval`. It cannot be combined with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
     if (
         not spec.gather_limit
-    ):  # if partial outputs are merged later, gates and sum are applied then
+    ):  # if partial outputs are merged later, the merge applies gates and adds the sum
         fused = {"gated": gate is not None, "added": added is not None}
         spec = dataclasses.replace(spec, **fused)
     operands, layout = _operands(qkv, params.layout, rounded)
@@ -161,8 +162,8 @@ def _forward_spec(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`, and compute the `gated_sum` of its output and the `others`, the outputs
-    of the compressed and the sliding branch.
+    """Run `selected`. Also compute the `gated_sum` of its output and of `others`, the outputs of
+    the compressed and the sliding branch.
     """
     spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
@@ -187,8 +188,8 @@ def selected_on_pages(
     scale: float | None = None,
 ) -> Kernel | None:
     """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. Return
-    None if far blocks are gathered, which needs contiguous keys, or if a page has several
-    blocks.
+    None if far blocks are gathered (`mosaic_gather`), which needs contiguous keys, or if a page
+    has several blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -245,7 +246,7 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
     if key.shape[1] == 0:
-        key = ops.zeros(query, (batch, 1, kv_heads, width))  # no query attends to it
+        key = ops.zeros(query, (batch, 1, kv_heads, width))  # no query attends to this block
     key = ops.extend(key, 1, blocks * ratio, 0.0)
     spec = scores.Scores(
         B=batch,
@@ -287,9 +288,9 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the arrays that `scores.best_blocks` reads: the bounds of the compressed tokens
-    per row, each token's own block, the first block of its sequence, and the number of blocks
-    that the tokens of a tile span.
+    """Return the arrays that `scores.best_blocks` reads. These are the bounds of the compressed
+    tokens per row, each token's own block, the first block of its sequence, and the number of
+    blocks that the tokens of a tile span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -309,8 +310,8 @@ def _candidates(ops, first, last, base, position, *, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
-    """Return `_candidates` for tiles of one sequence each. `first` is the first slot of a query's
-    sequence.
+    """Return `_candidates` for tiles that each have tokens of one sequence only. `first` is the
+    first slot of a query's sequence.
     """
     xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
     token = first_token[..., None] + ops.arange(first, tile.tokens)
@@ -327,7 +328,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """Return the fields that the specs of all attention kernels have. `rounded` is as in
+    """Return the fields that the specs of all attention kernels have. `rounded` is the same as in
     `interval`.
     """
     query, key, value = qkv
@@ -363,8 +364,8 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 
 def combine_spec(outputs) -> combine.Combine:
-    """Return the spec of kernels that read the outputs of one or all branches. The outputs have
-    the same shape.
+    """Return the spec of kernels that read the outputs of one branch or of all branches. All
+    outputs have the same shape.
     """
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])

@@ -24,7 +24,7 @@ class Rounded(NamedTuple):
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """The inputs of the attention kernels."""
+        """The rounded tokens as inputs of the attention kernels."""
         return self.key, self.value, self.key_scale, self.value_scale
 
 
@@ -67,8 +67,8 @@ def _end(ops, causal_end):
 
 
 def of_slots(layout: QueryLayout) -> Any:
-    """Return the layout of queries relative to keys that `round_tokens` has moved to their
-    slots.
+    """Return the layout of queries whose indices refer to slots, for keys that `round_tokens` has
+    moved to slots.
     """
     if layout.varlen is None:
         return layout

@@ -1,14 +1,15 @@
 """Computes selected attention for tokens whose neighbours selected other blocks, for both
 frameworks.
 
-If the block list of a tile is long, the next tile loops only over the blocks near it
-(`kernels_pallas.specs.selected`), and `kernels_pallas.specs.gathered` processes its far blocks.
-The list of the previous tile decides, since neighbouring tiles select similar blocks and no
-output may depend on later tokens. The device makes this decision, so that the host never waits.
-Each kernel skips the blocks of the other kernel.
+If the block list of a tile of queries is long, the next tile loops only over near blocks
+(`kernels_pallas.specs.selected`). The kernel `kernels_pallas.specs.gathered` processes the far
+blocks of that next tile. The list of the previous tile decides, since neighbouring tiles select
+similar blocks and no output may depend on later tokens. The device makes this decision, so that
+the host never waits. Each of the two kernels skips the blocks of the other.
 
-The gathering kernel is key-stationary. Another kernel merges its partial outputs, one for each far
-block of a token, with those of the loop. Tokens are split into segments to limit the partials.
+The gathering kernel is key-stationary. It writes a partial output for each far block of a token.
+Another kernel merges these partial outputs with the output of the loop. Tokens are split into
+segments, which limits the number of partial outputs.
 """
 
 import dataclasses
@@ -28,11 +29,11 @@ from nsa_core.steps import mosaic_lists
 # Gathering is faster if the list of a tile has more than this number of blocks per block that a
 # token selects.
 LONG_LIST = 4
-# maximum number of heads per group for blocks of 64 keys; with more heads, partials cost as
-# much traffic as they save
+# maximum number of heads per group for blocks of 64 keys; with more heads, partial outputs cost
+# as much traffic as gathering saves
 MAX_HEADS = 8
-# bytes of partials that exist at a time, if this is more than half an output and one run of
-# list chunks
+# bytes of partial outputs that exist at a time, if this is more than half an output and one run
+# of list chunks
 MAX_BYTES = 2**30
 MAX_SELECTION_ENTRIES = 31  # maximum number of entries per token, each of which has a bit
 # The fields that the gathering kernel shares with the kernel that skips far blocks.
@@ -53,12 +54,13 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     """Return the maximum number of blocks in the list of a tile
     (`SelectedAttention.gather_limit`).
 
-    0 means that nothing is gathered, since no list is too long or the gathering kernel cannot
-    run.
+    The result 0 means that nothing is gathered, since no list is too long or the gathering kernel
+    cannot run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     block, most = config.select_block, int(LONG_LIST * n)
-    # A block of 128 keys has one partial for twice the bytes in the loop.
+    # A block of 128 keys has one partial output, and in the loop it has twice the bytes of a
+    # block of 64 keys.
     parts = parts_of_block(block, n)
     if packed or block != parts * ROWS or group > max_heads(block) or n > MAX_SELECTION_ENTRIES:
         return 0
@@ -72,8 +74,8 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
 
 
 def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
-    """Return `added + gate * O` `[B, T, H, Dv]`, and the log-sum-exp of O `[B, T, H]`, or None if O
-    is added.
+    """Return `added + gate * O` `[B, T, H, Dv]`, where O is the output over near and far blocks.
+    Also return the log-sum-exp of O `[B, T, H]`, or None if `added` is given.
 
     Args:
       spec: The `SelectedAttention` whose kernel computed the output and `lse` without far
@@ -102,12 +104,14 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
         out = ops.write(out, tokens, merged[0])
         if added is None:
             lse = ops.write(lse, tokens, merged[1])
-        del partials, merged  # otherwise the partials of two segments would exist at once
+        # otherwise the partial outputs of two segments would exist at once
+        del partials, merged
     return out, lse if added is None else None
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """Return `dq` `[B, T, H, D]` with the contribution of far blocks, which `spec` left out.
+    """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. The kernel of `spec`
+    has left these blocks out.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
@@ -129,8 +133,8 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """Return the kernel `merge` for an output that already has values. The kernel does not
-    change rows that are not gathered.
+    """Return the kernel `merge` for an output that already has values. The returned kernel does
+    not change rows without gathered blocks.
     """
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
@@ -140,8 +144,8 @@ def _in_parts(ops, spec, block_indices, counts, layout):
     if spec.parts == 1:
         return block_indices, counts, layout
     (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
-    # Split blocks are gathered whole. Positions are counted in units of `parts` keys, so that a key
-    # tile of 64 such units is a whole block.
+    # Blocks that are split elsewhere are gathered whole. Positions are counted in units of
+    # `parts` keys. A key tile of 64 such units is then a whole block.
     return block_indices, counts, Places(position, layout.key_start)
 
 
@@ -151,10 +155,10 @@ def _positions_in_parts(ops, position, *, parts):
 
 
 class _Segment(NamedTuple):
-    """A segment of tokens. The partials of all its tokens exist at the same time."""
+    """A segment of tokens. The partial outputs of all its tokens exist at the same time."""
 
     kernel: GatheredAttention
-    segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile
+    segment: Any  # int32 [1, SEGMENT_WORDS]: index, first token and first tile of the segment
     tokens: tuple[slice, ...]  # indices into arrays `[B, T, ...]`
 
 
@@ -162,7 +166,7 @@ def _segments(
     ops, spec, width: int, block_indices, counts, layout
 ) -> tuple[Any, Iterator[_Segment]]:
     """Return the work items and entries of `gathered.partials`, and the segments. `width` is the
-    width of a partial.
+    width of a partial output.
     """
     tile, n = spec.tile.tokens, spec.n // spec.parts
     sizes = spec.B, spec.T, cdiv(spec.S, spec.parts), spec.Hkv, n, ROWS, 1, False

@@ -22,8 +22,8 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """Convert the selection to the blocks over which kernels loop. Return it with the number of
-    keys per such block.
+    """Convert the selection to blocks of the size over which kernels loop. Return the converted
+    block indices, and the number of keys per such block.
     """
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
@@ -40,15 +40,15 @@ def _shape_of_parts(block_indices, *, parts):
 def _parts_of_blocks(ops, block_indices, *, parts):
     named = (block_indices >= 0) & (
         block_indices < 2**31 // parts
-    )  # larger indices would overflow
+    )  # for larger indices the product would overflow
     first = ops.xp.where(named, block_indices, -1)[..., None] * parts
     *tokens, entries = block_indices.shape
     return [(first + ops.arange(first, parts)).reshape(*tokens, entries * parts)]
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
-    """Return the lists `(starts, members, counts)` for `spec`, the `SelectedAttention` that reads
-    them.
+    """Return the block lists of tiles, `(starts, members, counts)`, for `spec`, the
+    `SelectedAttention` that reads them.
     """
     arrays = block_indices, layout.position, layout.key_start
     return ops.run(block_list_kernels.tile_block_lists(spec), *arrays)
@@ -73,8 +73,8 @@ def _running_sum(ops, counts):
 
 
 def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
-    """Return `S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If
-    sequences have slots, tiles of slots are treated like the key tiles of a single sequence.
+    """Return the fields `S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys.
+    If sequences have slots, tiles of slots are treated like the key tiles of a single sequence.
     """
     if layout.varlen is None:
         return keys, layout.packed
@@ -82,7 +82,8 @@ def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
 
 
 def queries_of(layout: QueryLayout) -> dict[str, int]:
-    """Return `first_query` and `gap` of `WorkItems` of lists of `list_keys`."""
+    """Return the fields `first_query` and `gap` of the `WorkItems` for lists with the sizes of
+    `list_keys`."""
     if layout.varlen is None:
         return {}
     capacity = layout.varlen.capacity
@@ -90,9 +91,9 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """Return `spec` for the keys that `list_keys` counts. If sequences have slots, tiles of
-    slots are merged. The last keys of a tile of keys may belong to the next sequence, but a
-    tile of slots has only one sequence.
+    """Return the merge `spec` for the keys that `list_keys` counts. If sequences have slots,
+    tiles of slots are merged. The last keys of a tile of keys may belong to the next sequence,
+    but a tile of slots has only one sequence.
     """
     if layout.varlen is None:
         return spec
@@ -100,13 +101,15 @@ def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
 
 
 def of_keys(layout: QueryLayout, found) -> list:
-    """Convert entries of slots, as `list_keys` counts them, to entries of keys."""
+    """Convert arrays with an entry per slot, as `list_keys` counts them, to arrays with an entry
+    per key."""
     return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """Return the work items of the lists with these `edges`. If `spec`, a `WorkItems`, is
-    `halving`, also return the first partial of each key tile and the number of its partials.
+    """Return the work items of the query lists with these `edges`. If `spec`, a `WorkItems`, is
+    `halving`, also return the first partial sum of each key tile and the number of its partial
+    sums.
     """
     if layout.varlen is None:
         of_tokens = layout.position

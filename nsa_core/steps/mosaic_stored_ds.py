@@ -1,15 +1,16 @@
 """Gradients of the selected branch with stored dS, for either framework.
 
-The kernel `dkv` computes dS of every token and each block that the token selected. It writes dS
-to memory. The gradient of the query is then one product per block instead of three, and needs
-no V, dO or exponentials:
+The kernel `dkv` computes dS for every token and each block that the token selected, and writes dS
+to memory. With stored dS, the gradient of the query is one product per block instead of three,
+and needs no V, dO or exponentials:
 
     entries of a block ──► dkv ──► dk, dv partials ──► merge
                             │
                             ▼ dS, of some rows of [B, Hkv]
     block list of a tile ──► stored_ds_dq ──► dq of these rows, added in place
 
-dS of all rows needs several times the memory of an output, so rows are processed in chunks.
+dS of all rows needs several times the memory of an output. Rows are therefore processed in
+chunks.
 """
 
 import dataclasses
@@ -30,22 +31,22 @@ from nsa_core.steps.params import LaterDq, Qkv
 
 # maximum bytes of a dS chunk of several rows of [B, Hkv]; a single row may have more
 CHUNK_BYTES = 2**31
-MAX_CHUNK_BYTES = 10 * 2**30  # if a chunk would have more bytes, dS is not stored
+MAX_CHUNK_BYTES = 10 * 2**30  # if a chunk would have more bytes than this, dS is not stored
 MAX_ENTRIES = 512  # entries of a work item; a chunk waits for its last work item
 MAX_OUTPUTS = (
-    4  # dS of a row has at most 4 times the size of an output; otherwise it is not stored
+    4  # dS of a row must have at most 4 times the size of an output; larger dS is not stored
 )
 
 
 def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
-    """Return whether dS is stored. It is not stored for very long sequences, for which dS would
-    be too large or the entries would exceed int32.
+    """Return whether dS is stored. For very long sequences dS is not stored, since it would be
+    too large or the number of entries would exceed int32.
 
     Args:
-      base: The `Dkv` of the branch.
+      base: The spec `Dkv` of the selected branch.
       selection_entries: Number of blocks that a token selects.
       block: The number of keys per block.
-      packed: whether blocks may begin anywhere in a tile of keys.
+      packed: whether rows are packed, so that blocks may begin anywhere in a tile of keys.
     """
     rows = base.query_tile.rows
     whole_tokens = base.query_tile.tokens == 1 and rows % stored_ds.HEADS == 0
@@ -79,15 +80,15 @@ def gradients(
     block_lists,
     by_places: bool = False,
 ) -> Qkv:
-    """Return the gradients of query, key and value. `added` is added to dq, possibly in the
-    memory of `added`.
+    """Return the gradients of query, key and value. dq includes `added`, and may be written to
+    the memory of `added`.
 
     Args:
       base: as in `serves`.
       arrays: query, key and value.
-      stats: `row_stats` of `base`.
-      block_lists: Those of the forward tiles, or None.
-      added: may be a `LaterDq`.
+      stats: The result of `row_stats` for `base`.
+      block_lists: The block lists of the tiles of the forward pass, or None.
+      added: An array, or a `LaterDq`.
       by_places: as in `mosaic_backward.selected`.
     """
     query, key, _ = arrays
@@ -109,9 +110,9 @@ def gradients(
     queries = mosaic_lists.queries_of(layout)
     work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
-    # The longest items run first. Items that begin together then also end together, and the
-    # next ones begin at the same position of the sequence, so that they share more reads in L2.
-    # Each item has its own partial, so that no sum changes.
+    # The longest work items run first. Items that begin together then also end together, and the
+    # next items begin at the same position of the sequence. They therefore share more reads in
+    # L2. Each item has its own partial sum, so that no result changes.
     (table,) = ops.run(work_items.ordered_work_items(work), table)
     whole = dataclasses.replace(
         base,
@@ -126,8 +127,9 @@ def gradients(
     max_rows = _max_rows(ops, of_query)
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
-    # dq of the other branches of the next chunk runs concurrently with dkv and dq of this one: the
-    # former is bound by the tensor cores, the latter by memory.
+    # dq of the other branches for the next chunk runs concurrently with dkv and dq of the current
+    # chunk. dq of the other branches is bound by the tensor cores, and dkv and dq here are bound
+    # by memory.
     later = added if isinstance(added, LaterDq) else None
     if later is not None:
         added = later.rows(ops, 0, min(max_rows, lists.rows))
@@ -155,7 +157,7 @@ def gradients(
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
         if rows == lists.rows:
             merged = _merged(ops, part, found, sums, layout)
-        else:  # now, since partials of all chunks would otherwise exist at once
+        else:  # merge now, since partial sums of all chunks would otherwise exist at once
             merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
     gradients = [merged[name] for name in whole.widths]
     return Qkv(dq, *(gradients if by_places else mosaic_lists.of_keys(layout, gradients)))
@@ -171,7 +173,7 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
 
 
 def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> StoredDsQuery:
-    """Return the spec of dq for all rows at once."""
+    """Return the spec of the kernel that computes dq of all rows at once."""
     sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
     return StoredDsQuery(
         **sizes, stored_rows=base.B * base.Hkv, n=selection_entries, packed=packed
@@ -179,19 +181,19 @@ def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> Stor
 
 
 def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """Return the maximum number of rows in a chunk. If dq is not added in place, all rows are
-    in one chunk.
+    """Return the maximum number of rows per chunk. If dq is not added in place, all rows are in
+    one chunk.
     """
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
     if ops.has_streams and spec.stored_rows * row > most:
-        most //= 2  # as fast when it runs concurrently with dq of the other branches
+        most //= 2  # this is as fast when it runs concurrently with dq of the other branches
     return min(max(most // row, 1), spec.stored_rows)
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:
-    """Return the bytes of dS for one row of `[B, Hkv]`."""
+    """Return the number of bytes of dS for one row of `[B, Hkv]`."""
     return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
 
 
@@ -218,8 +220,8 @@ def _chunk_words(ops, like, *, count, max_rows, items):
 
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
-    """Return dk and dv by name, computed from the partials of all rows. The partials are
-    released.
+    """Return dk and dv by name, merged from the partial sums of all rows. The memory of the
+    partial sums is released.
     """
     spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
     merged = {}
@@ -230,8 +232,8 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
-    """Return dk and dv like `_merged`, for the rows of a chunk. All other rows have the values
-    of `before`.
+    """Return dk and dv like `_merged`, but merge only the rows of a chunk. All other rows have
+    the values of `before`.
 
     Args:
       arrays: Further inputs of the kernel.

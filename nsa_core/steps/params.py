@@ -1,4 +1,4 @@
-"""The arguments and results of the steps of attention. They are the same for all kernels."""
+"""The arguments and results of the steps of attention. All kernels use the same types."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ from nsa_core.config import NSAConfig
 
 
 class Qkv(NamedTuple):
-    """Query, key and value of a branch, or their gradients. The keys are S tokens, or C compressed
-    ones.
+    """Query, key and value of a branch, or their gradients. The keys are S tokens, or C
+    compressed tokens.
     """
 
     query: Any  # [B, T, H, D]
@@ -31,25 +31,26 @@ class Params(NamedTuple):
     scale: float | None
 
 
-BESIDE_SMS = 56  # for kernels that run concurrently with dkv and dq of the selected branch
+# the spec for kernels that run concurrently with dkv and dq of the selected branch
+BESIDE_SMS = 56
 
 
 @dataclasses.dataclass(frozen=True)
 class LaterDq:
-    """The gradient dq of the compressed and the sliding branch. It is computed on demand, for
+    """The gradient dq of the compressed and the sliding branch, which is computed on demand for
     some rows of `[B, Hkv]`.
 
     Attributes:
-      describe: Function that returns the kernel for some rows, given the fields of
+      describe: Function that returns the kernel for some rows. Its arguments are the fields of
         `IntervalAttention` that change.
-      arrays: Its inputs.
+      arrays: The inputs of the kernel.
     """
 
     describe: Callable[..., Any]
     arrays: Sequence[Any]
 
     def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
-        """Return an array in which the rows `first` to `end - 1` are computed."""
+        """Return dq as an array in which only the rows `first` to `end - 1` are computed."""
         return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
 
     def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
@@ -67,7 +68,8 @@ class RowResiduals:
 
     Attributes:
       lse: Natural log-sum-exp, -inf if the query has no keys.
-      delta: rowsum(dO * O) of the output without its gate. It is also the gradient of the gate.
+      delta: rowsum(dO * O) of the output without its gate. This sum is also the gradient of the
+        gate.
       gate: The gate g, or None for 1.
       dlse: The gradient of `lse`, or None for 0.
     """
@@ -79,8 +81,8 @@ class RowResiduals:
 
 
 class Interval(NamedTuple):
-    """A branch in which each query attends to an interval of keys, as an input of the backward
-    pass.
+    """The data of a branch in which each query attends to an interval of keys, as an input of the
+    backward pass.
     """
 
     qkv: Qkv

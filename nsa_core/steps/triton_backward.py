@@ -1,9 +1,10 @@
-"""The backward steps on Triton kernels, for either framework, as in `mosaic_backward`.
+"""The backward steps on Triton kernels, for either framework. `mosaic_backward` is the
+counterpart for Mosaic kernels.
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
-tiles of keys have much more work than others, or a block has a long query list, float32
-partials are computed and added in a fixed order. A stable sort builds the query lists, so that
-every sum has a fixed order.
+tiles of keys have much more work than others, or a block has a long query list, the work is
+divided. Partial sums in float32 are then added in a fixed order. A stable sort builds the query
+lists, so that every sum has a fixed order.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from nsa_core.steps.triton_forward import (
     tile_block_lists,
 )
 
-MERGED_ROWS = 16  # rows per program that adds partials
+MERGED_ROWS = 16  # number of rows per program that adds partial sums
 SEGMENT = 2048  # entries of a query list that one program processes
 PROGRAMS = (
     1024  # the minimum number of parts into which dkv is split if there are few key tiles
@@ -61,7 +62,7 @@ def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) ->
     launch = "interval:dq", tiling, cdiv(p.T * p.group, tiling.rows)
     dq = _dq(ops, p, launch, (*qkv, *interval), residuals, interval[0], rows, added)
 
-    # Nearly all queries attend to the first compressed keys, so that few tiles of keys have
+    # Nearly all queries attend to the first compressed keys. A few tiles of keys therefore have
     # most of the work.
     popular, tiling = isinstance(bounds, VisibleCompressed), p.tiling("dkv")
     tiles = cdiv(p.S, tiling.keys)
@@ -96,14 +97,14 @@ def _dq(ops, p: Problem, launch, arrays, residuals, unused, rows, added, **const
 
 
 def _partials(p: Problem, items: int, keys: int) -> list[Array]:
-    """Return the partials of dk and dv for `items` segments of tiles of `keys` keys, per key/value
-    head.
+    """Return arrays for the partial sums of dk and dv, for `items` segments of tiles of `keys`
+    keys per key/value head.
     """
     return [float32(p.pairs * items, keys, x) for x in (p.D, p.Dv)]
 
 
 def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, keys: int):
-    """Merge partials to dk and dv. `ends` has the end of the items of each tile."""
+    """Merge partial sums to dk and dv. `ends` has the end of the work items of each tile."""
     kernel = TritonKernel.of(
         "dkv:merge",
         p.pairs * tiles * (keys // MERGED_ROWS),
@@ -127,15 +128,16 @@ def _statistics(ops, rows: RowResiduals, unused):
 
 @derived(lambda like, *, tiles, **sizes: [int32(1, tiles)])
 def _last_items(ops, like, *, tiles: int, row: int, segments: int):
-    """Return the end of the items of each tile within its row, int32 `[1, tiles]`."""
+    """Return the end of the work items of each tile within its row, int32 `[1, tiles]`."""
     return [ops.to_int32((ops.arange(like, tiles) % row + 1) * segments)]
 
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
-    """Return int32 `[B, tiles, 4]`. The entries of a tile are the start and end of the queries
-    that attend to at least one of its keys, and then of the queries that attend to all of its
-    keys. The bounds never decrease along the queries.
+    """Return int32 `[B, tiles, 4]`, which bounds the queries of each tile of keys. The first two
+    entries of a tile are the start and the end of the queries that attend to at least one of its
+    keys. The last two are those of the queries that attend to all of its keys. The bounds `first`
+    and `last` never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
@@ -233,8 +235,8 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     few = tiles < 2**15
     keys, order = ops.sort(
         ops.cast(keys, xp.int16) if few else keys
-    )  # halves the number of passes
-    order = ops.to_int32(order)  # no name refers to a larger array
+    )  # an int32 key halves the number of passes of the sort
+    order = ops.to_int32(order)  # from here on no name refers to the larger array
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.searchsorted(keys, borders, "left")
     items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
@@ -244,14 +246,14 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
-    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means
-    none.
+    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means that
+    the entry belongs to no tile.
     """
     xp, tiles = ops.xp, sizes.tiles
     batch, _, heads, _ = block_indices.shape
     first = block_indices * sizes.block  # index of the token in its sequence
-    # If no block is after the query, `of_blocks` can derive which entries attend only to a part
-    # of a block.
+    # If no listed block is after its query, `of_blocks` can derive which entries attend only to a
+    # part of a block.
     own = position[..., None, None] // sizes.block
     valid = (block_indices >= 0) & (block_indices <= own)
     start = key_start[..., None, None] + first

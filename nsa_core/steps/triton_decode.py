@@ -23,7 +23,8 @@ def attention(
     lengths,
     scale: float | None,
 ):
-    """Return `(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`, for `N / B`
+    queries per row.
 
     The arguments are those of `nsa_torch.paged_attention`.
     """
@@ -41,15 +42,15 @@ def attention(
 
     def scales(*names):
         found = [getattr(cache, f"{name}_scale", None) for name in names]
-        return [lengths if x is None else x for x in found]  # which nothing reads
+        return [lengths if x is None else x for x in found]  # no kernel reads this array
 
-    candidates = max(config.num_compressed(p.S), 1)  # candidates of the longest row
+    candidates = max(config.num_compressed(p.S), 1)  # blocks of the longest row
     splits = cdiv(candidates, SPLIT)
     windows = cdiv(min(config.window + p.T - 1, p.S), SPLIT) if config.window else 0
     scalars = pages, cache.num_pages, splits, windows, candidates, p.log2_scale
 
     def described(function, programs, outputs, tiling, wide=False, **constants):
-        # Products in float32, and those of 8-bit operands, keep their operands in registers.
+        # Products in float32, and products of 8-bit operands, keep their operands in registers.
         wide |= p.dtype == "float32" or cache.is_fp8
         return TritonKernel.of(
             f"decode:{function}",

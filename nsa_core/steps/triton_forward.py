@@ -3,9 +3,9 @@
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)
 
-The functions, their arguments and their results are those of `mosaic_forward`, since `fused.py`
-calls either module. `ops` is an `ArrayOps` that launches Triton kernels and that has the
-`capability` of the GPU.
+The functions, their arguments and their results are the same as in `mosaic_forward`, since
+`fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels and that has
+the `capability` of the GPU.
 """
 
 import math
@@ -28,7 +28,7 @@ type OutLse = Sequence[Any]
 def interval(
     ops: ArrayOps, qkv: Qkv, bounds: Bounds, params: Params, gate=None, added=None
 ) -> OutLse:
-    """Compute attention over the keys in `bounds`, for the compressed and the sliding branch."""
+    """Compute attention over the keys in `bounds`, for the compressed or the sliding branch."""
     p = problem_of(ops, qkv, params.scale)
     tiling, (first, last) = p.tiling("forward"), interval_of(ops, params.layout, bounds)
     launch = "interval:forward", tiling, cdiv(p.T * p.group, tiling.rows)
@@ -36,8 +36,8 @@ def interval(
 
 
 def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
-    """Compute `(out, lse)`. If the output is added to a gated sum, the log-sum-exp is None. The
-    kernel does not read arrays that are None.
+    """Run a kernel of attention and return `(out, lse)`. If the output is added to a gated sum,
+    the log-sum-exp is None. The kernel does not read arrays that are None.
     """
     rows = p.B, p.T, p.H
     kernel = p.kernel(
@@ -78,8 +78,8 @@ def selected(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`, and compute the `gated_sum` of its output and the `others`, the outputs
-    of the compressed and the sliding branch.
+    """Run `selected`. Also compute the `gated_sum` of its output and of `others`, the outputs of
+    the compressed and the sliding branch.
     """
     found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
     return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
@@ -96,8 +96,8 @@ def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
 
 
 def of_tiles(p: Problem, name: str, block_indices, params: Params):
-    """Return the function, the tiling, the programs and the constants of a kernel that reads
-    the block lists of tiles.
+    """Return the function, the tiling, the number of programs and the constants of a kernel that
+    reads the block lists of tiles.
     """
     sizes = _tiles(p, block_indices, params)
     tokens, block = sizes["TOKENS"], sizes["BLOCK"]
@@ -115,7 +115,7 @@ def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
     p = problem_of(ops, qkv, params.scale)
     position, key_start = places(ops, params.layout)
     sizes = _tiles(p, block_indices, params)
-    if sizes["TOKENS"] == 1:  # its own blocks, which the kernels read
+    if sizes["TOKENS"] == 1:  # the blocks of the token itself, which the kernels read
         return position, position
     programs, entries = p.pairs * cdiv(p.T, sizes["TOKENS"]), sizes["ENTRIES"]
     kernel = TritonKernel.of(
@@ -144,7 +144,7 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
         key, base, first, last = align_sequences(ops, key, base, first, last, config)
     else:
         (base,) = ops.derive(zeros_like, first)
-    if key.shape[1] == 0:  # scores are zero, and no key is read
+    if key.shape[1] == 0:  # all scores are zero, and no key is read
         key = ops.zeros(query, (batch, 1, kv_heads, query.shape[-1]))
     p = problem_of(ops, Qkv(query, key, key), scale)
     position, _ = places(ops, layout)

@@ -27,8 +27,8 @@ from nsa_core.validate import dtype_name
 
 SCORES_BYTES = 2**28  # bytes of block scores that are written at a time
 SELECTED = 64  # maximum number of blocks per query, which stay in registers
-CHUNK = 2048  # keys that a program scores if scores are written
-# maximum number of elements of a float32 block, which products keep in registers
+CHUNK = 2048  # number of keys that a program scores if scores are written to memory
+# maximum number of elements of a block in float32; products keep such a block in registers
 FLOAT32_KEYS = 4096
 
 
@@ -41,15 +41,16 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks, including the block of the last tokens. That block may have
-    no key yet, but it may be forced.
+    """Return the number of blocks, including the block of the last tokens. That block may have no
+    index key yet, but it may be forced into the lists.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
 
 
 def why_not(query, key, index: Index) -> str | None:
-    """Return the reason why the kernels of `blocks` cannot run a problem, or None."""
+    """Return the reason why the kernels of the function `blocks` cannot run a problem, or
+    None."""
     heads, width = query.shape[2:]
     count = 0 if _on_chip(index) else _count(index, key.shape[1])
     return triton_paged_blocks.scores_why_not(heads, width, index, count)
@@ -60,7 +61,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
     Args:
       position: int32 `[B, T]`, negative for padding.
-      offset: The position of the first query in its row, if it is known.
+      offset: The position of the first query in its row. None if it is not known.
     """
     (batch, length, heads, width), keys = query.shape, key.shape[1]
     on_chip, n, dtype = _on_chip(index), index.num_selected, dtype_name(query)
@@ -120,8 +121,8 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
 
 def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
-    """Return the largest tiles that fit in shared memory, for two programs per SM if possible, and
-    whose candidates fit in registers.
+    """Return the largest tiles that fit in shared memory and whose candidate blocks fit in
+    registers. If possible, two programs per SM must fit.
     """
     size, width = itemsize(dtype), power(width)
     rows = 32 if size == 4 else 128 if capability[0] in WIDE else 64
@@ -166,9 +167,9 @@ def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
 
 
 class Kept(NamedTuple):
-    """The data that the gradient of the loss needs: t of each listed key `[B, T, Hi, n *
-    block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the query
-    lists of the blocks.
+    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi, n
+    * block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the query
+    lists of the blocks. `t` is the target probability in `indexer_kl`.
     """
 
     targets: Any
@@ -181,7 +182,8 @@ class Kept(NamedTuple):
 
 
 def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
-    """Return `lists` `[B, T, Hi, n]`, one per index head, with -1 for entries that are no block."""
+    """Return `lists` as `[B, T, Hi, n]`, one list per index head, with -1 for entries that are no
+    block."""
     xp = ops.xp
     found = xp.where((lists >= 0) & (lists < cdiv(keys, block)), lists, -1)
     shape = *index_query.shape[:3], lists.shape[3]
@@ -195,9 +197,10 @@ def _kl_tiles(
 
     Args:
       narrow: Whether the elements have 16 bits.
-      rows: Two numbers of rows: on GPUs whose matrix instructions read operands from shared
-        memory, and on other GPUs.
-      wide: Number of warps and of stages on GPUs that read operands from shared memory.
+      rows: Two numbers of rows. The first is for GPUs whose matrix instructions read operands
+        from shared memory, and the second for other GPUs.
+      wide: Numbers of warps and of stages on GPUs whose matrix instructions read operands from
+        shared memory.
     """
     if not narrow:
         return 32, 8, 1
@@ -232,7 +235,7 @@ def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -
 
 
 def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
-    """Return the loss `[B, T, Hi]`, and a `Kept`.
+    """Return the loss `[B, T, Hi]`, and a `Kept` with data for its gradient.
 
     Args:
       arrays: query, key, lse, index_query and index_key. `lists` is the result of `lists_for`.

@@ -1,5 +1,5 @@
-"""Selects blocks with an indexer, and computes attention to listed blocks, for rows in pages.
-It uses Triton kernels and supports both frameworks.
+"""Selects blocks with an indexer, and computes attention to listed blocks, for rows in pages. The
+module runs Triton kernels and supports both frameworks.
 """
 
 import math
@@ -15,18 +15,18 @@ from nsa_core.index import MAX_POOL, Index
 from nsa_core.validate import dtype_name
 
 PARTIAL_BYTES = 2**28  # bytes of the outputs of parts in float32
-SPLIT = 256  # keys per part of a list; half of it for wide heads
-CHUNK = 1024  # keys that a program scores; half of it if there are few programs
+SPLIT = 256  # keys per part of a list; half this number for wide heads
+CHUNK = 1024  # keys that a program scores; half this number if there are few programs
 KEYS = 128  # keys per step
 PART = 4096  # blocks of a list that are processed at a time to write the selected ones
 BLOCKS = 2**15  # maximum number of blocks per row, whose scores one program holds
-# A few lists are processed in parts of LIST_PART blocks. Their scores are compared digit by digit,
-# and DIGITS has the number of bits of each digit.
+# If there are only a few lists, each is processed in parts of LIST_PART blocks. The scores of a
+# list are compared digit by digit, and DIGITS has the number of bits of each digit.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
 LEAST_PARTS = (
     4  # minimum number of parts per list for which the additional launches are worthwhile
 )
-# maximum number of parts of all lists; with more, one program per list fills a GPU
+# maximum number of parts of all lists together; with more parts, one program per list fills a GPU
 MOST_PARTS = 8 * SMS
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
 APART = "needs pages that are contiguous in memory"
@@ -43,11 +43,11 @@ class Paged(NamedTuple):
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
         """Return the number of queries per row, `lengths`, and the row and the position of each
-        token. The first value is 0 if rows have different numbers of queries.
+        token. The number of queries is 0 if rows have different numbers.
 
-        If all rows have the same number, kernels read only `lengths`, and no other kernel is
-        launched before them. Otherwise they read the row and the position of each token. `most`
-        is the number of tokens for which a row's table has pages.
+        If all rows have the same number of queries, kernels read only `lengths`, and no other
+        kernel is launched before them. Otherwise the kernels read the row and the position of
+        each token. `most` is the number of tokens for which a row's table has pages.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -81,8 +81,9 @@ class _Sizes(NamedTuple):
 
     Attributes:
       scopes: Number of lists per token, of `n` blocks each.
-      tail: Whether the query's own block is added if it is incomplete.
-      whole: Whether a program processes a whole list. This is so if many queries fill the GPU.
+      tail: Whether the query's own block is added to the list if the block is incomplete.
+      whole: Whether a program processes a whole list instead of a part. This is chosen if there
+        are enough queries to fill the GPU.
     """
 
     H: int
@@ -108,12 +109,12 @@ class _Sizes(NamedTuple):
 
     @property
     def listed(self) -> int:
-        """The number of keys per list."""
+        """The number of keys in the blocks of a list."""
         return (self.n + self.tail) * self.block
 
     @property
     def split(self) -> int:
-        """The number of keys per part."""
+        """The number of keys per part of a list."""
         return SPLIT if self.D + self.Dv <= 256 else SPLIT // 2
 
     def tiling(self) -> Tiling | None:
@@ -137,8 +138,8 @@ def _sizes(capability, query, value, lists, block: int, include: str, whole=Fals
 def why_not(
     capability, query, key, value, lists, block: int, include: str, whole: bool = False
 ) -> str | None:
-    """Return the reason why the kernels of `attention` or `attention_of_rows` cannot run a problem,
-    or None.
+    """Return the reason why the kernels of the functions `attention` and `attention_of_rows`
+    cannot run a problem, or None.
     """
     sizes = _sizes(capability, query, value, lists, block, include, whole)
     tokens = math.prod(query.shape[:-2])
@@ -166,7 +167,8 @@ def attention(
     scale: float | None,
     whole: bool = False,
 ):
-    """Return `(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`. See `paged_block_attention`."""
+    """Return `(out, lse)` of `paged_block_attention`, which are `[N, H, Dv]` and float32 `[N,
+    H]`."""
     sizes = _sizes(ops.capability(query), query, value, lists, block, include, whole)
     tokens, pages, tiling = query.shape[0], paged.page_table.shape[1], sizes.tiling()
     assert tiling is not None
@@ -222,8 +224,8 @@ def attention(
 
 
 def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
-    """Return `(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`, for whole rows in chunks of
-    queries.
+    """Return `(out, lse)` of attention to listed blocks, `[B, T, H, Dv]` and float32 `[B, T, H]`,
+    for whole rows. Queries are processed in chunks.
 
     Args:
       query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`. Keys and values are
@@ -260,8 +262,8 @@ def index_why_not(query, pages, page_table, index: Index) -> str | None:
 
 
 def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | None:
-    """Return the reason why kernels cannot compute scores and select from `count` of them, or
-    None.
+    """Return the reason why kernels cannot compute scores of `count` blocks and select from them,
+    or None.
     """
     if index.pool > MAX_POOL or index.pool & (index.pool - 1):
         return f"needs a pool that is a power of two up to {MAX_POOL}, got pool={index.pool}"
@@ -276,7 +278,8 @@ def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | No
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """Select blocks, int32 `[N, Hi or 1, n]`. The arguments are those of `paged_index_blocks`."""
+    """Return the selected blocks, int32 `[N, Hi or 1, n]`. The arguments are those of
+    `paged_index_blocks`."""
     (tokens, heads, width), dtype = query.shape, dtype_name(query)
     (pool, per_page), table = pages.shape[:2], paged.page_table
     all_keys = table.shape[1] * per_page
@@ -294,7 +297,7 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
         [float32(tokens, lists, count)],
         (4, 1),  # more programs hide more latency than more stages
         HEADS=heads,
-        # At least the number of `index.index_blocks`, so that scores have the same bits.
+        # This is at least the number of `index.index_blocks`, so that scores have the same bits.
         ROWS=max(power(heads), 64 if wide else LEAST),
         WIDTH=width,
         POOL=index.pool,
@@ -347,7 +350,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     outputs, slots = [(items // lists, lists, n)], power(n)
     if parts == 1:
         sizes = {"SLOTS": slots, "BLOCKS": held, "PART": min(held, PART)}
-        warps = min(max(held // 2048, 4), 16)  # with few warps, sums are fast
+        warps = min(max(held // 2048, 4), 16)  # with few warps, sums over a program are fast
         return ops.run(described("best", outputs, warps, **sizes), scores, *places)[0]
     sizes = {"PARTS": parts, "PART": LIST_PART}
     counts = known = before = places[0]  # an array that the first launch does not read
