@@ -31,7 +31,7 @@ class Params(NamedTuple):
     scale: float | None
 
 
-# the spec for kernels that run concurrently with dkv and dq of the selected branch
+# number of SMs for kernels that run concurrently with dkv and dq of the selected branch
 BESIDE_SMS = 56
 
 
