@@ -134,6 +134,20 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys):
             "num_attention_heads must be a multiple of num_key_value_heads=2",
         ),
         ("serve", "--out none/x.jsonl", "--out must lie in a folder that is there, got none"),
+        ("policy_gradient", "--answers 1", "--answers must be at least 2, got 1"),
+        ("policy_gradient", "--updates 0", "--updates must be at least 1, got 0"),
+        ("policy_gradient", "--lr -1", "--lr must be at least 0, got -1.0"),
+        ("policy_gradient", "--old x", "--old: invalid choice: 'x'"),
+        ("policy_gradient", "--heads 3", "hidden_size must be a multiple of"),
+        ("policy_gradient", "--select_block 3", "--select_block must be at least 4, got 3"),
+        pytest.param(
+            "policy_gradient",
+            "",
+            "generate_batch of an NSA model supports transformers 5.19",
+            marks=pytest.mark.skipif(
+                not served.args[0], reason="transformers serves the model"
+            ),
+        ),
     ],
 )
 def test_what_scripts_refuse(script, flags, message, tmp_path, capsys):
@@ -173,3 +187,57 @@ def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
     again = capsys.readouterr().out
     assert losses(again)[-1] == pytest.approx(held_out, abs=1e-3)
     assert again.rpartition("nats per byte\n")[2] == text
+
+
+POLICY = (
+    "--layers 1 --heads 2 --kv_heads 1 --prompt_tokens 32 --answers 4 --updates 4 --lr 5e-3"
+)
+
+
+def printed(words, told):
+    """The numbers of each step after these words."""
+    pattern = rf"^step .*{words} ([\d.e+-]+)(?: ([\d.e+-]+)$)?"
+    return [tuple(map(float, filter(None, x))) for x in re.findall(pattern, told, re.MULTILINE)]
+
+
+@served
+def test_policy_gradient_learns_from_samples_with_the_trainers_probabilities(capsys):
+    main = main_of("policy_gradient")
+    assert main([*POLICY.split(), "--steps", "6", "--max_gap", "1e-5"]) == 0
+    told = capsys.readouterr().out
+    (first,), *_, (last,) = printed("reward", told)
+    assert first < 0.25 and last > first + 0.15
+    gaps, outside = printed("max", told), printed("outside", told)
+    assert len(gaps) == 6 and all(0 < gap < 1e-5 for (gap,) in gaps)  # float32 in another order
+    # Only updates change the ratio.
+    assert {x for x, _ in outside} == {0} and max(x for _, x in outside) > 0.1
+    for words, message in (
+        ("--max_gap 0", r"the gap must be at most --max_gap 0\.0, got"),
+        ("--lr 0", r"the reward must rise by 0\.1, got"),
+    ):
+        with pytest.raises(SystemExit, match=message):  # a text, so that the exit status is 1
+            main([*POLICY.split(), "--steps", "2", *words.split()])
+
+
+@served
+@pytest.mark.parametrize(("old", "first"), [("sampler", 1), ("trainer", 0)])
+def test_only_the_old_probabilities_of_the_sampler_clip_its_gap(
+    old, first, monkeypatch, capsys
+):
+    """Its log probabilities are lower by 0.5, as from a sampler that computes otherwise."""
+    main = main_of("policy_gradient")
+    sample = main.__globals__["sample"]
+
+    def lower(*given):
+        texts, log_probabilities = sample(*given)
+        return texts, log_probabilities - 0.5
+
+    monkeypatch.setitem(main.__globals__, "sample", lower)
+    monkeypatch.setitem(main.__globals__, "LEAST_RISE", -1)
+    words = [*POLICY.split(), "--steps", "2", "--old", old]
+    assert main([*words, "--max_gap", "0.51"]) == 0
+    told = capsys.readouterr().out
+    assert [x for (x,) in printed("max", told)] == pytest.approx([0.5, 0.5], abs=1e-4)
+    assert {x for x, _ in printed("outside", told)} == {first}
+    with pytest.raises(SystemExit, match=r"at most --max_gap 0\.0001, got 5\.0e-01"):
+        main(words)
