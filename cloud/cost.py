@@ -1,11 +1,13 @@
-"""Computes the cost of a run: an upper bound before it, and the used share after it.
+"""Computes the cost of a run in the cloud: an upper bound before the run, and the share that was
+used after it.
 
     python cloud/cost.py cloud/sky/l4.yaml                     # before
     python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
 
 Before the run, the cost is the hourly limit of all nodes times the maximum time of setup, run and
-idle machine before `autostop`. After the run, it is the hourly limit times the time of the run
-itself. `sky cost-report` shows the charged cost. Modal's app prints both without this command.
+idle machine before `autostop`. After the run, the cost is the hourly limit times the time of the
+run itself. `sky cost-report` shows the charged cost. The Modal app (`modal_app.py`) prints both
+costs without this command.
 """
 
 import json
@@ -15,9 +17,11 @@ from pathlib import Path
 
 import yaml
 
-SETUP_MINUTES = 15.0  # assumed for the start of the machine and the installation
+# minutes that are assumed for the start of the machine and the installation
+SETUP_MINUTES = 15.0
 # For each value of GPU, Modal's name of the GPU and its price in dollars per hour on 2026-05-07.
-# modal.com/pricing has the current prices. With "!" Modal provides no newer GPU instead.
+# modal.com/pricing has the current prices. The "!" states that Modal must not provide a newer GPU
+# instead.
 MODAL = {
     "H100": ("H100!", 3.95),
     "A100": ("A100-80GB", 2.50),
@@ -41,15 +45,15 @@ def task_minutes(task: dict) -> float:
 
 
 def hourly_limit(task: dict) -> float | None:
-    """Return the maximum dollars per hour of all nodes of a task, or None without a limit. The
-    task file has the resources of one node.
+    """Return the maximum dollars per hour of all nodes of a task, or None if the task has no
+    limit. The task file has the resources of one node.
     """
     limit = task["resources"].get("max_hourly_cost")
     return None if limit is None else limit * task.get("num_nodes", 1)
 
 
 def estimate(task: dict) -> str:
-    """Return the line that is printed before a run."""
+    """Return the line about the cost that is printed before a run."""
     hourly = hourly_limit(task)
     if hourly is None:
         return "no maximum cost is known, since the task runs on your cluster"
@@ -64,7 +68,7 @@ def estimate(task: dict) -> str:
 
 
 def used(hourly: float, seconds: float) -> str:
-    """Return the line that is printed after a run."""
+    """Return the line about the cost that is printed after a run."""
     return (
         f"the run took {seconds:.0f} s and costs at most ${dollars(hourly, seconds / 60):.2f} at "
         f"${hourly:.2f} per hour"

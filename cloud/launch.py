@@ -1,11 +1,12 @@
-"""Runs a task of cloud/sky/: starts the machine, copies the results back and ends the machine.
+"""Runs a task of cloud/sky/. The command starts the machine, copies the results back and ends the
+machine.
 
     python cloud/launch.py cloud/sky/l40s.yaml --dry_run      # prints the commands
     python cloud/launch.py cloud/sky/l40s.yaml --infra runpod
 
 SkyPilot shows the price and asks, unless --yes is given. `sky down` always runs at the end, on
-every cloud, also after a failure, Ctrl-C or SIGTERM. The maximum cost is printed first. If nothing
-else would end the machine after this program was killed, that line states this.
+every cloud, also after a failure, Ctrl-C or SIGTERM. The first printed line has the maximum cost.
+If nothing would end the machine after this program was killed, that line states this as well.
 """
 
 import argparse
@@ -26,8 +27,8 @@ TRIES, WAIT_S = 3, 20.0  # attempts of `sky down`, and seconds between them
 
 
 def run(launch: list[str], fetch: list[str], down: list[str], price: str) -> int:
-    """Run the commands. `fetch` runs after a failure too, and `down` always. Return the first exit
-    status that is not 0, or 1 if only `down` fails.
+    """Run the three commands. `fetch` also runs if `launch` fails, and `down` always runs. Return
+    the first exit status that is not 0, or 1 if only `down` fails.
     """
     status = 0
     try:

@@ -3,8 +3,8 @@
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
     GPU=L4 modal run cloud/modal_app.py --quick     # or A100, L40S, A10G
 
-The maximum cost is printed before the run, and the cost of the run after it. The container ends
-when the function returns, or after `TIMEOUT_S` seconds.
+The command prints the maximum cost before the run, and the cost of the run after it. The
+container ends when the function returns, or after `TIMEOUT_S` seconds.
 """
 
 import datetime
@@ -54,7 +54,7 @@ def oneshot(arguments: list[str]) -> tuple[int, bytes]:
 
 @app.local_entrypoint()
 def main(quick: bool = False, minutes: float = 10.0):
-    """Run `oneshot` on Modal, unpack its results here, and exit with its status."""
+    """Run `oneshot` on Modal, unpack its results on this machine, and exit with its status."""
     limit = cost.dollars(HOURLY, TIMEOUT_S / 60)
     print(f"the run on {NAME} costs at most ${limit:.2f} and takes at most {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
@@ -69,8 +69,8 @@ def main(quick: bool = False, minutes: float = 10.0):
 
 
 def unpack(packed: bytes, parent: Path) -> Path:
-    """Extract the files into a new folder under `parent`, and return it. Existing files do not
-    change.
+    """Extract the files of the tar file `packed` into a new folder under `parent`, and return the
+    folder. Existing files do not change.
     """
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         stamp = datetime.datetime.now(datetime.UTC).strftime("modal-%Y%m%dT%H%M%S")

@@ -1,4 +1,5 @@
-"""Prints the text of a pull request that proposes thresholds, with the tables of their runs.
+"""Prints the text of a pull request that proposes thresholds, with the tables of the runs that
+measured them.
 
     python cloud/pull_request.py artifacts thresholds.txt https://.../runs/1 > body.md
 
@@ -13,7 +14,8 @@ TABLES = ("seed_report.md", "compare.md")
 
 
 def body(artifacts: Path, thresholds: str, run: str) -> str:
-    """Return the text in Markdown. It names the tables that do not fit and omits them."""
+    """Return the text of the pull request in Markdown. Tables that do not fit are left out, and
+    the text names them."""
     parts = [f"Measured by {run}", "## Thresholds", f"```\n{thresholds.strip()}\n```"]
     size, left_out = sum(map(len, parts)), []
     for path in sorted(x for name in TABLES for x in artifacts.rglob(name)):

@@ -1,4 +1,4 @@
-"""Serves prompts of text: NSA and dense by continuous batching, NSA by vLLM and by `generate`.
+"""Serves prompts of text and measures the speed, for models with NSA and with dense attention.
 
     python examples/serve.py                                    # small, runs on a CPU in seconds
     python examples/serve.py --serve nsa,dense,vllm             # with vLLM's CPU build
@@ -6,13 +6,14 @@
     python examples/serve.py --layers 12 --heads 64 --kv_heads 4 --head_dim 128 --hidden 2048 \
         --prompt_tokens 32768 --requests 8 --dtype bfloat16     # a GPU
 
-The manager of transformers (`generate_batch`) runs `nsa` and `dense`. It allocates pages, shares
-prefixes, and mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process.
-`generate` is NSA with all requests as rows of one batch, padded on the left. On a GPU its cache
-is in pages and a step is a CUDA graph. `generate_dynamic` has a cache that grows. Weights are
-random, and texts are the source of the standard library as bytes, since only speed is measured.
-All requests arrive at the same time. The script needs the extra `hf`, and transformers 5.19 for
-`nsa`. `vllm` needs the extra `vllm`, and was tested only on a CPU.
+`nsa` and `dense` run continuous batching: the manager of transformers (`generate_batch`)
+allocates pages, shares prefixes, and mixes prefill with decode. `vllm` is NSA in vLLM's engine,
+in this process. `generate` is NSA with all requests as rows of one batch, padded on the left. On
+a GPU the cache of `generate` is in pages, and a step is a CUDA graph. `generate_dynamic` is the
+same with a cache that grows. Weights are random, and texts are the source of the standard library
+as bytes, since only speed is measured. All requests arrive at the same time. The script needs the
+extra `hf`, and transformers 5.19 for `nsa`. `vllm` needs the extra `vllm`, and was tested only on
+a CPU.
 
     start         time until the manager is ready, with the CUDA graphs that it captures. Before
                   the clock begins, other requests of the same lengths run, so that kernels are
@@ -45,7 +46,8 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-# A function that serves prompts. It returns, for each request, the times of its new tokens.
+# The type of a function that serves prompts. For each request, it returns the times of the new
+# tokens.
 type Run = Callable[[list[list[int]]], list[list[float]]]
 
 SIZES = {"layers": 2, "hidden": 128, "heads": 8, "kv_heads": 2, "head_dim": 32, "requests": 6}
@@ -108,7 +110,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prompts(count: int, length: int) -> list[list[int]]:
     """Return bytes of modules of the standard library as prompts. Every second prompt is half as
-    long, and the second one is a prefix of the first.
+    long, and the second prompt is a prefix of the first.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -134,14 +136,16 @@ def configuration(flags: argparse.Namespace, attention: str = "nsa") -> NSAModel
 
 
 def greedy(flags: argparse.Namespace, **more: Any) -> GenerationConfig:
-    """Make a configuration in which all requests have the same number of new tokens."""
+    """Make a configuration of `generate` in which all requests get the same number of new
+    tokens."""
     return GenerationConfig(
         max_new_tokens=flags.new_tokens, do_sample=False, pad_token_id=0, **more
     )
 
 
 def serve(flags: argparse.Namespace, name: str) -> dict[str, float]:
-    """Measure one run: seconds, tokens per second, milliseconds to tokens."""
+    """Measure one run. The measurements are seconds, tokens per second, and milliseconds to
+    tokens."""
     torch.manual_seed(0)
     with torch.device(flags.device):
         lm = NSAForCausalLM(configuration(flags, "dense" if name == "dense" else "nsa"))
@@ -203,8 +207,8 @@ def by_manager(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> It
 def by_rows(
     flags: argparse.Namespace, lm: Any, texts: list[list[int]], cache: str | None = None
 ) -> Iterator[Run]:
-    """Serve one batch with `generate`. `cache` is its `cache_implementation`. None means pages on
-    a GPU and a growing cache on a CPU.
+    """Serve one batch with `generate`. `cache` is the argument `cache_implementation` of
+    `generate`. None means pages on a GPU and a growing cache on a CPU.
     """
     given = greedy(flags, cache_implementation=cache)
     lm.generation_config.eos_token_id = None
@@ -224,7 +228,8 @@ def by_rows(
 
 
 class Clock(transformers.generation.BaseStreamer):
-    """Records when `generate` passes the prompts to it, and then the tokens of each step."""
+    """A streamer of `generate`. It records the times at which `generate` passes the prompts and
+    then the tokens of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,4 +1,4 @@
-"""Trains a model with Native Sparse Attention by `Trainer` of transformers, on packed rows.
+"""Trains a model with Native Sparse Attention on packed rows, with `Trainer` of transformers.
 
     python examples/train.py --out model                                    # minutes on a CPU
     python examples/train.py --out model --resume       # continue after Ctrl-C
@@ -6,9 +6,10 @@
         --document_tokens 4096 --num_selected 16 --window 512 --steps 2000 --lr 6e-4 \
         --texts 'texts/*.txt'                                               # a GPU
 
-Documents are pieces of the files of up to `--document_tokens` bytes. A row packs `row_tokens //
-document_tokens` documents, and each attends only to itself. The model is saved to --out, a new
-folder. Ctrl-C saves a checkpoint there. The script needs the extra `hf`.
+Documents are pieces of the files with up to `--document_tokens` bytes. A row packs `row_tokens //
+document_tokens` documents, and the tokens of a document attend only to that document. The model
+is saved to --out, a new folder. Ctrl-C saves a checkpoint in that folder. The script needs the
+extra `hf`.
 """
 
 import argparse
@@ -34,8 +35,8 @@ SIZES |= {"document_tokens": 512, "num_selected": 4, "window": 128}
 
 
 class Stop(TrainerCallback):
-    """Ends training at Ctrl-C, after the current step, with a checkpoint. A second Ctrl-C ends it
-    at once.
+    """Ends training at Ctrl-C, after the current step, with a checkpoint. A second Ctrl-C ends
+    training at once.
     """
 
     asked = False

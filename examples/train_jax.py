@@ -1,4 +1,5 @@
-"""Trains a small model with Native Sparse Attention in JAX: Flax NNX and optax, packed rows.
+"""Trains a small model with Native Sparse Attention in JAX on packed rows, with Flax NNX and
+optax.
 
     python examples/train_jax.py                                            # minutes on a CPU
     python examples/train_jax.py --texts 'texts/*.txt' --out model.safetensors --prompt 'Once '
@@ -7,7 +8,7 @@
 Rows are bytes of the files, one file after the other. `segment_ids` give the file of each byte, and
 a byte attends only to its own file. The last sixteenth of the bytes is held out. After training the
 script prints the loss on up to 32 held-out rows, and the text that the model writes after --prompt.
-Ctrl-C ends only the training. The script needs the extra `train`.
+Ctrl-C ends only the training, and the script then continues. The script needs the extra `train`.
 """
 
 import argparse
@@ -50,11 +51,11 @@ class LM(nnx.Module):
         self.head = nnx.Linear(spec.dim, 256, rngs=rngs)
 
     def hyper_parameters(self):
-        """Return the hyper-parameters that a file of weights must have."""
+        """Return the hyper-parameters of the model, which a file of its weights must record."""
         return self.blocks[0].attention.spec.as_dict() | {"layers": len(self.blocks)}
 
     def __call__(self, tokens, segments=None, caches=None):
-        """Return the logits, and the caches with these tokens."""
+        """Return the logits of `tokens`, and the caches to which these tokens were appended."""
         x, caches = self.embed(tokens), list(caches or [None] * len(self.blocks))
         for i, block in enumerate(self.blocks):
             x, caches[i] = block(x, segments, caches[i])
@@ -63,7 +64,8 @@ class LM(nnx.Module):
     def loss(self, tokens, segments):
         logits, labels = self(tokens[:, :-1], segments[:, :-1])[0], tokens[:, 1:]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return each.mean(where=segments[:, 1:] == segments[:, :-1])  # no label in the next file
+        # the next byte is in another file, so there is no label
+        return each.mean(where=segments[:, 1:] == segments[:, :-1])
 
 
 @nnx.jit
@@ -78,7 +80,8 @@ evaluate = nnx.jit(LM.loss)
 
 @nnx.jit
 def following(model: LM, tokens, caches):
-    """Return the likeliest byte after `tokens`, and the caches with these tokens."""
+    """Return the likeliest byte after `tokens`, and the caches to which these tokens were
+    appended."""
     logits, caches = model(tokens, caches=caches)
     return logits[:, -1:].argmax(-1), caches
 

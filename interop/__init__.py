@@ -1,9 +1,9 @@
 """Exchanges arrays (`nsa_interop.dlpack`) and weights (`nsa_interop.weights`) between the
 frameworks.
 
-Neither module is imported here, so that a program that needs one does not load the other. The
-package also launches Mosaic kernels on torch tensors (`nsa_interop.launch`) and builds them ahead
-of time (`nsa_interop.build`).
+This package imports neither module, so that a program that needs one of them does not load the
+other. The package also launches Mosaic kernels on torch tensors (`nsa_interop.launch`) and builds
+them ahead of time (`nsa_interop.build`).
 """
 
 from nsa_core import extras

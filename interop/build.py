@@ -1,4 +1,5 @@
-"""Compiles the kernels of configurations ahead of time, so that first calls compile nothing.
+"""Compiles the kernels of configurations ahead of time, so that the first calls of a program
+compile nothing.
 
     python -m nsa_interop.build --preset paper,seed             # into the user's cache
     python -m nsa_interop.build --preset paper --out FOLDER     # into another folder
@@ -28,8 +29,8 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def layer_of(preset: str) -> dict[str, Any]:
-    """Return the layer that a file of `configs/` describes, in the form that a store of kernels
-    records.
+    """Return the layer that a file of `configs/` describes, in the form in which the store of
+    kernels records layers.
     """
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
@@ -52,7 +53,7 @@ def kernels_of(
     Args:
       decode: Whether to include the kernels for paged caches, including those that append
         tokens.
-      lengths: Lengths of sequences. By default the kernels for all lengths are returned.
+      lengths: Lengths of sequences whose kernels are returned. Defaults to all lengths.
     """
     layer = layer_of(preset)
     layer["config"] = NSAConfig(**layer["config"])
@@ -69,7 +70,7 @@ def kernels_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. The exit status is 0, or 1 if a kernel could not be built."""
+    """Run the command. Return the exit status: 0, or 1 if a kernel could not be built."""
     parser = argparse.ArgumentParser("python -m nsa_interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(

@@ -1,20 +1,21 @@
-"""Shares arrays between torch and JAX without a copy, with the protocol that keeps this safe.
+"""Shares arrays between torch and JAX without a copy. This module describes and follows the rules
+that make sharing safe.
 
-Both frameworks queue work on CUDA streams and return before it has run. Each has its own memory
-pool, which reuses freed memory in the order of its own streams. DLPack shares the memory. The
-following rules make sharing correct.
+Both frameworks queue work on CUDA streams and return before the work has run. Each framework has
+its own memory pool, which reuses freed memory in the order of its own streams. DLPack shares only
+the memory. The following rules are needed in addition.
 
-Order: which stream waits for which. Only array objects are passed to `from_dlpack`, never a
-capsule. A capsule has no stream, so that no stream would wait for another.
+Order: these rules determine which stream waits for which. Pass only array objects to
+`from_dlpack`, never a capsule. A capsule has no stream, so that no stream would wait for another.
   torch -> JAX  JAX names its stream to `Tensor.__dlpack__`, which makes that stream wait for
                 torch's current stream. What the current stream has queued is visible to JAX.
   JAX -> torch  torch names its current stream to `Array.__dlpack__`, which makes that stream
                 wait for the array. Another torch stream must wait for that one.
-The host does not wait on CUDA. On the CPU torch runs at once, and `to_torch` waits until the
-array is computed.
+On CUDA the host does not wait. On the CPU torch runs each operation at once, and `to_torch` waits
+until JAX has computed the array.
 
-Lifetime: which object keeps which memory alive.
-  Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
+Lifetime: these rules determine which object keeps which memory alive. Input of JAX An alias keeps
+  the tensor's storage alive, but XLA may drop the alias before its
                 stream has read the memory. Keep tensor and array until `to_torch` has returned
                 every output that was computed from it, on the current stream. From then on, the
                 order of torch protects its memory. Call `record_stream` if another stream
@@ -26,13 +27,13 @@ Lifetime: which object keeps which memory alive.
                 `to_torch(array, copy=True)` clones on the current stream into torch's memory,
                 and keeps the array until an event shows that the clone has run.
 
-Mutation. JAX arrays are immutable, so never write to the torch alias of one. Do not write to a
-tensor while JAX may still read it. Wait until the outputs were returned by `to_torch`.
+Mutation: JAX arrays are immutable, so never write to the torch alias of a JAX array. Do not write
+to a tensor while JAX may still read it. JAX has read it when `to_torch` has returned all outputs.
 
-`call_jax` follows all these rules for a function of tensors. It costs one read and one write of
-every output, and twice the memory of an output until the clone has run. Arrays whose clone has
-run are released at the next copy, or by `release_finished`. If the retained arrays exceed
-`HELD_BYTES`, the host waits for the oldest.
+`call_jax` follows all these rules for a function of tensors. It clones every output, which costs
+one read and one write, and twice the memory until the clone has run. Arrays whose clone has run
+are released at the next copy, or by `release_finished`. If the retained arrays exceed
+`HELD_BYTES`, the host waits for the oldest clone.
 """
 
 import threading
@@ -44,7 +45,7 @@ import torch
 
 # alignment in bytes on a GPU, where XLA reads its parameters with vector instructions
 ALIGNMENT = 16
-# Without a limit, a host that runs ahead of the GPU would fill the memory.
+# Without a limit on retained arrays, a host that runs ahead of the GPU would fill the memory.
 HELD_BYTES = 1 << 30
 
 _held: list[tuple[torch.cuda.Event, torch.Tensor]] = []
@@ -52,20 +53,20 @@ _lock = threading.Lock()
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """Return a JAX array with the values of `tensor`. JAX reads it after the queued work of
-    torch's current stream. It shares the memory if the tensor is contiguous, aligned and not
-    pinned.
+    """Return a JAX array with the values of `tensor`. JAX reads the tensor after the queued work
+    of torch's current stream. The array shares the tensor's memory if the tensor is contiguous,
+    aligned and not pinned.
 
     Args:
       tensor: A tensor on a device that JAX supports, with a dtype that JAX does not convert. Keep
-        it alive and do not write to it while JAX uses it (see the module).
+        the tensor alive and do not write to it while JAX uses it (see the module).
 
     Raises:
       ValueError: The tensor belongs to a subclass, whose tensors may have no memory, or has a
         dtype that JAX would convert (64-bit types without x64).
       NotImplementedError: torch's current stream is capturing a CUDA graph.
-      BufferError, RuntimeError: Errors of torch and JAX: the tensor requires a gradient while
-        gradients are on, or JAX does not support the device or dtype.
+      BufferError, RuntimeError: torch or JAX raises these errors: the tensor requires a gradient
+        while gradients are on, or JAX does not support the device or dtype.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"tensor must be a plain torch.Tensor, got {type(tensor).__name__}")
@@ -90,7 +91,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         )
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
-    # torch reads the stream to wait for from the current device, not from the tensor's.
+    # torch waits on a stream of the current device, not of the tensor's device.
     with torch.cuda.device(tensor.device):
         return jax.dlpack.from_dlpack(tensor)
 
@@ -101,8 +102,9 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 
     Args:
       array: A JAX array on one device, which is not traced.
-      copy: False shares the memory. Never write to the tensor, and drop it only after all reads
-        have finished. True returns a copy in torch's memory without these rules.
+      copy: With False, tensor and array share memory. Never write to such a tensor, and drop it
+        only after all reads have finished. With True, the tensor is a copy in torch's memory, for
+        which these rules do not apply.
     """
     alias = torch.from_dlpack(array)
     if not copy:
@@ -121,17 +123,17 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     """Call a JAX function on torch tensors, with correct order of streams and lifetime of
     memory.
 
-    The function must be pure, so that all effects of its inputs are in its outputs. Pass the
-    same jitted object in every call, since a new one is traced again. Nothing is recorded for
-    autograd.
+    The function must be pure: all its effects must be in its outputs. Pass the same jitted object
+    in every call, since a new object is traced again. Nothing is recorded for autograd.
 
     Args:
       function: A function of arrays in the structure of `tensors` that returns an array or a tuple.
-      tensors: Tensors on one device, or tuples of them, nested to any depth. None stays None.
+      tensors: Tensors on one device, or tuples of them, nested to any depth. None is passed as
+        None.
 
     Returns:
-      The results of the function as tensors with their own memory, which may be written. A single
-      array is returned as a tuple of one.
+      The results of the function as tensors with their own memory, to which you may write. If the
+      function returns a single array, the result is a tuple with one tensor.
 
     Raises: The same errors as `to_jax`.
     """
@@ -139,7 +141,7 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     # stream.
     arrays = jax.tree.map(to_jax, tensors)
     device = next((x.device for x in jax.tree.leaves(arrays)), None)
-    # Otherwise an array that is made inside the function would be on JAX's first device.
+    # Without this, an array that is made inside the function would be on JAX's first device.
     with jax.default_device(device):
         outputs = function(*arrays)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

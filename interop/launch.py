@@ -1,7 +1,8 @@
-"""Runs Mosaic GPU kernels on torch tensors with one C call on torch's current stream, without XLA.
+"""Runs Mosaic GPU kernels on torch tensors without XLA. A launch is one C call on torch's current
+stream.
 
-Machine code that serves every length is read from disk, or is built and stored there once
-(`kernels_pallas.runtime`). A launch is a call of the driver with the sizes and tensor maps of
+Machine code that serves every sequence length is read from disk, or is built once and stored on
+disk (`kernels_pallas.runtime`). A launch calls the CUDA driver with the sizes and tensor maps of
 the problem.
 
 Order and lifetime are the same as for any torch operator. The kernel reads and writes on the
@@ -41,11 +42,12 @@ def launch(
         earlier by `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
-        on one Hopper GPU. If gradients are on, none may require a gradient, since nothing is
+        on one Hopper GPU. If gradients are on, no tensor may require a gradient, since nothing is
         recorded for autograd.
-      out: One tensor for each of `kernel.outputs`, under the same rules. It must not overlap
-        any other tensor of the call, except that the first outputs of an `in_place` kernel may
-        be its last inputs. Outputs that are None are allocated. If `out` is empty, all are.
+      out: One tensor or None for each of `kernel.outputs`, under the same rules as inputs. An
+        output must not overlap any other tensor of the call, except that the first outputs of an
+        `in_place` kernel may be its last inputs. Outputs that are None are allocated. If `out` is
+        empty, all outputs are allocated.
 
     Returns:
       The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
@@ -95,7 +97,8 @@ def launch(
 
 def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
     """Return the function that `launch` calls to queue one run. Its arguments are a stream
-    (`current_stream`) and the addresses of inputs and outputs, which must satisfy `launch`.
+    (`current_stream`) and the addresses of inputs and outputs. The tensors at these addresses
+    must follow the rules of `launch`.
 
     Raises:
       NotImplementedError, RuntimeError: as `launch`.
@@ -106,11 +109,11 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
 def sequence(
     kernels: Sequence[Kernel], arguments: Sequence[Sequence[int]], device: torch.device
 ) -> Callable[[int, tuple[int, ...]], None]:
-    """Return a function like that of `launcher`, for a sequence of kernels
+    """Return a function like the result of `launcher`, for a sequence of kernels
     (`runtime.sequence`).
 
     Args:
-      arguments: For each kernel, the indices of its addresses.
+      arguments: For each kernel, the indices of its addresses in the list of addresses.
     """
     return LaunchSequence([_bound(x, _index(device)) for x in kernels], arguments).launch
 
@@ -130,7 +133,7 @@ def prepare(
     """Build and load kernels on a GPU before a capture or a timed run.
 
     Args:
-      kernels: Kernels that differ only in lengths count as one.
+      kernels: The kernels. Kernels that differ only in lengths count as one.
       device: The GPU.
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 
@@ -166,21 +169,21 @@ def _arguments(kernel: Kernel) -> list[list[tuple[tuple[int, ...], int, torch.dt
 
 @functools.lru_cache(DESCRIPTIONS)
 def _bound(kernel: Kernel, index: int) -> BoundKernel:
-    """Return the `kernel` bound to a GPU."""
+    """Return `kernel`, loaded on the GPU `index` and ready to launch."""
     _check_may_load([kernel.for_any_length()], index)
     return loaded.bound(kernel, index, _prefetched)
 
 
 def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
-    """Register the kernels that this thread will launch. If a launch finds a kernel that was
-    never built, all registered kernels are built together.
+    """Register the kernels that the current thread will launch. If a launch finds a kernel that
+    was never built, all registered kernels are built together.
     """
     _thread.prefetched = kernels
 
 
 def _prefetched() -> Sequence[Kernel]:
-    """Return the kernels that this thread registered last. Each registration is returned only
-    once.
+    """Return the kernels that the current thread registered last. Each registration is returned
+    only once.
     """
     found, _thread.prefetched = getattr(_thread, "prefetched", None), None
     return found() if found else []

@@ -1,8 +1,7 @@
-"""Saves and loads the attention module's weights in one file that both frameworks read
-(safetensors).
+"""Saves and loads the weights of a module in one safetensors file that both frameworks read.
 
-The file contains the torch module's `state_dict`, with its keys and layouts. The Flax NNX
-module has the same names, so a path maps to a key by one rule:
+The file contains the torch module's `state_dict`, with its keys and layouts. The Flax NNX module
+has the same names. The following rule therefore maps a path in that module to a key:
 
   NNX parameter           key in the file      layout
   `a.b.kernel` [in, out]  `a.b.weight`         [out, in]    transposed, as torch.nn.Linear
@@ -10,9 +9,9 @@ module has the same names, so a path maps to a key by one rule:
   any other               the path with dots   unchanged
 
 Dtypes are unchanged, including bfloat16. The file's metadata records the result of
-`module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. The file also records
-gate and phi of each attention layer, and kv if it is "shared", in the names of additional entries
-(`LayerSpec.kind_keys`) whose values are zero.
+`module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. Additional entries
+(`LayerSpec.kind_keys`) record gate and phi of each attention layer, and kv if it is "shared". The
+names of these entries have the information, and their values are zero.
 """
 
 import json
@@ -43,7 +42,7 @@ class Module(Protocol):
 
 def save(path: str | Path, module: Module) -> None:
     """Write the weights and hyper-parameters of `module` to `path`. If an error occurs, an
-    existing file is unchanged.
+    existing file stays unchanged.
 
     Args:
       path: The file, which is replaced atomically if it exists.
@@ -66,17 +65,17 @@ def save(path: str | Path, module: Module) -> None:
 
 
 def load(path: str | Path, module: Module) -> None:
-    """Read the weights in `path` into `module`, in place. Each value gets the device or
+    """Read the weights in `path` into `module`, in place. A loaded value gets the device or
     sharding of the parameter that it replaces.
 
-    A file without hyper-parameters is accepted if its keys, shapes and dtypes fit. It must also
-    record gate and phi of each attention layer, unless these were passed to the constructor of
-    the layer.
+    A file without hyper-parameters is accepted if its keys, shapes and dtypes fit. Such a file
+    must also record gate and phi of each attention layer, unless gate and phi were passed to the
+    constructor of the layer.
 
     Raises:
       ValueError: The hyper-parameters, gate, phi, kv, keys, shapes or dtypes differ. The message
-        names the first difference, the expected value and the value in the file. The module is
-        then unchanged.
+        names the first difference, the expected value and the value in the file. If the error is
+        raised, the module is unchanged.
     """
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -177,8 +176,8 @@ def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
 
 
 def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "jax.Array":
-    """Return the value of the parameter at the path `steps`, on the device or with the sharding
-    of `old`.
+    """Return the value for the NNX parameter at the path `steps`, on the device or with the
+    sharding of `old`.
     """
     import jax
 
@@ -186,6 +185,6 @@ def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "
     host = bits.view(old.dtype)
     if old.ndim == 2 and steps[-1] in ("kernel", "weight"):
         host = host.T if steps[-1] == "kernel" else host[:, 0].T
-    # A copy, since JAX may share the memory of a NumPy array, and the memory of the tensor is
-    # the mapped file.
+    # This copies, since JAX may share the memory of a NumPy array, and the memory of the tensor
+    # is the mapped file.
     return jax.device_put(np.array(host, order="C"), old.sharding)

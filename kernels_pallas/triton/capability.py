@@ -23,7 +23,7 @@ NUMBERED = 2**31  # number of rows that 32 bits can count
 
 
 def why_not(problem: Any) -> str | None:
-    """Return the reason why no Triton kernel can run `problem`, or None. If the forward pass
+    """Return the reason why the Triton kernels cannot run `problem`, or None. If the forward pass
     can run, the backward pass can run too.
     """
     if problem.platform not in ("gpu", "cuda"):
@@ -51,7 +51,7 @@ def why_not(problem: Any) -> str | None:
             f"{found}, got {problem.dtype} with D={problem.D}, Dv={problem.Dv}, "
             f"{group} query heads per key/value head"
         )
-    # A block counts twice in the backward pass of packed rows.
+    # In the backward pass of packed rows, a block counts twice.
     rows = 2 * problem.T * group * config.num_selected
     return f"needs 2 T G n < 2**31, got {rows}" if rows >= NUMBERED else None
 
@@ -91,8 +91,8 @@ def copies_why_not(
 
 @functools.cache
 def _missing(framework: str) -> str | None:
-    """Return a sentence that names the package or tool that is missing, or packages that do not
-    work together, or None.
+    """Return a sentence that names a missing package or tool, or packages that do not work
+    together. Return None if there is no such problem.
     """
     wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
     for name in wanted:
@@ -123,7 +123,7 @@ def launcher_why_not() -> str | None:
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "needs a C compiler, with which Triton builds its launcher; install gcc"
-    # The scheme is chosen as in Triton.
+    # The installation scheme is chosen as in Triton.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     if not os.path.exists(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
         return "needs Python.h, with which Triton builds its launcher; install python3-dev"

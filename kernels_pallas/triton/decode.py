@@ -1,16 +1,16 @@
 """A decode step over a paged cache: all branches, for a few queries per row, in two launches.
 
-    partials   a program has one split of the compressed keys, or of the window, of one row and
-               key/value head. It stores the logits of the compressed keys for the scores, and the
-               maximum, the sum and the unnormalised output of its split.
+    partials a program has one split of the compressed keys, or of the window, of one row and
+               key/value head. The program stores the logits of the compressed keys for the
+               scores, and the maximum, the sum and the unnormalised output of its split.
     finish     a program has one query of one key/value head, and one part of its selected blocks.
                It scores all blocks, selects the best, attends to the blocks of its part and adds
                the outputs of its share of the splits. The last part to finish adds up the parts.
 
-The kernels use split-K. A split has a fixed number of keys, so that the order of sums depends
-only on the length of a row, and not on the batch or the page table. The step is bandwidth
-bound. Each compressed key and value and each key and value of the window are read once per row
-and tile of `ROWS` query rows, and those of the selected blocks once per query.
+The kernels use split-K. A split has a fixed number of keys. The order of sums therefore depends
+only on the length of a row, and not on the batch or the page table. The step is bandwidth bound.
+Compressed keys and values, and those of the window, are read once per row and tile of `ROWS`
+query rows. Keys and values of selected blocks are read once per query.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
     m = max m_s    lse = m + log2(sum l_s exp2(m_s - m))    O = sum exp2(m_s - lse) O_s
@@ -96,7 +96,7 @@ def _over_split(
     KEPT, FP8_KEYS,
 ):  # fmt: skip
     """Compute attention of the rows to the entries `begin .. end - 1`. Each row attends only to
-    `low .. high - 1` of them.
+    the entries `low .. high - 1` among these.
     """
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
@@ -311,8 +311,9 @@ def finish(
       out: `[B * QUERIES, H, VALUE_WIDTH]`.
       indices: int32 `[B * QUERIES, HEADS, N]`.
       part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
-      part_outputs, part_added: The same with `[.., VALUE_WIDTH]`. The former are unnormalised
-        outputs of the selected branch, the latter gated outputs of the other two.
+      part_outputs, part_added: The same with `[.., VALUE_WIDTH]`. `part_outputs` has unnormalised
+        outputs of the selected branch, and `part_added` has gated outputs of the other two
+        branches.
     """
     program = tl.program_id(0).to(tl.int64)
     part = (program % c.PARTS).to(tl.int32)

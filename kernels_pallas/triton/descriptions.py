@@ -1,7 +1,8 @@
 """Describes the sizes of a branch on Triton kernels, and the kernels that split a layer's
 projection.
 
-No Triton is imported. The steps (`nsa_core.steps.triton_forward`, ..) describe their launches.
+This module does not import Triton. The steps (`nsa_core.steps.triton_forward`, ..) describe their
+own launches.
 """
 
 import dataclasses
@@ -46,9 +47,9 @@ class Problem(NamedTuple):
         return self.scale * LOG2E
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
-        """Return the tiling of a kernel (`tiling.needed`) with at most this number of rows and keys
-        per tile. A bound of the rows replaces the default. A bound of the keys can only reduce
-        the default.
+        """Return the tiling of a kernel (`tiling.needed`) with at most `rows` rows and `keys`
+        keys per tile. If `rows` is given, it replaces the default bound. `keys` can only reduce
+        the default bound.
 
         Raises:
           NotImplementedError: No tiles fit in the shared memory of the GPU.
@@ -92,12 +93,12 @@ class Problem(NamedTuple):
 class Heads:
     """The layout of a row of a layer's fused projection. A row has the query heads of D
     columns, the key heads of D columns of 1 to 3 branches, and the value heads of Dv columns of
-    these branches. Then it has `gates` numbers per query head, and padding to a multiple of 16
-    bytes.
+    these branches. These are followed by `gates` numbers per query head, and padding to a
+    multiple of 16 bytes.
 
     Attributes:
       means: 1 if the mean of each key/value head's query heads is also computed, otherwise 0.
-      raw_keys: Number of first branches whose keys are not rotated.
+      raw_keys: Number of branches, counted from the first, whose keys are not rotated.
     """
 
     H: int
@@ -111,18 +112,18 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """Number of columns of the projection."""
+        """The number of columns of the projection."""
         heads = self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
         return heads + self.gate_columns
 
     @property
     def gate_columns(self) -> int:
-        """Number of columns of the gates, including padding."""
+        """The number of columns of the gates, including padding."""
         return cdiv(self.H * self.gates, 8) * 8
 
     @property
     def rows(self) -> int:
-        """Number of tokens per program."""
+        """The number of tokens per program."""
         return max(SPLIT_NUMBERS // max(power(self.D), power(self.Dv)), 1)
 
     def partials(self, tokens: int) -> tuple[int, int, int]:
@@ -149,7 +150,7 @@ def split_heads(
 ) -> TritonKernel:
     """Describe the launch that splits a projection into heads. With `back` the launch joins the
     gradients of heads instead. The launch writes in place. `split_heads.split_heads` lists the
-    arrays. Pass any array in place of one that is not read.
+    arrays. For arrays that are not read, pass any array.
     """
     means = 0 if back else heads.means
     of_row = heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)

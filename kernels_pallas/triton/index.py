@@ -5,10 +5,10 @@ score leaves the chip.
 
 A program has the rows of `TOKENS` tokens with all their heads. It loops over the keys, which
 all heads share, `KEYS` at a time. Each step computes one product, with many columns per thread,
-and its maximum. The selection processes `BEST` blocks per step. A candidate is one 64-bit
-integer. It has the bits of the score in the order of integers, followed by the complemented
-index. The greatest candidates are selected, and the lower block wins if scores are equal. The
-best candidates so far stay in registers.
+and the maxima of the product. The selection processes `BEST` blocks per step. A block is
+represented by one 64-bit integer, its candidate. A candidate has the bits of the score in the
+order of integers, followed by the complemented index. The greatest candidates are selected. If
+scores are equal, the lower block is selected. The best candidates so far stay in registers.
 
 If more blocks are selected than registers hold, if blocks have few keys, or if scores are added
 over heads, `index_scores` writes z instead. `paged_blocks.best` then selects the blocks.
@@ -25,14 +25,14 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(score):
-    """Convert float32 to int32 with the same order. Both zeros become equal."""
+    """Convert float32 to int32 with the same order. The two zeros, 0 and -0, become equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
 
 
 @triton.jit
 def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
-    """Programs: B * ceil(T / TOKENS).
+    """Select the blocks with the highest scores. Programs: B * ceil(T / TOKENS).
 
     Args:
       query: `[B, T, HEADS, WIDTH]`.
@@ -43,7 +43,7 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch = (program // tiles).to(tl.int64)
-    tile = tiles - 1 - program % tiles  # the longest rows first
+    tile = tiles - 1 - program % tiles  # the longest rows run first
     index = tl.arange(0, c.ROWS)
     token, head = tile * c.TOKENS + index // c.HEAD_ROWS, index % c.HEAD_ROWS
     real = (token < T) & (head < c.HEADS)
@@ -56,7 +56,7 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     end = tl.max(at // (c.POOL * c.ENTRY) + 1, axis=0)
     end = tl.where(tl.max(at, axis=0) >= 0, end, 0)
     lowest = tl.min(tl.where(at >= 0, at, HIGHEST - 1), axis=0)
-    # Up to here each query attends to all keys of a block.
+    # Up to this key, each query attends to all keys of a block.
     plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
     key += batch * S * c.WIDTH
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)

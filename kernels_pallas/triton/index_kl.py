@@ -5,8 +5,8 @@ indexer, and its gradients.
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
 The kernels are key-stationary. A program has the keys of a block and a part of its query list,
-for one index head, and it gathers the queries. Each entry reads the rows of one query, where a
-query-stationary loop would read the `BLOCK` keys of the block.
+for one index head, and gathers the queries. Per entry, a program reads the rows of one query. A
+query-stationary loop would instead read the `BLOCK` keys of the block.
 
     kl_targets     t and sum t for each entry (query, slot)
     kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and
@@ -34,8 +34,8 @@ from kernels_pallas.triton.rows import (
 
 @triton.jit
 def _part_of(item, starts, ends, tile_of, tiles, items, c):
-    """Return the row of the lists, the batch row, the index head and the tile of a work item,
-    and the bounds of its entries.
+    """Return the row of the lists, the batch row, the index head and the tile of a work item, and
+    the bounds of the item's entries.
     """
     row = (item // items).to(tl.int64)
     tile = tl.load(tile_of + item)
@@ -49,8 +49,8 @@ def _part_of(item, starts, ends, tile_of, tiles, items, c):
 
 @triton.jit
 def _entries(order, at, end, COUNT, EACH):
-    """Return `COUNT` entries from `at` on, each repeated `EACH` times. Entries past the end are
-    0.
+    """Return `COUNT` entries of a query list from `at` on, each repeated `EACH` times. Entries
+    past the end are 0.
     """
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)
@@ -68,7 +68,8 @@ def kl_targets(
     T, S, tiles, items, entries, log2_scale,
     masses, targets, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * INDEX_HEADS * items. A step has TOKENS entries.
+    """Compute the targets t and their sums. Programs: B * INDEX_HEADS * items. A step has TOKENS
+    entries.
 
     Args:
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`.
@@ -92,9 +93,9 @@ def kl_targets(
         keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, c.WIDTH)
         row = tl.arange(0, c.TOKENS * c.GROUP_ROWS)
         member = row % c.GROUP_ROWS
-        # Values that a step needs after its product are loaded one step ahead, and their
-        # entries two steps ahead. The entries of the queries are loaded again, since Triton
-        # prefetches queries.
+        # Values that a step needs after its product are loaded one step ahead. The entries of
+        # these values are loaded two steps ahead. The entries of the queries are loaded again,
+        # since Triton prefetches queries.
         mine = _entries(order, begin, end, c.TOKENS, c.GROUP_ROWS)
         following = _entries(order, begin + c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
         entry = _entries(order, begin, end, c.TOKENS, 1)
@@ -195,7 +196,8 @@ def kl_loss(
     count,
     loss, index_lse, mass, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
+    """Compute the loss of each query and index head. Programs: ceil(count / QUERIES); `count`: B
+    * T * INDEX_HEADS.
 
     Args:
       maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.
@@ -283,7 +285,7 @@ def kl_gradients(
 
 @triton.jit
 def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr):
-    """Compute `grad` times the sum of a query's partials, in the order of slots.
+    """Compute `grad` times the sum of the partials of each query, in the order of slots.
 
     Programs: ceil(count / QUERIES). Args as in `kl_loss` and `kl_gradients`.
     """

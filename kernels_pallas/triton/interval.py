@@ -1,10 +1,10 @@
-"""Computes attention of each query to one interval of keys, and its dq, for the compressed and
-the sliding branch.
+"""Computes attention of each query to one interval of keys, and dq of this attention, for the
+compressed and the sliding branch.
 
 The kernels are query-stationary. A program has `ROWS` rows of one key/value head, and loops
 over all blocks of `KEYS` keys to which any of the rows attends. A block is masked only if some
-row attends to a part of it. Blocks begin at multiples of `KEYS` of the array, so that a row's
-sums do not depend on its tile.
+row attends to a part of the block. Blocks begin at multiples of `KEYS` of the array, so that a
+row's sums do not depend on its tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -28,8 +28,8 @@ from kernels_pallas.triton.rows import (
 @triton.jit
 def _tile(first, last, T, c):
     """Return the tile of this program. The longest tiles come first. The result has the batch
-    row, the head, the row of `[B, T, H]`, which rows exist, and the interval `low .. high - 1`
-    of each row.
+    row, the head, the row of `[B, T, H]`, a mask of the rows that exist, and the interval `low ..
+    high - 1` of each row.
     """
     tiles = tl.cdiv(T * c.GROUP, c.ROWS)
     program = tl.program_id(0)
@@ -83,7 +83,7 @@ def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
 def forward(
     query, key, value, first, last, gate, added, T, S, scale, out, lse, c: tl.constexpr
 ):
-    """Programs: B * HEADS * ceil(T * GROUP / ROWS).
+    """Compute the output and its log-sum-exp. Programs: B * HEADS * ceil(T * GROUP / ROWS).
 
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`; key, value: `[B, S, HEADS, .]`.
@@ -106,7 +106,7 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs and arguments as in `forward`.
+    """Compute dq. Programs and arguments are the same as in `forward`.
 
     Args:
       do: `[B, T, H, VALUE_WIDTH]`, the gradient of the gated output.

@@ -17,17 +17,18 @@ from kernels_pallas.specs.tile import LOG2E, cdiv  # noqa: F401, for description
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
-    """One launch. The arguments of the function are the arrays of `run`, `scalars`, `outputs` and
-    `constants`, in this order. All arrays are contiguous in row-major order.
+    """The description of one launch. The arguments of the launched function are the arrays of
+    `run`, `scalars`, `outputs` and `constants`, in this order. All arrays are contiguous in
+    row-major order.
 
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
-      programs: Number of programs of the launch, which has one axis. At least 1.
-      scalars: The numbers that depend on lengths, and floats such as the scale. Their values are
-        not compiled in.
+      programs: Number of programs of the launch, at least 1. A launch has one axis.
+      scalars: The numbers that depend on lengths, and floats such as the scale. These values are
+        not compiled into the code.
       outputs: Shapes and dtypes of the outputs.
-      constants: The compiled numbers, which are the only `tl.constexpr` of the function. They
-        are a NamedTuple with the sizes of a layer, sizes of tiles, and switches.
+      constants: A NamedTuple of the compiled numbers: the sizes of a layer, sizes of tiles, and
+        switches. It is the only `tl.constexpr` of the function.
       warps: Number of warps per program.
       stages: Number of pipeline stages for the loads of loops.
     """
@@ -64,7 +65,7 @@ class TritonKernel:
 
 @functools.cache
 def _for_any_number(function: Any, scalars: int, outputs: int) -> Any:
-    """Return a kernel that is not compiled again if its scalars change."""
+    """Return a kernel that Triton does not compile again if its scalars change."""
     import triton
 
     end = len(function.arg_names) - 1 - outputs

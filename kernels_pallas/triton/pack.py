@@ -1,9 +1,10 @@
 """Copies rows between an array and a contiguous buffer, and computes the sums that are the
 gradients of these copies. The array is `[batch, tokens, heads, width]` with any strides, and
-the buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. It
-is described by a first token, a length, and the first row in the buffer. Ranges are listed in
-the order `[batch, query, head, slot]`, so a range's index in the list determines its batch row
-and its head, and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
+the buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. Three
+numbers describe a range: its first token, its length, and its first row in the buffer. Ranges are
+listed in the order `[batch, query, head, slot]`. A range's index in the list therefore determines
+its batch row and its head, and 24 bytes of indices move a whole block. A range of length 0 is an
+empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
@@ -13,13 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# arguments whose values cause no new compilation
+# arguments whose values must not cause a new compilation
 SIZES = ["tokens", "heads", "slots", "per_batch", "tiles"]
 
 
 class Tile(NamedTuple):
-    """The compiled constants. TERMS is the number of tiles of `sum_ranges`, and HEADS the
-    number of heads of `gather_rows`.
+    """The compiled constants of the kernels. TERMS is the number of tiles of `sum_ranges`, and
+    HEADS is the number of heads of `gather_rows`.
     """
 
     WIDTH: int
@@ -30,7 +31,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Options of a launch."""
+        """The options of a launch."""
         # 64 elements per thread: eight reads of 16 bytes for elements of two bytes. There is
         # nothing to fuse, and newer versions of Triton warn without this option.
         warps = min(max(self.ROWS * self.COLUMNS * self.TERMS // 2048, 1), 4)
@@ -40,9 +41,9 @@ class Tile(NamedTuple):
 def tile(longest: int, width: int, heads: int = 0) -> Tile:
     """Return the tile of the gathers and of `add_ranges`, at most 8192 elements.
 
-    Columns are the largest power of two that divides `width`, so that 192 is three times 64 and no
-    lane is idle. A divisor below 32 is not used, since the parts of a row would be too small
-    for one warp.
+    The number of columns is the largest power of two that divides `width`. A width of 192 is thus
+    processed as three times 64 columns, and no lane is idle. A divisor below 32 is not used,
+    since the parts of a row would be too small for one warp.
 
     Args:
       longest: Number of rows of the longest range.
@@ -68,9 +69,9 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 @triton.jit
 def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
-    """Return the indices for a part of a range: the batch row and the head, which the index of
-    the range in the list determines, the rows in the range, the columns, the tokens of the
-    rows, and which tokens exist in the array.
+    """Return the indices for a part of a range: the batch row, the head, the rows in the range,
+    the columns, the tokens of the rows, and a mask of the tokens that exist in the array. The
+    index of the range in the list determines its batch row and head.
     """
     batch, head = item // per_batch, item // slots % heads
     row = part * c.ROWS + tl.arange(0, c.ROWS)
@@ -146,8 +147,8 @@ def add_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of every range to its tokens by atomics. This is fast, but the order of sums
-    is not fixed.
+    """Add the rows of every range to its tokens with atomics. Atomics are fast, but the order of
+    sums is not fixed.
 
     Grid and ranges as in `gather_ranges`.
 
@@ -177,15 +178,15 @@ def sum_ranges(
     """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
     bits for any schedule of the programs.
 
-    The inverse list groups the ranges of a head that begin at the same token, which are called a
-    block. A single program sums their rows in the order of the list and adds the sum to
+    The inverse list groups the ranges of a head that begin at the same token. Such a group is
+    called a block. A single program sums their rows in the order of the list and adds the sum to
     `total`. Two ranges of a head must therefore begin at the same token or share no token. The
     grid is the same as in `gather_ranges`. Only the first of the ranges of a block has work.
 
     Args:
       block: int64, ascending: a number for the batch row, the head and the first token of the range
         of each entry of the list, -1 if the range is empty.
-      order: int64: the index of the range of each entry.
+      order: int64: the index of the range that each entry of the list refers to.
       end: int64: for each entry, the end of the entries of its block.
     """
     entry, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -213,7 +214,7 @@ def sum_ranges(
             values = tl.load(columns + offset[:, :, None], mask=mask, other=0)
             found += tl.sum(values.to(found.dtype), axis=0)
             reach = tl.maximum(reach, tl.max(size, axis=0))
-        # Tokens beyond the longest of its ranges belong to another program.
+        # Tokens beyond the longest range of the block belong to another program.
         mask = (there & (row < reach))[:, None] & wide[None, :]
         offset = ((batch * tokens + token) * heads + head) * c.WIDTH
         sums = total + (offset[:, None] + column[None, :])

@@ -1,12 +1,14 @@
-"""Appends tokens to a paged cache, with the means that they complete, in one launch and in place.
+"""Appends tokens to a paged cache, with the means of the windows that they complete. One launch
+writes in place.
 
 A program has one token and one key/value head. It writes the token to its page. If the token is
 the last one of a window, at position i d + l - 1, the program also writes the mean of the last
-`l` tokens. It reads tokens of this call from the inputs, since other programs may not have
-written them yet, and earlier tokens from their pages. Most of the time is the launch.
+`l` tokens. The program reads tokens of this call from the inputs, since other programs may not
+have written them yet. It reads earlier tokens from their pages. The launch itself takes most of
+the time.
 
-A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its means use the older tokens in
-the row's ring buffer, if these round to the tokens in the page.
+A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of such a cache use the
+older tokens in the row's ring buffer, if these tokens round to the tokens in the page.
 """
 
 import triton
@@ -74,9 +76,9 @@ def append(
     page_table, lengths, starts, slots, new, pages, compressed, scales, recent, N, B, M, P, R,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: N * HEADS. `new` and `pages` are tuples of keys and values of the selected, the
-    sliding and the compressed branch, whose raw tokens are compressed. Without `SEPARATE`, the
-    last four entries are equal to the first two.
+    """Append tokens. Programs: N * HEADS. `new` and `pages` are tuples with keys and values of
+    the selected branch, of the sliding branch, and of the raw tokens of the compressed branch.
+    Without `SEPARATE`, the last four entries are equal to the first two.
 
     Args:
       page_table: int32 `[B, M]`.
@@ -89,7 +91,7 @@ def append(
       scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
       recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.
       N, B, M, P, R: Numbers of new tokens, rows, columns of the page table, pages, ring buffers.
-      WRITES, KEEPS: Whether pages are written, and whether ring buffers are.
+      WRITES, KEEPS: Whether the launch writes pages, and whether it writes ring buffers.
     """
     program = tl.program_id(0)
     token = (program // c.HEADS).to(tl.int64)

@@ -34,13 +34,13 @@ from kernels_pallas.triton.rows import (
 )
 from kernels_pallas.triton.scores import HIGHEST
 
-LOWEST = tl.constexpr(-(2**31))  # the sort key of a block that is no candidate
+LOWEST = tl.constexpr(-(2**31))  # the sort key of a block that cannot be selected
 
 
 @triton.jit
 def _place_of(token, places, c):
-    """Return the row and position of a token. A negative position means padding. `places` has
-    the kernel arguments that determine both.
+    """Return the row and position of a token. A negative position means padding. `places` has the
+    kernel arguments that determine row and position.
     """
     lengths, rows, positions, queries, most = places
     if c.RAGGED:
@@ -53,8 +53,8 @@ def _place_of(token, places, c):
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE):
-    """Return the pages of the entries `index` of a row, the indices in these pages, and which
-    of the `seen` entries are in an existing page.
+    """Return the pages of the entries `index` of a row, the indices in these pages, and a mask of
+    the `seen` entries that are in an existing page.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
@@ -127,7 +127,7 @@ def _count(mask):
 @triton.jit
 def _order(scores, block, blocks, at, c):
     """Return int32 sort keys with the same order as the scores of the blocks, for a query at
-    `at`.
+    position `at`.
     """
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
     written = (block < blocks) & (block * c.POOL < (at + 1) // c.ENTRY)
@@ -140,9 +140,9 @@ def _order(scores, block, blocks, at, c):
 @triton.jit
 def _write(out, count, block, better, equal, left):
     """Write the blocks that are `better` and the first `left` blocks that are `equal`, in their
-    order, after the first `count` blocks of a list. Return which blocks are written.
+    order, after the first `count` blocks of a list. Return a mask of the blocks that are written.
     """
-    both = tl.cumsum(better | (equal << 16), axis=0)  # running counts, in one pass
+    both = tl.cumsum(better | (equal << 16), axis=0)  # running counts of both, in one pass
     equals = both >> 16
     taken = (better > 0) | ((equal > 0) & (equals <= left))
     slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
@@ -215,7 +215,7 @@ def _found(counts, item, need, c, VALUES):
 @triton.jit
 def _part(scores, blocks, places, c):
     """Return the list of a program, its part of the list, its blocks, and their uint32 sort
-    keys, which increase with the scores. A sort key of 0 means no candidate.
+    keys, which increase with the scores. A sort key of 0 means that the block cannot be selected.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS
@@ -241,8 +241,8 @@ def digits(
       out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: number of blocks of a part with each value of
         the bits from `SHIFT` on, among the blocks whose higher bits equal those of the least
         selected score.
-      now_known: int32 `[tokens * LISTS, 2]`: these higher bits, and the number of blocks with these
-        bits that are selected.
+      now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the least selected score, and the
+        number of blocks with these bits that are selected.
       before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger. The
         first launch does not write it.
     """
@@ -294,8 +294,8 @@ def chosen(
         more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
         count += more + tl.load(before + of_part)
         equals += tl.load(counts + of_part * VALUES + found)
-    # A least sort key of 0 means that there are fewer candidates than requested blocks. Blocks with
-    # this sort key are no candidates, so none of them is chosen.
+    # A least sort key of 0 means that fewer blocks can be selected than were requested. Blocks
+    # with this sort key cannot be selected, so none of them is chosen.
     none = least == 0
     need = tl.where(none, 0, need)
     left = tl.maximum(need - equals, 0)

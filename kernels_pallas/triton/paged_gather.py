@@ -1,8 +1,8 @@
 """Copies the entries of each row from its pages to contiguous memory, for attention over rows.
 
-A program has some entries of one row, all heads, of keys and of values. Entries to which no
-query attends are written as zeros, so that the contents of their pages are neither read nor
-multiplied. Entries far before the visible ones are not written. The kernel is bandwidth bound,
+A program has some entries of one row, with all heads, of keys and of values. Entries to which no
+query attends are written as zeros. The contents of their pages are then neither read nor
+multiplied. Entries far before the visible entries are not written. The kernel is bandwidth bound,
 since each entry is read once and written once. Entries in fp8 are written in 16 or 32 bits.
 """
 
@@ -19,7 +19,7 @@ def gather(
     M, P, S, reach, margin,
     key, value, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * cdiv(S, ENTRIES).
+    """Copy the entries. Programs: B * cdiv(S, ENTRIES).
 
     Args:
       key_pages, value_pages: `[P, PER_PAGE, .._WIDTH]`, all heads side by side.
@@ -29,10 +29,10 @@ def gather(
       S: Number of entries per row. Entry `i` has index `FIRST + i` in the row's pages, and
         covers the tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
       reach: Number of last tokens of a row that are visible.
-      margin: Number of tokens before the visible ones whose entries are zeros. Earlier entries
+      margin: Number of tokens before the visible tokens whose entries are zeros. Earlier entries
         are not written.
       key, value: `[B, S, .._WIDTH]`.
-      LAST: Whether `S` covers only the last page of a row. FIRST is then 0.
+      LAST: Whether `S` covers only the last page of a row. If so, FIRST is 0.
     """
     tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -60,7 +60,7 @@ def gather(
 
 @triton.jit
 def _scales(scale, place, seen, WIDTH, c):
-    """Load scales and repeat them over columns, float32 `[entries, columns]`."""
+    """Load scales and repeat each over the columns of its head, float32 `[entries, columns]`."""
     head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
     at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
     mask = seen[:, None] & (head < c.HEADS)[None, :]

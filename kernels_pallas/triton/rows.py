@@ -1,11 +1,11 @@
-"""Functions on rows of query heads, which the kernels share. The rows of a key/value head are
-numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A tile therefore has
-no unused row, regardless of the size of a group.
+"""Functions on rows of query heads. All kernels share these functions. The rows of a key/value
+head are numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A tile
+therefore has no unused row, regardless of the size of a group.
 
 `c`, the last argument of a kernel, is the NamedTuple of compiled constants from the
-descriptions. In Triton 3.6 and 3.7 its fields are plain numbers. Functions written in Triton
-(`tl.zeros`) do not accept lists of them, `tl.static_range` does not accept them as a bound, and
-functions do not accept strings.
+descriptions. In Triton 3.6 and 3.7 the fields of `c` are plain numbers. Functions written in
+Triton (`tl.zeros`) do not accept lists of such numbers, `tl.static_range` does not accept them as
+a bound, and functions do not accept strings.
 """
 
 import triton
@@ -18,8 +18,8 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def columns(width):
-    """Return the number of columns of a tile whose rows have this width. It is the smallest
-    power of two that a product supports (`tiling`).
+    """Return the number of columns of a tile whose rows have the width `width`. This is the
+    smallest power of two that holds a row and that a product supports (`tiling`).
     """
     return max(triton.next_power_of_2(width), 16)
 
@@ -35,7 +35,7 @@ def pair_of(pair, HEADS):
 @triton.jit
 def load_rows(array, row, mask, WIDTH):
     """Load `[rows, columns]` of the `[.., WIDTH]` array, with zeros for rows that are not in
-    the mask. A mask of None means all rows.
+    `mask`. If `mask` is None, all rows are loaded.
     """
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
@@ -80,8 +80,8 @@ def dot(a, b, c, acc=None):
 
 @triton.jit
 def softmax_start(ROWS, COLUMNS):
-    """Return the state before the first `softmax_step`. It has maxima, sums and unnormalised
-    outputs.
+    """Return the state before the first `softmax_step`. The state has maxima, sums and
+    unnormalised outputs.
     """
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
@@ -90,8 +90,8 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """Return the greater of two maxima, and the value to subtract from exponents. The latter is
-    this maximum, or 0 if there were no keys.
+    """Return the greater of two maxima, and the value to subtract from exponents. That value is
+    the greater maximum, or 0 if there were no keys.
     """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
@@ -117,7 +117,7 @@ def softmax_step(logits, values, state, c):
 
 @triton.jit
 def store_attention(out, lse, gate, added, row, mask, state, c):
-    """Store the output, gate * acc / l plus the sum so far, and lse = ln 2 * (m + log2 l).
+    """Store the output, which is gate * acc / l plus `added`, and lse = ln 2 * (m + log2 l).
     `state` is the result of `softmax_step`.
     """
     most, total, acc = state
@@ -135,8 +135,8 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 @triton.jit
 def start(c, BACK):
-    """Return the initial sums of a query-stationary loop. They are the state of `softmax_step`.
-    If `BACK`, they are dq without the scale, which is the sum of dS K.
+    """Return the initial sums of a query-stationary loop. In the forward pass these are the state
+    of `softmax_step`. If `BACK`, the sum is dq without the scale, which is the sum of dS K.
     """
     if BACK:
         return tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
@@ -188,7 +188,7 @@ def add(state, products, seen, tile, c, BACK):
 
 @triton.jit
 def store_dq(out, added, row, mask, acc, scale, c):
-    """Store dq = scale * acc, plus the sum so far."""
+    """Store dq, which is scale * acc plus `added`."""
     acc *= scale
     if c.ADDED:
         acc += load_rows(added, row, mask, c.WIDTH).to(tl.float32)
@@ -197,8 +197,8 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 @triton.jit
 def in_base_2(lse):
-    """Return lse in base 2. For rows without keys it is +inf, so that every probability exp2(S
-    - lse) is 0.
+    """Return lse in base 2. Rows without keys have +inf, so that every probability exp2(S - lse)
+    is 0.
     """
     return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
 

@@ -7,11 +7,11 @@ of a thread, which adds them:
     p[i] = sum_g exp(scale q_g . k_i - lse_g)                                     (Eqs. 8, 10)
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)
 
-`r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own` sub-blocks with
-it and `carry` with the next one. A candidate is one 64-bit integer. It has the bits of the
-score (which is not negative), followed by the complemented index. The greatest candidates are
-selected, and the lower block wins if scores are equal. The best candidates so far stay sorted
-in registers.
+`r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own[c]` stride blocks
+with this block and `carry[c]` with the next block. A block is represented by one 64-bit integer,
+its candidate. A candidate has the bits of the score (which is not negative), followed by the
+complemented index. The greatest candidates are selected. If scores are equal, the lower block is
+selected. The best candidates so far stay sorted in registers.
 """
 
 import triton
@@ -25,15 +25,15 @@ from kernels_pallas.triton.rows import (
     pair_of,
 )
 
-# complements an index; also the value of no block, and a forced score
+# complements an index; it is also the value for no block, and the score of a forced block
 HIGHEST = tl.constexpr(2**31 - 1)
 FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 
 @triton.jit
 def pack_index(order, index):
-    """Pack a sort key and an index into a candidate. The candidate with the greater sort key
-    wins, or the one with the lower index if the keys are equal.
+    """Pack a sort key and an index into a candidate. The greater of two candidates has the
+    greater sort key, or the lower index if the sort keys are equal.
     """
     return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
 
@@ -64,7 +64,7 @@ def unpacked(best, least, c):
 def best_blocks(
     query, key, lse, first, last, position, base, T, count, scale, out, c: tl.constexpr
 ):
-    """Programs: B * HEADS * ceil(T / TOKENS).
+    """Select the blocks with the highest scores. Programs: B * HEADS * ceil(T / TOKENS).
 
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`.
@@ -79,7 +79,7 @@ def best_blocks(
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch, head = pair_of(program // tiles, c.HEADS)
-    tile = tiles - 1 - program % tiles  # the longest rows first
+    tile = tiles - 1 - program % tiles  # the longest rows run first
     token = tile * c.TOKENS + tl.arange(0, c.TOKENS)
     item = batch * T + tl.minimum(token, T - 1)
     own = tl.load(position + item)
@@ -100,7 +100,7 @@ def best_blocks(
     begin = tl.min(begins, axis=0)
     end = tl.max(begins + own + 1, axis=0)
     end = begin + (tl.maximum(end - begin, 0) + c.BLOCKS - 1) // c.BLOCKS * c.BLOCKS
-    # Up to here each query that has keys attends to all keys.
+    # Up to this key, each query that has keys attends to all keys.
     lowest = tl.max(tl.where(sees, low, 0), axis=0)
     plain = tl.min(tl.where(sees, high, count), axis=0) // c.RATIO - begin
     plain = tl.where(lowest <= begin * c.RATIO, tl.maximum(plain, 0), 0)

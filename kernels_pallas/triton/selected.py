@@ -23,10 +23,10 @@ from kernels_pallas.triton.rows import (
     store_dq,
 )
 
-NONE = tl.constexpr(2**31 - 1)  # means no block, and is larger than every key index
+NONE = tl.constexpr(2**31 - 1)  # this value means no block, and is larger than every key index
 KEYS_MOST = tl.constexpr(
     2**30
-)  # blocks from here on have no keys; their start may exceed 2**31
+)  # blocks from this index on have no keys; their start may exceed 2**31
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
     duplicates.
 
     Programs: B * HEADS * ceil(T / TOKENS). The rank of an entry is the number of other blocks
-    before it. It is counted for one chunk of the entries at a time.
+    before it. Ranks are counted for one chunk of the entries at a time.
 
     Args:
       indices: int32 `[B, T, HEADS, N]`, -1 for no block; position, key_start: int32 `[B, T]`.
@@ -100,8 +100,8 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 @triton.jit
 def _tile(position, key_start, T, c):
     """Return the tile of this program. The result has its index, batch row and head, the tokens
-    of its rows, their rows of `[B, T, H]`, which rows exist, and the end of the keys to which
-    each row may attend (0 means none).
+    of its rows, their rows of `[B, T, H]`, a mask of the rows that exist, and the end of the keys
+    to which each row may attend (0 means no keys).
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
@@ -168,7 +168,8 @@ def forward(
     T, S, scale,
     out, lse, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * HEADS * ceil(T / TOKENS) * CHUNKS, which is ceil(GROUP / ROWS) or 1.
+    """Compute the output and its log-sum-exp. Programs: B * HEADS * ceil(T / TOKENS) * CHUNKS.
+    CHUNKS is ceil(GROUP / ROWS) or 1.
 
     Args:
       query, key, value, gate, added, scale, out, lse: as in `interval.forward`.
@@ -191,7 +192,8 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs as in `forward`; do, lse, delta, gate, dlse, added, out as in `interval.dq`."""
+    """Compute dq. Programs are the same as in `forward`. do, lse, delta, gate, dlse, added and
+    out are the same as in `interval.dq`."""
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = rows_back(query, do, lse, delta, gate, dlse, row, end > 0, c)
     of_tile = tile, batch, head, item, there, end

@@ -1,7 +1,7 @@
 """Splits a fused projection into rotated heads, and joins the gradients of heads. The kernel is
 bound by HBM. A row of the projection has the query heads, then the key heads of each branch,
-then the value heads of each branch. A program processes one of these heads for `ROWS` tokens.
-It rotates pairs of columns of query and keys by the angle of the token:
+then the value heads of each branch. A program processes one of these heads for `ROWS` tokens. The
+program rotates pairs of columns of query and key heads by the angle of the token:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
 
@@ -11,16 +11,16 @@ heads share weights w, and all key heads share other weights:
     r = rsqrt(mean(x^2) + eps),  x' = x r w
     dx = r (dx' w - x r mean(dx' w x r)),  dw = sum(dx' x r)
 
-Each program computes a partial of dw for its tokens and its head. The backward pass reads x
+Each program computes a partial sum of dw for its tokens and its head. The backward pass reads x
 again.
 
 Gates may depend on the mean of the query heads of a group. In the forward pass, separate
 programs compute the mean from rows that are still in L2. In the backward pass, the gradient of
 each head includes its share, dmean / G.
 
-Gates that are computed from the layer's input follow the values. One program processes the
-gates of all heads for its tokens. In the backward pass it also fills the rest of the row with
-zeros, since gradients are read as whole rows.
+If gates are computed from the layer's input, they follow the values in a row. One program
+processes the gates of all heads for its tokens. In the backward pass this program also fills the
+rest of the row with zeros, since gradients are read as whole rows.
 """
 
 import triton
@@ -76,12 +76,12 @@ def _normed(x, norm, eps, WIDTH):
 @triton.jit
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
     """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of
-    `heads`. With `NORMS` and `TURN` it is normalised by `norm`, and with `TURN` it is rotated if
-    `turning`.
+    `heads`. With `NORMS` and `TURN` the head is normalised by `norm`. With `TURN` it is rotated
+    if `turning` is true.
 
-    The backward pass computes the gradient of the head in the projection from the gradient of
-    these rows. It includes a share of the gradient of the mean, if a mean of `GROUP` heads was
-    computed.
+    In the backward pass, compute the gradient of the head in the projection from the gradient of
+    these rows. If a mean of `GROUP` heads was computed, the gradient includes a share of the
+    gradient of the mean.
     """
     projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))
@@ -125,8 +125,8 @@ def split_heads(
     eps,
     c: tl.constexpr,
 ):
-    """Process the head of this program. It is a query head, a key or value head of a branch,
-    all gates, or in the forward pass a mean.
+    """Process the head of this program. The head is a query head, a key or value head of a
+    branch, all gates, or in the forward pass a mean.
 
     Programs: ceil(count / ROWS) times the number of heads. `GATES` adds one head, and `MEANS`
     adds the means unless `BACK`.
@@ -143,7 +143,7 @@ def split_heads(
       eps: Number that is added to mean(x^2), read if `NORMS`.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
-    # Number of pairs of a branch and a key/value head.
+    # The number of pairs of a branch and a key/value head.
     PAIRS: tl.constexpr = c.BRANCHES * c.HEADS
     GROUP: tl.constexpr = c.GROUP
     QUERIES: tl.constexpr = GROUP * c.HEADS
@@ -157,7 +157,8 @@ def split_heads(
     head = program % ALL
     partial = partials
     if c.NORMS and c.BACK:
-        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # not used for values
+        # the norm is not used for values
+        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH
     arrays = projection, mean, given, eps, partial, (cos, sin, token), there
     if head < QUERIES:
         at, row = begin + head * c.WIDTH, token * QUERIES + head

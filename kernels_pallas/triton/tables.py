@@ -1,7 +1,7 @@
 """Computes the tables of packed rows (`nsa_core.varlen`), the bounds of kernel rows, and the
-work items of intervals, as int32 in one array `out`. `sequences` runs first, then `tables` for
-all sections that depend only on its output. The work items of intervals need `partials` and a
-second launch of `tables`.
+work items of intervals, as int32 in one array `out`. The kernel `sequences` runs first. Then
+`tables` computes all sections that depend only on the output of `sequences`. The work items of
+intervals need the kernel `partials` and a second launch of `tables`.
 
 `kernels_pallas.specs.sections` describes the output of each launch. The results are equal to
 those of the array operations in `nsa_core`, with which tests compare them.
@@ -26,9 +26,9 @@ ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
 
 
 class Capacity(NamedTuple):
-    """The compiled constants of `sequences` and `tables`. WIDTH and STRIDE are those of
-    compressed tokens, WINDOW is that of the sliding branch, and the number of slots of a sequence
-    is a multiple of UNIT.
+    """The compiled constants of `sequences` and `tables`. WIDTH and STRIDE are the sizes `l` and
+    `d` of compressed tokens, and WINDOW is the window of the sliding branch. The number of slots
+    per sequence is a multiple of UNIT.
     """
 
     WIDTH: int
@@ -40,8 +40,8 @@ class Capacity(NamedTuple):
 
 @triton.jit
 def _last_before(starts, at, inside, count, steps):
-    """Return the index of the last of `count` ascending `starts` that is not larger than `at`,
-    or of the first one.
+    """Return the index of the last of `count` ascending `starts` that is not larger than `at`. If
+    all are larger, return the index of the first.
     """
     low = at * 0
     high = low + count - 1
@@ -71,7 +71,7 @@ def _of_token(rows, query, inside):
 
 @triton.jit
 def _column(column, token, c):
-    """Return a column of `Tokens`, from the result of `_of_token`."""
+    """Return a column of the table `Tokens`, computed from the result of `_of_token`."""
     position, start, place = token
     slot = place // c.STRIDE
     seen = tl.maximum(position + 1 + c.STRIDE - c.WIDTH, 0) // c.STRIDE
@@ -86,8 +86,8 @@ def _column(column, token, c):
 
 @triton.jit
 def _queries_before(key, T, half, gap):
-    """Return the number of queries before a key. The index of the key is relative to the key of
-    the first query.
+    """Return the number of queries before a key. The index of the key counts from the key of the
+    first query.
     """
     behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
     return tl.minimum(tl.maximum(key, 0), half) + behind
@@ -192,8 +192,8 @@ def tables(
       sections: `[MOST, INTS]`.
       out: The output of `sequences`, followed by the output of this launch.
       T, S: Numbers of queries and of keys per row.
-      offset, half, gap: Query t has the key index `t + offset`, and `t + offset + gap` from
-        query `half` on.
+      offset, half, gap: Query t has the index `t + offset` in the key array. From query `half`
+        on, the index is `t + offset + gap`.
       count, pitch: The number of sequences, and the stride between rows of the output of
         `sequences`.
       f, k: `AT` and `KINDS` of `specs.sections`.
@@ -217,7 +217,7 @@ def tables(
         tile, row = i // rows, i % rows
         begin = tile * tokens
         end = begin * 0 + T
-        if kind >= k.candidate_rows:  # tiles of one sequence each
+        if kind >= k.candidate_rows:  # tiles that each belong to one sequence
             runs = out + tl.load(section + f.runs_at)
             at_run = _last_before(runs, tile, inside, count, steps)
             before = tl.load(runs + at_run, mask=inside, other=0)
@@ -321,8 +321,9 @@ def tables(
 
 @triton.jit
 def partials(sections, out, f: tl.constexpr, ROOM: tl.constexpr):
-    """Compute, for each tile of keys of an interval, the number of partials before it, and for
-    each head the first partial and the number of partials. Each program has one section.
+    """For each tile of keys of an interval, compute the number of partials before it. Also
+    compute, for each head, the first partial and the number of partials. Each program has one
+    section.
     """
     section = sections + tl.program_id(0) * INTS
     tile = tl.arange(0, ROOM)

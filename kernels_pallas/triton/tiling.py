@@ -3,8 +3,8 @@ combination that fits in the shared memory of the architecture is used.
 
 The model of shared memory is an upper bound of Triton's usage for these loops. The model counts
 the tiles of the rows that stay in memory, one set of streamed tiles per stage, and one tile of
-products that changes its layout. A launch would fail without tiles that fit, so that
-`capability.why_not` checks them first.
+products that changes its layout. A launch would fail without tiles that fit. `capability.why_not`
+therefore checks first that such tiles exist.
 """
 
 import functools
@@ -18,10 +18,10 @@ SMEM = {
     (10, 0): 227 * 1024,
     (10, 3): 227 * 1024,
 }
-SMEM_LEAST = 99 * 1024  # the value of the capabilities 8.6, 8.9 and 12.0
+SMEM_LEAST = 99 * 1024  # the shared memory of the capabilities 8.6, 8.9 and 12.0
 SPARE = 1024  # bytes for barriers and reductions
 LEAST = 16  # minimum numbers of rows and columns of an operand
-# Maximum number of rows and of keys in float32. Products then use no tensor core, and their
+# Maximum number of rows and of keys in float32. Products in float32 use no tensor core, and their
 # operands are in registers.
 FLOAT32 = 32
 HEADS = 128  # maximum number of heads per group, which must fit in one tile of the scores
@@ -80,7 +80,7 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
         "dkv": (keys * both, rows * both),
         "scores": (rows * width, keys * width),
     }[kernel]
-    # Statistics of streamed rows are streamed too, in float32.
+    # The statistics of streamed rows are also streamed, in float32.
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
@@ -92,7 +92,7 @@ def itemsize(dtype: str) -> int:
 
 
 def precision(dtype: str) -> str:
-    """Return the precision of products; only float32 has a choice."""
+    """Return the precision of products. Only products of float32 have a choice."""
     return "ieee" if dtype == "float32" else "tf32"
 
 
@@ -113,9 +113,10 @@ def choose(
     itemsize: int,
     capability: tuple[int, int],
 ) -> Tiling | None:
-    """Return the largest tiles up to these bounds that fit, or None. If operands are in shared
-    memory, the number of stages leaves room for two programs per multiprocessor, or for three
-    with 16 rows. On an H100 these are up to twice as fast as one program with more stages.
+    """Return the largest tiles up to the given bounds that fit, or None. If operands are in
+    shared memory, the number of stages leaves room for two programs per multiprocessor, or for
+    three programs with 16 rows. On an H100 several programs are up to twice as fast as one
+    program with more stages.
 
     Args:
       kernel: forward, dq or dkv.
