@@ -1,4 +1,5 @@
-"""Compares the speed and the bits of this checkout with those of another one, on this GPU.
+"""Compares the speed and the bits of the results of this checkout with those of another checkout,
+on this GPU.
 
     git worktree add ../before <commit>
     python -m bench.against --checkout ../before
@@ -6,10 +7,11 @@
 
 The two checkouts run in separate processes on one machine. As many processes as fit into
 `--memory_gib` compile in parallel. Consecutive calls are then timed in turn (before, after, after,
-before, ...), with one process on the GPU at a time. A row is one problem in one pass. It is slower
-if the median of its ratios exceeds 1 + `--margin`. The exit status is 1 if a row is slower or not
-bit-equal, or if a process failed. For a change that may round differently, pass
-`--allow_other_bits`. All rows run on `mosaic`, so that a Hopper GPU is needed.
+before, ...), with one process on the GPU at a time. A row is one problem in one pass. A row is
+slower if the median of its ratios (time after / time before) exceeds 1 + `--margin`. The exit
+status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
+round differently, pass `--allow_other_bits`. All rows run on `mosaic`, so that a Hopper GPU is
+needed.
 """
 
 import contextlib
@@ -48,8 +50,8 @@ SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
 
 
 def waves(problems: Iterable[Problem], memory_gib: float) -> list[list[Problem]]:
-    """Group the problems that fit on the GPU together, with two processes per problem. A
-    process needs memory for about ten tensors of the output's size, and for CUDA.
+    """Divide the problems into groups that fit on the GPU together, with two processes per
+    problem. A process needs memory for about ten tensors of the output's size, and for CUDA.
     """
     found, left = list[list[Problem]](), 0.0
     for p in problems:
@@ -72,7 +74,8 @@ class Child:
             env=process.environment(
                 {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             ),
-            # Until 5653ce6 processes that build kernels import from the working directory.
+            # In checkouts before 5653ce6, processes that build kernels import from the working
+            # directory.
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -81,7 +84,7 @@ class Child:
 
     def answer(self, asked: str = "") -> Values:
         """Write `asked` to the process, and return its next line, which is JSON. The first line
-        comes after compiling.
+        comes after the process has compiled the problem.
 
         Raises:
           ChildProcessError: The process ended.
@@ -95,13 +98,14 @@ class Child:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()  # closes the pipes too
+        self.process.communicate()  # this also closes the pipes
 
 
 def measured(
     wave: Sequence[Problem], folders: Sequence[Path], broken: list[ChildProcessError]
 ) -> Iterator[Values]:
-    """Yield a row per problem and mode, with the times of the rounds in milliseconds.
+    """Yield a row per problem and mode of a group. A row has the times of all rounds in
+    milliseconds.
 
     Args:
       broken: A list, to which the reasons for rows without times are appended.
@@ -110,7 +114,7 @@ def measured(
         pairs = [[Child(folder, p) for folder in folders] for p in wave]
         for child in itertools.chain(*pairs):
             ends.callback(child.end)
-        ready = []  # all, so that none compiles while another is timed
+        ready = []  # wait for all processes, so that none compiles while another is timed
         for problem, pair in zip(wave, pairs, strict=True):
             try:
                 ready.append((problem, pair, [child.answer() for child in pair]))

@@ -3,10 +3,10 @@
     python -m bench.block_selection                              # MiniMax-M3's sizes, 8k and 32k
     python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
 
-Measures one layer, without its projections and, except in mode `indexer`, without its indexer.
-Every query attends to its own block and to others that it may see. By default the others are
-random. With `--overlap 0.95` each block of the previous query is selected again with probability
-0.95. `--out` gets one line of JSON per length, mode and implementation.
+The command measures one layer, without its projections and, except in mode `indexer`, without its
+indexer. Every query attends to its own block and to other blocks at or before it. By default the
+other blocks are random. With `--overlap 0.95` each block of the previous query is selected again
+with probability 0.95. The file `--out` gets one line of JSON per length, mode and implementation.
 
 Implementations:
 
@@ -40,17 +40,17 @@ Fields of a line:
   ms            median; p20_ms and p80_ms are the 20th and 80th percentile
   peak_gib      peak allocation, including the arguments
   extra_gib     peak allocation of one call, including its results
-  errors        root mean square of the difference from an oracle, divided by that of the oracle,
-                for the last `--checked` queries and all keys. The oracle of attention is `eager` in
-                float32, or `sdpa` in float64 if the inputs are float32. The other modes use `plain`
-                in that precision
+  errors root mean square of the difference from an oracle, divided by the root mean square of the
+                oracle, for the last `--checked` queries and all keys. The oracle of attention is
+                `eager` in float32, or `sdpa` in float64 if the inputs are float32. The other
+                modes use `plain` in that precision
   errors.lists  in mode `indexer` the share of queries whose blocks are not those of float32 scores,
                 at most 2 %. In modes `decode`, `qsa` and `qsa_decode` the share of blocks that
                 `plain` does not select, at most two roundings
-  status        `wrong` if our results break the rule of `bench/judge/parity.py`, whose baseline is
-                `sdpa` or `plain` in the precision of the inputs
+  status `wrong` if our results break the rule of `bench/judge/parity.py`. The baseline of the
+                rule is `sdpa` or `plain` in the precision of the inputs
 
-Needs the extra `hf`.
+The command needs the extra `hf`.
 """
 
 import functools
@@ -106,7 +106,8 @@ def device() -> str:
 
 
 def drawn(seed: int = 0) -> Callable[..., Tensor]:
-    """Return a function that draws a normal tensor of a shape, another one at each call."""
+    """Return a function that draws a normally distributed tensor of a given shape. Each call
+    returns another tensor."""
     draw = torch.Generator(device()).manual_seed(seed)
     about = {"generator": draw, "device": device(), "dtype": getattr(torch, FLAGS.dtype)}
     return lambda *shape: torch.randn(*shape, **about)
@@ -117,7 +118,7 @@ def same(x: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert to the precision of the oracle."""
+    """Convert a tensor to the precision of the oracle."""
     return x.double() if x.dtype == torch.float32 else x.float()
 
 
@@ -127,7 +128,7 @@ def turned(x: Tensor) -> Tensor:
 
 
 def lists_of(indices: Tensor) -> Tensor:
-    """Return int32 `[B, Sq, Hkv, n]` of indices `[B, Hkv, Sq, n]`."""
+    """Convert indices `[B, Hkv, Sq, n]` to int32 `[B, Sq, Hkv, n]`."""
     return turned(indices).to(torch.int32).contiguous()
 
 
@@ -141,8 +142,8 @@ def blocks_of(
     overlap: float = 0.0,
 ) -> Tensor:
     """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random
-    earlier blocks. With `overlap` each of these is drawn again only with probability
-    `1 - overlap`. Otherwise it is that of the previous query.
+    earlier blocks. With `overlap`, each random block is drawn again only with probability `1 -
+    overlap`. Otherwise the block of the previous query is used again.
     """
     draw = torch.Generator(device).manual_seed(0)
     if overlap:
@@ -151,7 +152,8 @@ def blocks_of(
         redrawn = torch.rand(shape, generator=draw, device=device) >= overlap
         last = torch.where(redrawn, token, 0).cummax(dim=2).values
         place = torch.rand(shape, generator=draw, device=device).gather(2, last)
-        # One block from each of `chosen - 1` equal parts of the earlier ones: few coincide.
+        # One block is drawn from each of `chosen - 1` equal parts of the earlier blocks, so that
+        # few coincide.
         part = torch.arange(chosen - 1, device=device)
         found = ((part + place) / (chosen - 1) * (last // block)).long()
         own = (token // block).expand(batch, kv_heads, length, 1)
@@ -161,7 +163,7 @@ def blocks_of(
     count = -(-length // block)
     blocks = torch.arange(count, device=device)
     rows = []
-    for own in range(count):  # all queries of a block see the same blocks
+    for own in range(count):  # all queries of a block may attend to the same blocks
         tokens = min(block, length - own * block)
         shape = batch, kv_heads, tokens, count
         weight = torch.rand(shape, generator=draw, device=device)
@@ -239,14 +241,14 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
 
 
 class Mode:
-    """The measurements for one length. The other sizes come from flags.
+    """The measurements of one mode for one length. The other sizes come from flags.
 
     Attributes:
       names: Names of the implementations.
-      beside: Implementation that is the baseline of the parity rule.
+      beside: The implementation that is the baseline of the parity rule.
       results: Names of the results of `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
-      lists_apart: The share of our lists, or of their blocks, that may differ from the expected
+      lists_apart: The share of our lists, or of blocks in them, that may differ from the expected
         ones.
     """
 
@@ -256,24 +258,26 @@ class Mode:
     lists_apart = 0.0
 
     def call(self, name: str) -> Call:
-        """Return the call that is timed."""
+        """Return the call of the implementation `name` that is timed."""
         raise NotImplementedError
 
     def checked(self, name: str, to: To = same) -> list[Tensor]:
-        """Return the results of the last queries. `to` converts the inputs to a precision."""
+        """Return the results of the implementation `name` for the last queries. `to` converts the
+        inputs to a precision."""
         return []
 
     def exact(self) -> list[Tensor]:
         return self.checked("plain", wide)
 
     def apart(self) -> float | None:
-        """Return the share of our lists, or of their blocks, that differ from the expected
-        ones. None if the mode has no lists.
+        """Return the share of our lists, or of blocks in them, that differ from the expected
+        ones. Return None if the mode has no lists.
         """
         return None
 
     def errors(self) -> dict[str, tuple[dict[str, float], str]]:
-        """Return the errors of each requested implementation, and the reasons why ours is wrong."""
+        """Return the errors of each requested implementation, and the reasons why our results are
+        wrong."""
         found = {name: ({}, "") for name in FLAGS.implementation if name in self.names}
         apart = self.apart()
         exact, beside = self.exact(), self.checked(self.beside)
@@ -282,7 +286,7 @@ class Mode:
                 continue
             try:
                 results = self.checked(name)
-            except ValueError:  # its row has the reason
+            except ValueError:  # the row of this implementation has the reason
                 continue
             errors, parts = {}, []
             for of, x, y, z in zip(self.results, results, exact, beside, strict=False):
@@ -301,7 +305,7 @@ class Mode:
 
 
 def last(x: Tensor, dim: int = 1) -> Tensor:
-    """Return the part of `x` for the queries that are judged, which are the last ones."""
+    """Return the part of `x` that belongs to the judged queries, which are the last ones."""
     return x.narrow(dim, max(x.shape[dim] - FLAGS.checked, 0), min(x.shape[dim], FLAGS.checked))
 
 
@@ -328,7 +332,7 @@ class Attention(Mode):
         return both
 
     def call(self, name):
-        if name == "nsa_torch":  # in its own layout
+        if name == "nsa_torch":  # `nsa_torch` runs in its own layout
             self.tensors = [turned(turned(x).contiguous()) for x in self.tensors]
         return self.run(name, self.tensors, self.blocks)
 
@@ -396,7 +400,7 @@ class Indexer(Mode):
 
 
 class Loss(Mode):
-    """`indexer_kl` and the gradients of its mean, over the blocks of `Attention`."""
+    """`indexer_kl` over the blocks of `Attention`, and the gradients of its mean."""
 
     names, results = ("nsa_torch",), ("loss", "index_query", "index_key")
 
@@ -426,7 +430,7 @@ class Loss(Mode):
         return self.run(None, self.lists, self.lse, *self.arrays)
 
     def checked(self, name, to=same):
-        """Return the results for the last queries."""
+        """Return the results of the implementation `name` for the last queries."""
         query, key, index_query, index_key = map(to, self.arrays)
         arrays = last(query), key, last(index_query), index_key
         how = "torch" if name == "plain" else None
@@ -434,7 +438,7 @@ class Loss(Mode):
 
 
 class Listed(Mode):
-    """Lists of blocks, and attention to them."""
+    """A mode that computes lists of blocks, and attention to the listed blocks."""
 
     lists: Tensor | None = None
 
@@ -453,13 +457,13 @@ class Listed(Mode):
         return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
     def checked(self, name, to=same):
-        """Return the results on our lists."""
+        """Return the results of the implementation `name` on our lists."""
         return self.attend("torch" if name == "plain" else None, to, self.lists)[1:]
 
 
 class Decode(Listed):
-    """A decode step: blocks from pages of index keys for one token per row, and attention to
-    them.
+    """A decode step with one token per row: blocks are selected with index keys in pages, and
+    attention to these blocks is computed.
     """
 
     def __init__(self, length: int):
@@ -497,7 +501,8 @@ class Decode(Listed):
         return [lists, nsa_torch.paged_block_attention(*arrays, **self.reading, **how)]
 
     def call(self, name):
-        """Return the call, as a CUDA graph if graphs are supported."""
+        """Return the call of the implementation `name`, as a CUDA graph if graphs are
+        supported."""
         step = lambda: self.attend("torch" if name == "plain" else None)
         return step if device() == "cpu" else timing.cuda_graph(step)[0]
 
@@ -513,7 +518,7 @@ class QsaDecode(Decode):
 
 
 class Qsa(Listed):
-    """Lists and attention of QSA's layer for whole rows."""
+    """The selection of blocks and the attention of QSA's layer, for whole rows."""
 
     names, elsewhere = ("nsa_torch", "sdpa"), ("sdpa",)
 
@@ -609,7 +614,7 @@ def measured(mode: Mode, name: str) -> Values:
 
 
 def timed(call: Call) -> Values:
-    """Return the times, and on a GPU the memory."""
+    """Return the times of a call, and on a GPU its memory."""
     once, peak, extra = (lambda _: call()), None, None
     if device() == "cpu":
         found = timing.time_host(once, same, seconds=FLAGS.seconds)
@@ -651,7 +656,7 @@ def main(argv: Sequence[str]) -> int:
     ours = list[str]()
 
     def shown(row):
-        """Return the values of the printed line. A row that failed has no figures."""
+        """Return the values of the printed line. The line of a failed row has no figures."""
         ok = row["status"] == "ok"
         ours.extend([row["status"]] * (row["implementation"] in OURS))
         figures = dict.fromkeys(("ms", "peak_gib", "extra_gib", "error"))

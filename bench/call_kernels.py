@@ -6,9 +6,10 @@
 The steps of `nsa_torch.attention` with gradients run one by one, as in a first call, and each
 kernel runs between two CUDA events. The GPU is kept busy until the host has queued all kernels.
 Times are medians over `--rounds` in milliseconds. The caches are not flushed, so that L2 contains
-data of the previous kernel. A column is a branch in one pass. Column `rest` has all other kernels,
-such as merges and lists. Column `whole` is the call, including torch's operators between kernels.
-A Hopper GPU is needed. The shapes are those of `bench.against` that run in eager torch.
+data of the previous kernel. A column is a branch in one pass. The column `rest` has all other
+kernels, such as merges and lists. The column `whole` has the time of the whole call, including
+torch's operators between kernels. A Hopper GPU is needed. The shapes are those of `bench.against`
+that run in eager torch.
 
 The lines of `--out` have the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -56,13 +57,13 @@ COLUMNS = (
     *("dkv: compressed", "dkv: selected", "dkv: sliding"),
     *(REST, WHOLE),
 )
-BUSY_CYCLES = 40_000_000  # 20 ms, which is longer than the host needs to queue a call
+BUSY_CYCLES = 40_000_000  # 20 ms; this is longer than the host needs to queue a call
 
 
 def column(kernel: Kernel) -> str:
-    """Return the column of the table for a kernel. The keys of an interval kernel are gathered
-    blocks (selected), two sets (compressed and sliding), fewer than the queries (compressed), or
-    all tokens (sliding).
+    """Return the column of the table for a kernel. The keys of an interval kernel determine its
+    branch. They are gathered blocks (selected), two sets (compressed and sliding), fewer than the
+    queries (compressed), or all tokens (sliding).
     """
     spec: Any = kernel.spec
     name = OF_BRANCH.get(kernel.name, REST)
@@ -76,7 +77,7 @@ def column(kernel: Kernel) -> str:
 
 
 class Timed(TorchOps):
-    """Run kernels between events."""
+    """An `ArrayOps` that runs each kernel between two CUDA events."""
 
     def __init__(self):
         self.spans = []
@@ -87,7 +88,7 @@ class Timed(TorchOps):
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Return a context in which the time of kernels is added to this column."""
+        """Return a context in which the time of kernels is added to the column `name`."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
@@ -95,7 +96,7 @@ class Timed(TorchOps):
         self.spans.append((name, start, end))
 
     def milliseconds(self) -> dict[str, float]:
-        """Return the time of the kernels per column; waits for the GPU."""
+        """Wait for the GPU. Return the time of the kernels per column."""
         torch.cuda.synchronize()
         found: dict[str, float] = collections.defaultdict(float)
         for name, start, end in self.spans:
@@ -116,9 +117,9 @@ def prepared(problem: Problem):
 
 
 def measure(problem: Problem) -> None:
-    """Print and record milliseconds by column."""
+    """Print and record the milliseconds of a problem by column."""
     call, found = prepared(problem), []
-    for _ in range(1 + FLAGS.rounds):  # the first does not count
+    for _ in range(1 + FLAGS.rounds):  # the first round does not count
         ops = Timed()
         torch.cuda._sleep(BUSY_CYCLES)
         with plans.unplanned(ops), ops.timed(WHOLE):

@@ -107,7 +107,7 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
       ValueError: ncu reported other launches than those that ran.
     """
     launched = [line.split("\t") for line in printed.splitlines() if "\t" in line]
-    # Skip the messages of ncu, and the line of units.
+    # Skip the messages of ncu, and the line with the units.
     table = (line for line in written.splitlines() if line.startswith('"'))
     found = [*csv.DictReader(table)][1:]
     ran = [f"{name}{OURS}" for name, _ in launched]
@@ -137,7 +137,7 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
 
 
 def number(row: Mapping[str, str], metric: str) -> float:
-    """Return the value of a counter, or NaN if ncu has none."""
+    """Return the value of a counter, or NaN if ncu has no value for it."""
     text = row[metric].replace(",", "")
     return float(text) if text and text != "n/a" else float("nan")
 

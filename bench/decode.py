@@ -6,8 +6,8 @@
     python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
-On a GPU each of several lengths has its own process. All processes compile and compare with the
-oracle in parallel. They are then timed one after the other.
+On a GPU each of several lengths has its own process. All processes compile, and compare their
+results with the oracle, in parallel. They are then timed one after the other.
 
 `S` is the number of tokens in the cache, including the `--q_len` new ones. More than one new token
 means draft tokens that are verified. Columns:
@@ -25,9 +25,9 @@ means draft tokens that are verified. Columns:
   ms_host       host time of consecutive eager steps without the graph; `ms_paged_host` likewise
   above_whole   branches whose time exceeds `ms_total`; the printed line marks them with `*`
 
-The branches are launched and timed separately, so that their times need not add up to the whole. If
-another process uses the machine, the median of a branch can exceed that of the whole. If it does so
-by more than noise, the row of the whole is an error.
+The branches are launched and timed separately. Their times therefore need not add up to the time
+of the whole step. If another process uses the machine, the median time of a branch can exceed
+that of the whole step. If it does so by more than noise, the row of the whole step is an error.
 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
@@ -102,15 +102,16 @@ FLAGS = command.flag_values(
         "Internal: wait for a line on standard input before timing (used by --side_by_side).",
     ),
 )
-# Largest allowed ratio of the 20th percentile of a branch to the 80th of the whole.
+# Largest allowed ratio of the 20th percentile of a branch to the 80th percentile of the whole
+# step.
 NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
 
 
 def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
-    """Return the useful work of one step. The whole step reads the keys of its branches, not all
-    keys.
+    """Return the useful work of one step. The whole step reads only the keys that its branches
+    read, not all keys.
     """
     steps = {"selected": ("scores", "selected"), "all": ("compressed", "selected", "sliding")}
     parts = [cost.cost(step, shape, config) for step in steps.get(branch, (branch,))]
@@ -148,7 +149,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     paged_kernel = FLAGS.paged
 
     def freeze() -> Values:
-        """Use the path's own selection from here on, which is judged as `scores`."""
+        """From now on, use the path's own selection of blocks. It is judged as the row
+        `scores`."""
         nonlocal cached, frozen
         cached = decode_steps.Cached(runner, inputs, config, chosen)
         frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))
@@ -182,8 +184,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
 
     def judge(key: str, branch: str, own: Values, prepare: Callable, *given: str):
-        """Judge a row. `own` is the reason why the row does not exist, if any. `prepare`
-        returns its step, checker and arguments.
+        """Judge the row `key`. If the row does not exist, `own` is the reason. `prepare` returns
+        the step, the checker and the arguments.
         """
         name, library = f"decode {key}", branch == "dense"
 
@@ -206,8 +208,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:
-        """Time every step. The branches are timed before the whole, since `doubt` compares the
-        whole with them.
+        """Time every step. The branches are timed before the whole step, since `doubt` compares
+        the whole step with them.
         """
         common, done = command.about(runner, settings, inputs), dict[str, Record]()
         for key, (branch, each) in waiting.items():
@@ -249,8 +251,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
 
 def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
-    """Return fields that make the row of the whole an error, if a branch is slower than the whole
-    by more than `NOISE`. Return no fields otherwise, or if there are few samples.
+    """Return fields that make the row of the whole step an error, if a branch is slower than the
+    whole step by more than `NOISE`. Otherwise, or if there are few samples, return no fields.
     """
     longer = [
         f"{branch} {part.time_ms:.4g} ms"
@@ -266,13 +268,14 @@ def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
 
 
 def above_whole(times: Mapping[str, float | None]) -> list[str]:
-    """Return the columns of the branches whose time exceeds that of the whole."""
+    """Return the columns of the branches whose time exceeds that of the whole step."""
     whole = times["ms_total"]
     return [name for name, ms in times.items() if ms and whole and ms > whole]
 
 
 def starred(times: Mapping[str, float | None]) -> dict[str, str]:
-    """Return the times of the branches as text. A star marks times above that of the whole."""
+    """Return the times of the branches as text. A star marks a time above that of the whole
+    step."""
     found, above = {}, above_whole(times)
     for part in PARTS.values():
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""

@@ -3,10 +3,10 @@
     python -m bench.environment                 # print it
     python -m bench.environment --out env.json  # and store it
 
-Two packages are compatible if the metadata of one allows the installed version of the other.
-torch specifies its triton, and JAX specifies jaxlib and its CUDA plugin. On a GPU one process
-computes in both frameworks, which shows that their CUDA runtimes load together. The exit
-status is 1 if a pair is incompatible.
+Two packages are compatible if the metadata of one allows the installed version of the other. The
+metadata of torch names a version of triton, and that of JAX names versions of jaxlib and the CUDA
+plugin. On a GPU one process computes in both frameworks. This shows that their CUDA runtimes load
+together. The exit status is 1 if a pair of packages is incompatible.
 """
 
 import dataclasses
@@ -27,13 +27,15 @@ from .harness import cli, records
 from .reports import render
 
 SCHEMA = 1
-# Not in flags.FLAGS until this is the main program, since other commands use the same names.
+# These flags are not in flags.FLAGS until this is the main program, since other commands use the
+# same names.
 FLAGS = cli.define(
     out=(str, "New file to which the same is written as JSON."),
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-# A package, the package whose version it specifies, and the extra in which it does so.
+# An entry has a package, the package whose version its metadata specify, and the extra in which
+# they specify it.
 PAIRS = (
     ("torch", "triton", ""),
     ("jax", "jaxlib", ""),
@@ -64,7 +66,7 @@ assert z.tolist() == (2 * x).cpu().tolist(), "an array of torch reads otherwise 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two packages that must be compatible. Every status has a reason."""
+    """Two packages that must be compatible, with a status and its reason."""
 
     first: str
     second: str
@@ -104,7 +106,7 @@ def pair(
 
 
 def installed_pairs() -> list[Pair]:
-    """Return every pair of installed packages."""
+    """Check and return every pair of installed packages."""
     found = (pair(*each, records.version, importlib.metadata.requires) for each in PAIRS)
     return [each for each in found if each is not None]
 
@@ -138,8 +140,8 @@ def is_hopper() -> bool:
 
 
 def _device() -> list[str]:
-    """Return capability and name of the GPU. A separate process reads them, so that GPU memory
-    is freed.
+    """Return the compute capability and the name of the GPU. A separate process reads them, so
+    that the GPU memory that reading needs is freed.
     """
     status, said = _python(DEVICE)
     if status:

@@ -5,7 +5,7 @@
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
     python -m bench.fa2 --sliding_kernel=fa2 --log=timing
 
-Each row has three implementations, which are compared with the reference before they are timed:
+Each row has three implementations. They are compared with the reference before they are timed:
 
     masked   one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
              built before the time measurement
@@ -13,10 +13,10 @@ Each row has three implementations, which are compared with the reference before
              (`auto`), or `dense`
     sdpa     the portable path of the library, which runs if FA-2 is not faster
 
-The automatic choice compares `fa2` with `sdpa`; the file of a device also has the lengths from
-which `fa2` is faster than `masked`. All three are measured at every length: `--kernels` must be
-`auto` or `fa2`, and thresholds (`--fa2_min_len_win`) exclude no row. Without CUDA FA-2 is not
-measured. The command then reports this and ends with status 3.
+The automatic choice compares `fa2` with `sdpa`. The file of a device also has the lengths from
+which `fa2` is faster than `masked`. All three implementations are measured at every length.
+`--kernels` must therefore be `auto` or `fa2`, and thresholds (`--fa2_min_len_win`) exclude no
+row. Without CUDA FA-2 is not measured. The command then reports this and ends with status 3.
 """
 
 import sys
@@ -53,7 +53,8 @@ IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
 
 
 def masked(branch: str, config: NSAConfig):
-    """Return attention with a dense mask, which the first call computes."""
+    """Return attention with a dense mask. The first call of the returned function computes the
+    mask."""
     made: list[tuple[Tensor, Tensor]] = []
 
     def call(given):
@@ -80,8 +81,8 @@ def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
         seen = (column <= row) & (column > row - config.window)
     else:
         seen = column * config.compress_stride + config.compress_block - 1 <= row
-    # SDPA may return NaN for a row without keys. Such a row attends to all keys; its output is
-    # then set to 0.
+    # SDPA may return NaN for a row without keys. Such a row therefore attends to all keys here,
+    # and its output is set to 0 afterwards.
     empty = ~seen.any(dim=-1)
     return seen | empty[:, None], empty
 
@@ -93,14 +94,14 @@ def _arrays(given: Values) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def varlen(branch: str, config: NSAConfig, kv_len: int):
-    """Return FA-2 as the library calls it."""
+    """Return a call of FA-2 with packed sequences, as in the library."""
     function = getattr(fa2, f"{branch}_attention")
     return lambda given: {"out": function(*_arrays(given), config=config, kv_len=kv_len)[0]}
 
 
 def dense(branch: str, config: NSAConfig, kv_len: int):
-    """Return FA-2 for sequences of one length, with a window, or with a batch row for each
-    residue class.
+    """Return a call of FA-2 for sequences of one length. The sliding branch has a window, and the
+    compressed branch has a batch row per residue class.
     """
     if branch == "sliding":
         return lambda given: {"out": _dense(*_arrays(given), window=config.window - 1)}
@@ -110,7 +111,8 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
         count, stride = key.shape[1], config.compress_stride
         if count == 0:
             return nothing_seen(query, key, value)[0]
-        # Step `t = p - (l - 1)` sees `t // d + 1` tokens: causal in each class `t mod d`.
+        # Step `t = p - (l - 1)` attends to `t // d + 1` tokens. This is causal attention in each
+        # class `t mod d`.
         first = config.compress_block - 1
         steps = F.pad(query[:, first:], (0, 0, 0, 0, 0, count * stride - (length - first)))
         steps = steps.unflatten(1, (count, stride)).transpose(1, 2).flatten(0, 1)
@@ -122,8 +124,8 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
 
 
 def _dense(query, key, value, window: int = -1):
-    """Run causal FA-2 `[B, T, H, D]`, T = S, on the query's own key and the last `window` keys
-    before it. -1 means all keys before it.
+    """Run causal FA-2 on `[B, T, H, D]` with T = S. A query attends to its own key and the last
+    `window` keys before it. With a `window` of -1 it attends to all keys before it.
     """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]
@@ -172,7 +174,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
 def values(
     masked: Record, fast: Record, library: Record, capability: tuple[int, int] | None
 ) -> Values:
-    """Return the values of a row of the table."""
+    """Return the values of a row of the table from its three records."""
     config = masked.config
     sizes = {"l": config["compress_block"], "d": config["compress_stride"]}
     if masked.branch == "sliding":

@@ -4,8 +4,8 @@ length.
     python -m bench.first_call
     python -m bench.first_call --H 32 --Hkv 8 --lengths 50
 
-The folder of kernels is empty at the start. Each stage is a separate process and writes one line of
-JSON to `--out`. The kernels are those of `mosaic`, so that a Hopper GPU is needed.
+The folder of kernels is empty at the start. Each stage is a separate process and writes one line
+of JSON to `--out`. The command measures the kernels of `mosaic` and therefore needs a Hopper GPU.
 
     cold        builds all kernels of the layer
     warm        the first forward and backward pass in torch, with kernels from disk
@@ -30,7 +30,7 @@ from . import run
 from .harness import cli, exit_status, process
 from .harness.timed_problem import Problem, jax_calls, torch_calls
 
-JAX_LENGTHS = 5  # new lengths of a stage in JAX
+JAX_LENGTHS = 5  # number of new lengths in a stage in JAX
 FLAGS = cli.define(
     H=(64, "Query heads."),
     Hkv=(4, "Key/value heads."),
@@ -67,7 +67,7 @@ def cold() -> dict:
 
 def warm() -> dict:
     """Measure the first call of a process that finds all kernels on disk."""
-    import nsa_torch.mosaic  # noqa: F401  imported by programs before their first call
+    import nsa_torch.mosaic  # noqa: F401  programs import this before their first call
 
     calls, _ = torch_calls(problem(4096))
     return {"first_both_s": seconds(calls["fwdbwd"])}
@@ -75,8 +75,9 @@ def warm() -> dict:
 
 def new_lengths() -> dict:
     """Measure calls with new lengths. The longest length comes first, so that torch's allocator
-    need not grow later. `more_ms` compares the first call with the second. `three_more_ms`
-    compares the first three calls with the fourth, since the first call postpones some work.
+    need not grow later. `more_ms` is the time of the first call minus that of the second.
+    `three_more_ms` compares the first three calls with the fourth, since the first call postpones
+    some work.
     """
     draw = random.Random(FLAGS.seed)
     lengths = [FLAGS.longest, *(draw.randint(65, FLAGS.longest) for _ in range(FLAGS.lengths))]
@@ -103,7 +104,8 @@ def new_lengths() -> dict:
 
 def in_jax() -> dict:
     """Measure the first call of a process in JAX, and then one call per new length. JAX's cache
-    of programs is in the folder of the kernels, where the second process finds it.
+    of programs is in the folder of the kernels. The second process finds the cache in that
+    folder.
     """
     import jax
 

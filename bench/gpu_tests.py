@@ -9,10 +9,10 @@ Tests run in one process per core, as far as GPU memory allows. Each process has
 loads machine code that another process has built. `--gpus 2` runs only the tests that need two
 GPUs, in one process. A skipped test counts as in `bench.suite`.
 
-`--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit,
-outcomes, seconds, versions. Commit it with the change. `--age` runs no test. It prints a
-warning if not all tests on one GPU were recorded since the last change of the kernels or the host
-side, or if one of them failed.
+`--save_records` appends a line with commit, outcomes, seconds and versions to
+bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit this file with the change of kernels.
+`--age` runs no test. It prints a warning if not all tests on one GPU were recorded since the last
+change of the kernels or the host side. It also prints a warning if one of these tests failed.
 """
 
 import datetime
@@ -40,7 +40,7 @@ FLAGS = cli.define(
 )
 
 NAME = "gpu_tests.jsonl"
-KEPT = Path("kernel_log") / NAME  # in the folder of a device
+KEPT = Path("kernel_log") / NAME  # the path in the folder of a device
 DATE = "%Y-%m-%d %H:%M"
 # Folders with the code that the tests run: kernels and the host side.
 FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")

@@ -7,8 +7,8 @@
 
 `nsa_torch.attention` is called repeatedly on the same tensors. It runs on `mosaic`, which needs a
 Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Host times vary
-between machines and from minute to minute. Both forms are therefore timed alternately, each in its
-own process:
+between machines and from minute to minute. Two forms of a call are therefore timed alternately,
+each in its own process:
 
     graphs   the library combines repeated launches into one CUDA graph
              (`kernels_pallas.runtime.sequence`)
@@ -65,7 +65,7 @@ FLAGS = cli.define(
 )
 cli.define_lines(FLAGS)
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}
-BEFORE = 40  # untimed calls first, in which the library builds its graphs
+BEFORE = 40  # number of untimed calls first, in which the library builds its graphs
 ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # sizes of the kernel, and launches in a series
 
 
@@ -89,7 +89,8 @@ def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
 
 @contextlib.contextmanager
 def form(name: str) -> Iterator[None]:
-    """Return a context in which consecutive launches become a graph, or each remains a launch."""
+    """Return a context for the form `name`. Consecutive launches become a graph, or each of them
+    remains a separate launch."""
     from kernels_pallas.runtime import sequence
 
     before = sequence.GRAPH_AFTER
@@ -115,7 +116,7 @@ def probes() -> dict[str, float]:
 
 
 def one_form(name: str) -> Iterator[Values]:
-    """Yield a row per shape and pass of one form."""
+    """Yield a row per shape and pass for the form `name`."""
     host, calls, fifth = probes(), FLAGS.calls, max(FLAGS.calls // 5, 1)
     for shape, sizes in named("host").items():
         problem = Problem(name=shape, implementation=FLAGS.implementation, **sizes)
@@ -140,19 +141,20 @@ def one_form(name: str) -> Iterator[Values]:
 
 
 def merged(rounds: Sequence[Sequence[Values]]) -> Iterator[Values]:
-    """Merge the rows of several rounds of a form. Numbers become medians."""
+    """Merge the rows of several rounds of one form. Numbers become medians over the rounds."""
     for same in zip(*rounds, strict=True):
         median = lambda name, same=same: statistics.median(row[name] for row in same)
         yield {k: x if isinstance(x, str) else median(k) for k, x in same[0].items()}
 
 
 def kernel() -> Kernel:
-    """Return a kernel of one CTA, about 2 us on a GPU."""
+    """Return a kernel of one CTA, which takes about 2 us on a GPU."""
     return gated_sum(Combine(ROWS, WIDTH, 1, "bfloat16"))
 
 
 def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
-    """Return the output of the last of `count` launches."""
+    """Run `count` launches, each on the output of the previous one, and return the last
+    output."""
     for _ in range(count):
         (x,) = run(kernel(), gate, x)
     return x

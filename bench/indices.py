@@ -3,8 +3,8 @@
     python -m bench.indices --kernels mosaic
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
-A row is one query position and one key/value head. All rows are compared. A row that differs counts
-as explained if the scores that it loses are below the resolution of float32
+A row is one query position and one key/value head. All rows are compared. A row that differs
+counts as explained if the difference in score is below the resolution of float32
 (`bench/judge/selection_shortfall.py`). The first rows without such an explanation are printed.
 """
 
@@ -38,8 +38,8 @@ FLAGS = cli.define(
 
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
-    """Return the implementation of the scores in each framework that has it. The flags name it for
-    `selected`, which includes the scores.
+    """Return the implementation of the scores in each framework that has it. The flag for the
+    step `selected` names it, since that step includes the scores.
 
     Raises:
       ValueError: No framework has an implementation with this name.

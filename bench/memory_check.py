@@ -9,11 +9,12 @@
 | `synccheck` | a barrier that not all threads reach |
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
-`bench.harness.checked_layer` has the layers, and the kernels that each layer must run. Each
-layer first runs without a tool, which builds its kernels. It then runs under every tool. Up to
-`--at_once` processes run at the same time. The caching allocator of torch is disabled, since
-`memcheck` cannot detect addresses past the end of a tensor within the large blocks of this
-allocator. Each tool must first find a planted fault; otherwise no layer runs under this tool.
+`bench.harness.checked_layer` has the layers, and the kernels that each layer must run. Each layer
+first runs without a tool. This run builds the kernels of the layer. The layer then runs under
+every tool. Up to `--at_once` processes run at the same time. The caching allocator of torch is
+disabled, since `memcheck` cannot detect addresses past the end of a tensor within the large
+blocks of this allocator. Each tool must first find a planted fault; otherwise no layer runs under
+this tool.
 
 A row is `ok`, `wrong` (the tool found an error, the results of a layer have other bits, or a
 required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl;
@@ -48,21 +49,21 @@ FLAGS = cli.define(
 SANITIZER = "compute-sanitizer"
 CHILD = "bench.harness.checked_layer"
 ALONE = "alone"  # the name in a row for a run without a tool
-ALL_KERNELS = checked_layer.symbol("")  # a part of the symbols of all Mosaic kernels
+ALL_KERNELS = checked_layer.symbol("")  # a part that the symbols of all Mosaic kernels contain
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
 # Several processes share the GPU. torch's caching allocator is off.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def watched(tool: str, layer: str, folder: Path) -> Values:
-    """Run a layer under a tool, or the planted fault if `layer` is "", and judge the result.
-    `ran` is the output of `checked_layer`. `watched` is `--kernels` if the tool checked only
-    these kernels.
+    """Run a layer under a tool, or the planted fault if `layer` is "", and judge the result. In
+    the returned row, `ran` is the output of `checked_layer`, and `watched` is `--kernels` if the
+    tool checked only these kernels.
     """
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
     kernels = (FLAGS.kernels or None) if tool == "racecheck" else None
-    if tool == "racecheck":  # slow, so that it checks only Mosaic kernels
+    if tool == "racecheck":  # this tool is slow and therefore checks only Mosaic kernels
         sanitizer += ["--kernel-regex", f"kns={kernels or ALL_KERNELS}"]
     name = FLAGS.kernels or "planted"
     words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]
@@ -93,9 +94,9 @@ def watched(tool: str, layer: str, folder: Path) -> Values:
 def check(
     layers: Sequence[str], tools: Sequence[str], folder: Path
 ) -> Generator[Values, None, None]:
-    """Yield the rows of all layers without a tool and of the planted faults. Then yield those
-    of the layers that were right, under the tools that found their fault. The processes end if
-    the caller stops iterating.
+    """Yield the rows of all layers without a tool, and of the planted faults. Then yield the rows
+    of all layers that were right, under each tool that found its planted fault. The processes end
+    if the caller stops iterating.
 
     Raises:
       ValueError: `--kernels` matches no kernel of a layer.

@@ -13,7 +13,8 @@ The values of the table are results of the kernels for the last query, not a map
   mae        mean absolute error against the float64 reference
   time_ms    time of the whole attention over all `S` tokens
 
-A needle whose block is not selected, or whose weight is at most 0.5, is a wrong result.
+The result is wrong if the needle's block is not selected, or if the needle's weight is at most
+0.5.
 """
 
 import dataclasses
@@ -42,12 +43,13 @@ FLAGS = command.flag_values(
     S=(int, "Number of tokens; default: 65536, or 1024 without a GPU.", 2),
     pos=(int, "Position of the needle; default: S // 3.", 0),
 )
-LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
+# the minimum weight of the needle; all other selected keys together have the rest
+LEAST_WEIGHT = 0.5
 
 
 def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
-    """Return the inputs with the needle at `position`, a last query that looks for it, and gates
-    of 1.
+    """Return the inputs with the needle at `position`, a last query that points to the needle,
+    and gates of 1.
 
     The query has the norm `sqrt(D)`, like noise, so that logits of noise have the variance 1.
     The needle has the norm `2 l`. A compressed token contains only an `l`-th of it, which must
@@ -68,8 +70,8 @@ def forced(block: int, length: int, config) -> bool:
 
 
 def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, Any]:
-    """Judge how the whole attention of one plan treats the needle. Return the fields of the
-    record, and the function that times it.
+    """Judge how the whole attention of `job` treats the needle. Return the fields of the record,
+    and the function that times the call.
     """
     config, block = settings.nsa, position // settings.nsa.select_block
     arguments = runner.load(inputs.arguments("all"))
@@ -80,7 +82,7 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
     frozen = runner.prepare(whole, given)
     last = np.array([inputs.num_keys - 1])
     chosen = runner.numpy(indices, last)
-    # The last row, given the selection, compared with the reference.
+    # The last row is compared with the reference for the same selection of blocks.
     query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
     blocks = jnp.asarray(chosen)
     row = dataclasses.replace(inputs, query=query, gates=gates, block_indices=blocks)

@@ -11,9 +11,10 @@ Forms of a call, forward and with gradients:
     cu_seqlens  one row, with only the boundaries
 
 `ms` is measured with CUDA events after an L2 flush. `host` is the time until the call returns,
-with an idle GPU. `metadata` and `its host` are the additional times, on the GPU and on the host, of
-a `varlen` call that builds its metadata. A form is wrong if its output or a gradient differs by
-more than 1 % (root mean square) from that of separate calls for each document. Needs a GPU.
+with an idle GPU. `metadata` and `its host` are the additional times, on the GPU and on the host,
+of a `varlen` call that builds its metadata. A form is wrong if its output or a gradient differs
+by more than 1 % (root mean square) from the result of separate calls for each document. The
+command needs a GPU.
 """
 
 import dataclasses
@@ -106,7 +107,7 @@ def measure(name: str) -> Iterator[Values]:
             continue
         took = timing.time_cuda_events(lambda _, once=once: once(), seconds=seconds)
         row["host_ms"] = statistics.median(timing.in_a_row(once))
-        if form == "varlen":  # the additional times of new metadata
+        if form == "varlen":  # the additional times of a call that makes new metadata
             renewed = lambda mode=mode: call(mode, tensors, varlen=metadata())
             more = timing.time_cuda_events(lambda _, new=renewed: new(), seconds=seconds)
             row["metadata_ms"] = more.time_ms - took.time_ms

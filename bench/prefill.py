@@ -1,12 +1,12 @@
-"""Measures whole attention over prompts of several lengths in milliseconds, tokens/s and growth
-with length.
+"""Measures whole attention over prompts of several lengths. The results are milliseconds,
+tokens/s, and the growth of the time with the length.
 
     python -m bench.prefill
     python -m bench.prefill --framework=jax --S_list=4096,8192,16384 --kernels=mosaic
 
-`scaling` is the time divided by that of the previous length. `exponent` is its logarithm
-divided by that of the ratio of lengths: 1 is linear, 2 quadratic. Every length is checked
-against the reference first.
+`scaling` is the time divided by the time of the previous length. `exponent` is the logarithm of
+`scaling` divided by the logarithm of the ratio of lengths. An exponent of 1 means linear growth,
+and 2 quadratic growth. Every length is checked against the reference before it is timed.
 """
 
 import math
@@ -49,7 +49,7 @@ def job(runner, settings) -> Job:
     named, on_unsupported = kernel_flags.named(), kernel_flags.on_unsupported()
     found = jobs(runner, asked(settings, runner), named, on_unsupported, ["all"], chosen=True)
     (what,) = found
-    if what.asked is None:  # no implementation of this framework
+    if what.asked is None:  # the name is no implementation of this framework
         raise ValueError(what.unsupported)
     return what
 

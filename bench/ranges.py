@@ -1,12 +1,12 @@
-"""Compares two programs that convert a selection to half-open ranges of keys.
+"""Compares two programs that convert selected blocks to half-open ranges of keys.
 
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096
 
 v1 is a loop on the host over the blocks of one row after the other. v2 is
-`nsa_jax.ranges.to_ranges`, one compiled array program. Both must return the same ranges before
-they are timed. The last printed line is the adaptive rule: the smallest length from which v2 was
-faster at every measured length, or never.
+`nsa_jax.ranges.to_ranges`, one compiled array program. Before the two are timed, they must return
+the same ranges. The last printed line is the adaptive rule. It names the smallest length from
+which v2 was faster at every measured length, or `never`.
 """
 
 import functools

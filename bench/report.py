@@ -2,10 +2,10 @@
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
-Writes `report.html` (one self-contained file), `report.md` (environment, parity, speed-ups by
-length, thresholds) and the plots as PNG. The first chart of the page shows from which length NSA is
-faster (`reports.crossover`). Failed rows are included with their reason and without a speed-up.
-Files of `bench.train` become tables of runs.
+The command writes `report.html` (one self-contained file), `report.md` (environment, parity,
+speed-ups by length, thresholds) and the plots as PNG. The first chart of the page shows from
+which length NSA is faster than dense attention (`reports.crossover`). Failed rows are included
+with their reason and without a speed-up. Files of `bench.train` become tables of runs.
 """
 
 import json
@@ -28,7 +28,8 @@ FLAGS = cli.define(
     out=(str, "Folder for the report, which must have no report.md and no report.html."),
     title=(str, "Title of the report; default: the devices of the records."),
 )
-# The sections of speed-ups by title: a branch, a kernel (None means all kernels), the baseline.
+# The sections of speed-ups, by title. Each has a branch, a kernel (None means all kernels) and
+# the baseline.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
     "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
     "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),
@@ -78,8 +79,8 @@ def markdown(report: Report) -> str:
 
 
 def _parity(some: Sequence[Record]) -> Iterator[tuple]:
-    """Return each path, the number of its rows, its largest error relative to the bound, and the
-    numbers of rows by a status that is not ok.
+    """For each path, return the number of its rows, its largest error relative to the bound, and
+    the number of rows per status other than ok.
     """
     for key, group in render.judged(some).items():
         shares = [r.bound_share for r in group if r.bound_share is not None]

@@ -1,4 +1,5 @@
-"""Prints the choice of every step for each preset and framework, as `explain` reports it.
+"""Prints which implementation each step uses for each preset and framework, as `explain` reports
+it.
 
 python -m bench.routing              # print it
 python -m bench.routing --out DIR    # and store it in DIR/routing.json

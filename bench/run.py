@@ -1,5 +1,5 @@
-"""Prints and records the rows that commands measure. `lines.yaml` has the form of a printed line
-for each command.
+"""Prints and records the rows that commands measure. For each command, `lines.yaml` has the form
+of a printed line.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,9 +30,9 @@ def rows(
       bench: Name of the command.
       own: Flags of the command.
       made: The rows, as fields of records.
-      show: Returns values of the printed line in addition to the row's own.
-      kept: The file in the device's folder to which `--save_records` appends too. Defaults to
-        none.
+      show: Function that returns values of the printed line in addition to those of the row.
+      kept: The file in the device's folder to which `--save_records` also appends. Defaults to no
+        file.
       out: The file to which records are appended. Defaults to `--out`.
     """
     statuses = []

@@ -27,8 +27,9 @@ without a GPU), in JAX one process. Each problem of each run is a line of JSON i
                 is `wrong`. `--check rows` (torch) judges 16 tokens of a sequence of any length, and
                 the gradients that follow from them. More than one rounding is then `wrong`
 
-If one device cannot hold the problem, its row reports this, and the other rows have no
-efficiency. `--predict` computes the time of more devices from rows; this is not a measurement.
+If one device cannot hold the problem, the row of one device reports this, and the other rows have
+no efficiency. `--predict` computes the time on more devices from measured rows. A predicted time
+is not a measurement.
 """
 
 import importlib
@@ -103,7 +104,7 @@ def problems(size: int) -> list[Problem]:
 
     Raises:
       ValueError: A length cannot be divided among devices in whole chunks, the documents do not
-        add up to it, or `--heads` is not a multiple of `--kv_heads`.
+        add up to the length, or `--heads` is not a multiple of `--kv_heads`.
       NotImplementedError: A flag is not supported in JAX.
     """
     if FLAGS.heads % FLAGS.kv_heads:
@@ -138,8 +139,8 @@ def problems(size: int) -> list[Problem]:
 
 
 def measured(size: int) -> tuple[list[Values], str]:
-    """Return the rows of a run on `size` devices, and the reason why it ended early, or an
-    empty string.
+    """Return the rows of a run on `size` devices. Also return the reason why the run ended early,
+    or an empty string.
     """
     words = ["bench.scale", *sys.argv[1:], f"--devices={size}", "--worker"]
     if FLAGS.framework == "torch":
@@ -156,8 +157,8 @@ def measured(size: int) -> tuple[list[Values], str]:
 
 
 def derived(row: Values, done: Sequence[Values]) -> Values:
-    """Add values to a measured row that follow from it and from the rows of `done`, and return
-    it.
+    """Return a measured row with additional values, which follow from this row and from the rows
+    of `done`.
     """
     if row["status"] not in ("ok", "wrong"):
         return row
@@ -186,7 +187,8 @@ def predict(path: str) -> int:
 
 
 def work(size: int) -> None:
-    """Measure in a process of a run, and print a line of JSON for each problem."""
+    """Measure the problems in a process of a run on `size` devices. Print a line of JSON per
+    problem."""
     kind = "scale_ranks" if FLAGS.framework == "torch" else "scale_devices"
     measure = importlib.import_module(f".harness.{kind}", __package__)
     with measure.devices(size) as mesh:
@@ -246,4 +248,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, FLAGS, several=True)  # --devices starts them
+    cli.run(main, FLAGS, several=True)  # --devices starts such processes

@@ -3,9 +3,10 @@ each test.
 
     python -m bench.seed_report artifacts/<commit>
 
-Writes `seed_report.md` to this folder: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches,
-files. The report has the form of two templates of the seed system (docs/seed.md). A test that was
-not run or could not be measured here is NOT RUN, never PASS.
+The command writes `seed_report.md` to this folder. The report has the speed-ups of FA-2 over
+masked SDPA, thresholds, PASS or FAIL of each test, benches and files. It has the form of two
+templates of the seed system (docs/seed.md). A test that was not run or could not be measured on
+this machine is NOT RUN, never PASS.
 """
 
 import json
@@ -24,8 +25,8 @@ from .tuners import threshold_evidence
 
 NAME = "seed_report.md"
 MARGIN = 1.2
-# The tests of the template: the step that runs each, and which of its records belong to the test.
-# None means that only the status of the step counts.
+# The tests of the template. Each has the step that runs it, and a function that selects the
+# records of the test. None means that only the status of the step counts.
 TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
     "Triton FWD parity": ("triton", lambda r: r.implementation == "triton"),
     "Triton BWD parity": (
@@ -51,7 +52,8 @@ BENCHES = {
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
-    """Return the records of a step. Records of training have another form."""
+    """Return the records of a step. Records of training have another form than those of other
+    steps."""
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
     return [record for path in paths for record in records.read(path)]
 
@@ -104,7 +106,7 @@ def thresholds(folder: Path, device: str) -> Values:
 
 
 def last_lines(folder: Path, step: str) -> list[str]:
-    """Return the output of a command, from its log."""
+    """Return the last lines of output of the command of a step, from its log."""
     log = folder / f"{step}.log"
     text = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]

@@ -7,9 +7,9 @@ portable one.
     python -m bench.selection --preset=s2
     python -m bench.selection --preset=s2 --N=1024 --H=8 --D=128 --Dv=128 --streams=1
 
-Each of `N` queries of a sequence selects `L` keys, which are `L / l_sel` blocks before all queries.
-The blocks form runs of adjacent blocks at random positions (`--dist`): few means 1 run, mixed 4,
-many 8. Columns:
+Each of `N` queries of a sequence selects `L` keys in `L / l_sel` blocks, which precede all
+queries. The blocks form runs of adjacent blocks at random positions. With `--dist`, few means 1
+run, mixed 4 and many 8. Columns:
 
   tri_ms    time of the library's selected attention on the implementation in column `kernel`
   ref_ms    time of the reference implementation, by default the portable path
@@ -21,9 +21,10 @@ concurrent calls on k CUDA streams. All implementations are checked before they 
 `--processes p`, p processes prepare the rows in parallel, and a kernel that crashes or hangs costs
 only its own row.
 
-`--preset` names a matrix in `configs/selection/`, or a path. A flag that is given replaces the list
-of the matrix. The preset `s2` compares Triton, packed SDPA and FA-2 at many sizes. With `--preset`
-the rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv` (several runs).
+`--preset` names a matrix in `configs/selection/`, or the path of one. A flag that is given
+replaces the corresponding list of the matrix. The preset `s2` compares Triton, packed SDPA and
+FA-2 at many sizes. With `--preset` the rows also go to `sel_dense.csv` (one run) and
+`sel_varlen.csv` (several runs).
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ FLAGS = command.flag_values(
 
 
 def matrix_of(gpu: bool) -> Matrix:
-    """Return the matrix of `--preset` or of the flags; flags replace its lists.
+    """Return the matrix of `--preset` or of the flags. Flags replace lists of the matrix.
 
     Raises:
       ValueError: The file or a flag has an invalid value.
@@ -95,7 +96,7 @@ def matrix_of(gpu: bool) -> Matrix:
 
 
 def gain(base: Record, fast: Record) -> float | None:
-    """Return the speed-up of a kernel over the portable path; None if no kernel ran."""
+    """Return the speed-up of a kernel over the portable path, or None if no kernel ran."""
     kernel = fast.implementation in policy.KERNELS
     over_itself = fast.implementation == base.implementation
     return speed_up(base, fast) if kernel and not over_itself else None
@@ -115,14 +116,14 @@ def values(fast: Record, base: Record, *beside: Record) -> Values:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a further implementation: its time, the kernel's speed-up over it,
-    its mean error, and the reason if it has no time.
+    """Return the columns of a further implementation. They have its time, the speed-up of the
+    kernel over it, its mean error, and the reason if it has no time.
     """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
 
 def mode(dist: str) -> str:
-    """Return the kind of a row."""
+    """Return the kind of a row, which is its mode in a record."""
     if FLAGS.decode:
         return "decode"
     return "dense" if SPANS[dist] == 1 else "varlen"
@@ -135,7 +136,8 @@ def selected(size: int, count: int) -> NSAConfig:
 
 
 class Selection(parts.Problem):
-    """A row of the matrix: the implementations `names`, for each number of streams."""
+    """A row of the matrix. It measures the implementations `names`, for each number of
+    streams."""
 
     bench = "selection"
 
@@ -191,7 +193,7 @@ class Selection(parts.Problem):
         """Return the implementation `name` without the checks of the public function."""
         where: Values = {"config": self.settings.nsa, "kv_len": kv_len}
         if self.runner.framework == "torch":
-            where |= {"with_lse": False}  # as in the whole attention
+            where |= {"with_lse": False}  # the same values as in whole attention
         else:
             where |= {"segment_ids": None, "scale": None}
         entries = self.runner.registry.table["selected"]
@@ -252,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, rows)
-    # A row whose problem does not exist does not count as not measured.
+    # A row whose problem does not exist is not counted among the rows that were not measured.
     no_problem = {row.refusal for row in rows if row.refusal}
     results = command.Results("selection", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)

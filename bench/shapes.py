@@ -1,4 +1,5 @@
-"""Measures whole attention for every shape that has a target: parity, times and memory.
+"""Measures whole attention for every shape that has a target. The measurements are parity, times
+and memory.
 
     python -m bench.shapes
     python -m bench.shapes --only 64k --only 8k --input random
@@ -11,8 +12,8 @@ first. Up to `--at_once` of these processes compile and check parity in parallel
 with exclusive use of the GPU. Parity is checked for `--most_rows` queries of each sequence. The
 targets and their measurements are in bench/records/log/calls.md, "Against the targets".
 
-All records are in `--out`/compare.jsonl; `--save_records` appends them to
-bench/records/<device>/compare.jsonl too.
+All records are in `--out`/compare.jsonl. `--save_records` also appends them to
+bench/records/<device>/compare.jsonl.
 """
 
 import tempfile
@@ -40,15 +41,15 @@ FLAGS = cli.define(
     save_records=(False, "Keep the records."),
 )
 
-# JAX only computes inputs and oracles here, and runs each program once per input, so that tuning
-# does not pay. The next input of a shape finds the compiled programs in the cache.
+# JAX only computes inputs and oracles here, and runs each program once per input. Tuning is
+# therefore not worthwhile. The next input of a shape finds the compiled programs in the cache.
 ENVIRONMENT = turns.ALONE | {
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
 
 
-# By name. The names are also names of files.
+# The shapes by name. The names are also names of files.
 SHAPES: Mapping[str, Problem] = {
     p.name.replace("/", " and "): p
     for p in run.EAGER
@@ -64,7 +65,7 @@ def settings(p: Problem) -> dict[str, dict[str, int]]:
 
 def words_of(name: str, source: str, folder: Path) -> list[str]:
     """Return the arguments of a `bench.compare` that writes into a folder named after its row.
-    Its settings are written to a file in `folder`.
+    The settings of that command are written to a file in `folder`.
     """
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings(SHAPES[name])))

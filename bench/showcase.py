@@ -12,8 +12,8 @@ Each row is a process of `python -m bench.train --throughput` with
     v2         by ranges of keys that the device computes
     adaptive   v1 for short rows, and v2 for long ones
 
-The folder of the results has the report (`showcase.md`), the lines (`showcase.jsonl`), and for
-each row the log of the process, `run_s<S>_<mode>.log`, and the samples of nvidia-smi,
+The folder of the results has the report (`showcase.md`) and the lines (`showcase.jsonl`). For
+each row it also has the log of the process, `run_s<S>_<mode>.log`, and the samples of nvidia-smi,
 `gpu_s<S>_<mode>.csv`. A row that could not be measured states the reason.
 """
 
@@ -46,14 +46,14 @@ COLUMNS = tuple(tables.KINDS["ranges"]["cells"])
 
 
 class Row(NamedTuple):
-    """A length and a mode, with the measurement or the reason that there is none."""
+    """A length and a mode, with the measurement or the reason why there is no measurement."""
 
     length: int
     mode: str
     speed: log.Speed | None
-    status: str  # of `speed`; without one: unsupported, or error
+    status: str  # the status of `speed`; without such a line it is unsupported or error
     reason: str = ""
-    used_percent: float | None = None  # of the GPU's time, by nvidia-smi
+    used_percent: float | None = None  # share of the GPU's time, measured by nvidia-smi
 
     @property
     def measured(self) -> bool:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     for mode in FLAGS.modes:
         if mode not in variants.RANGES:
             raise ValueError(f"modes must be in {variants.RANGES}, got {mode!r}")
-    for length in lengths:  # a fault of a file is reported before anything runs
+    for length in lengths:  # this reports an invalid file before anything runs
         config_file.read(_config(length), FLAGS.set)
     folder = command.folder(FLAGS.out)
     if folder.exists() and any(folder.iterdir()):
@@ -140,9 +140,9 @@ def watched(path: Path) -> Iterator[Path]:
 
 
 def used(path: Path, seconds: float) -> float | None:
-    """Return the mean utilization of the GPU in percent, or None if there are no samples. It is
-    the mean of the last `seconds` samples before the last two, which is when the process of a row
-    is timed.
+    """Return the mean utilization of the GPU in percent, or None if there are no samples. The
+    mean is over the last `seconds` samples before the last two. During these, the process of a
+    row is timed.
     """
     if not path.exists():
         return None
@@ -150,16 +150,16 @@ def used(path: Path, seconds: float) -> float | None:
     with path.open(newline="") as file:
         for cells in csv.reader(file, skipinitialspace=True):
             with contextlib.suppress(ValueError, IndexError):
-                found.append(float(cells[1]))  # one per second
+                found.append(float(cells[1]))  # one sample per second
     last = found[:-2][-max(1, round(seconds)) :]
     return sum(last) / len(last) if last else None
 
 
 def fa2(speed: log.Speed) -> str:
-    """Return the branches that ran on FA-2: "yes" for all three, "no" for none, or their names.
+    """Return a text about the branches that ran on FA-2: "yes" if all three did, "no" if none
+    did, otherwise the names of those that did.
 
-    The label of a line names one kernel for all steps, or one for each step. It names the kernels
-    that ran.
+    The label of a line names the kernels that ran: one kernel for all steps, or one per step.
     """
     kernels = speed.implementation.partition(" ")[0].split("/")
     steps = ("compressed", "scores", "selected", "sliding")

@@ -1,10 +1,11 @@
-"""Runs the tests and counts skips. A skip whose reason is not on the list is a failure.
+"""Runs the tests and counts skipped tests. If the reason for a skip is not on the list of allowed
+reasons, the test counts as failed.
 
     python -m bench.suite --out DIR -- -m gpu -n 8 tests/test_launch.py
 
 Arguments after `--` are passed to pytest. DIR gets `junit.xml` and the counts, `tests.json`.
-The exit status is 1 if a test fails, if none passes, if one is skipped for a reason that is not
-in `configs/oneshot/skips.yaml`, or if pytest ends with another error.
+The exit status is 1 if a test fails, if no test passes, if a test is skipped for a reason that is
+not in `configs/oneshot/skips.yaml`, or if pytest ends with another error.
 """
 
 import collections
@@ -50,8 +51,8 @@ class Counts:
 
 
 def count(junit: Path, allowed: Sequence[str]) -> Counts:
-    """Return the outcomes in the report at `junit`; `allowed` has regular expressions of whole
-    reasons.
+    """Return the outcomes in the report at `junit`. `allowed` has regular expressions that must
+    match whole reasons.
     """
     outcomes, reasons, failures = collections.Counter(), collections.Counter(), []
     for case in xml.parse(junit).getroot().iter("testcase"):
@@ -76,10 +77,11 @@ def count(junit: Path, allowed: Sequence[str]) -> Counts:
 
 
 def allow_list(path: str | Path) -> list[str]:
-    """Return the reasons in the file at `path`: a list of mappings with `reason` and `why`.
+    """Return the allowed reasons in the file at `path`. The file is a list of mappings with
+    `reason` and `why`.
 
     Raises:
-      ValueError: An entry lacks one of them, or its reason is not a regular expression.
+      ValueError: An entry lacks `reason` or `why`, or its reason is not a regular expression.
     """
     found = []
     for entry in config_files.load(path, list):
@@ -95,7 +97,7 @@ def allow_list(path: str | Path) -> list[str]:
 def run(
     folder: Path, arguments: Sequence[str], skips: str | Path = ALLOWED
 ) -> tuple[int, Counts | None]:
-    """Run pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
+    """Run pytest with `arguments`, and write `junit.xml` and `tests.json` to `folder`.
 
     Returns:
       The status of pytest, and the outcomes in its report or None if it wrote no report.

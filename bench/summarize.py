@@ -1,11 +1,11 @@
-"""Prints a table from a CSV file of `bench.decode`: the share of each branch in the time of a step,
-and the reads.
+"""Prints a table from a CSV file of `bench.decode`. The table has the share of each branch in the
+time of a step, and the number of keys that are read.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
 The shares are percentages of `ms_total`. They need not add up to 100 %, since each branch was timed
-separately. A share above 100 % has a `*`. A row that was not measured is shown with its status. For
-a damaged file, the error message names the line and the column.
+separately. A share above 100 % is marked with `*`. A row that was not measured is shown with its
+status. If the file is damaged, the error message names the line and the column.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ NEEDED = ("S", *TIMES, *READS)
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Return the rows of the file. Valid rows have a number in every needed column.
+    """Return the rows of the file. Rows whose status is ok must have a number in every needed
+    column.
 
     Raises:
       ValueError: A column is missing, a row is incomplete, or a cell is not a positive number.

@@ -1,9 +1,9 @@
-"""Formats measurements with templates: cells of tables (`tables.yaml`), and printed lines and CSV
-columns of commands (`lines.yaml`).
+"""Formats measurements with templates. `tables.yaml` has templates for cells of tables, and
+`lines.yaml` has templates for printed lines and CSV columns of commands.
 
 A template has the syntax of Python's `str.format`. In addition, a format specification may be a
-name of `FORMATS`. It may also be a C format, then `or` and the text for a missing value, such as
-`{ms:%.3f ms or n/a}`.
+name of `FORMATS`. A specification may also be a C format, followed by `or` and the text for a
+missing value, as in `{ms:%.3f ms or n/a}`.
 """
 
 import collections
@@ -37,7 +37,7 @@ KINDS, LINES = (
     yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())
     for name in ("tables", "lines")
 )
-# Formats in addition to Python's own.
+# Formats in addition to those of Python.
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "ms": ms,
     "tokens": length,
@@ -72,20 +72,20 @@ TEMPLATE = _Template()
 
 
 def cell(template: str, line: Line) -> str:
-    """Return the text of a template. If the template shows a time and the line failed, it is the
-    status instead. It is `-` if the path was refused or if a field has no value.
+    """Return the text of a template for a line. If the template shows a time and the line failed,
+    return the status. If the path was refused or a field has no value, return `-`.
     """
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]
     try:
         return TEMPLATE.vformat(template, (), line)
-    except KeyError:  # no such field, or it has no value
+    except KeyError:  # there is no such field, or the field has no value
         return MISSING
 
 
 def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
-    """Return the cells of each line by the title of the column, for a table whose lines are
-    rows.
+    """Return the cells of each line by the title of the column, for a table with one row per
+    line.
     """
     kind = KINDS[name]
     return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
@@ -106,6 +106,6 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, values: Mapping[str, Any]) -> str:
-    """Return a printed line of `bench.<name>`. A name without a value counts as None."""
+    """Return a printed line of `bench.<name>`. If a name has no value, the value is None."""
     known = collections.defaultdict(lambda: None, values)
     return TEMPLATE.vformat(LINES[name]["line"], (), known).rstrip()

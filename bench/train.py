@@ -10,13 +10,13 @@
     python -m bench.train --resume --out bench/results/...  # continue after Ctrl-C
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
-By default there are four runs: NSA and dense attention, each in JAX and in torch. All runs see the
-same batches. Weights with the same name start with the same values.
+By default there are four runs: NSA and dense attention, each in JAX and in torch. All runs read
+the same batches. Weights with the same name start with the same values.
 
 The exit status is 1 if JAX and torch do not agree or if NSA ends worse than dense attention, 4 if a
 loss or gradient is not finite, 69 if another process of the run ended, and 76 if no step ended for
-`--hang_s`. It is 75 if SIGTERM or Ctrl-C stopped the runs. Their state is then saved, and
-`--resume` continues them.
+`--hang_s`. The exit status is 75 if SIGTERM or Ctrl-C stopped the runs. In that case the state of
+the runs is saved, and `--resume` continues them.
 """
 
 import dataclasses
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
                 status = throughput(folder, settings)
             else:
                 status = runs(folder, settings, ranks)
-    except LostError as error:  # `close` would wait for the lost process
+    except LostError as error:  # `close` would wait for the process that was lost
         print(f"error: {error}", file=sys.stderr)
         return LOST
     ranks.close()
@@ -194,12 +194,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _frameworks() -> tuple[str, ...]:
-    # torch is first, since it returns memory to the device, and JAX does not.
+    # torch runs first, since torch returns memory to the device and JAX does not.
     return ("torch", "jax") if FLAGS.framework == "both" else (FLAGS.framework,)
 
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
-    """Return a task for each attention. `known` overrides values of `Training`."""
+    """Return a task for NSA and for dense attention. `known` overrides values of `Training`."""
     values: dict[str, Any] = dict(zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True))
     for name in (*DEFAULTED, "warmup", "clip", "seed"):
         if FLAGS[name].value is not None:
@@ -221,15 +221,15 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
 
 
 def _named(name: str, model: spec.ModelSpec) -> str:
-    """Return the name of a model, with its gates unless they are sigmoids, which records without
-    such a name have.
+    """Return the name of a model, followed by the kind of its gates. Gates of the kind sigmoid
+    are not named, as in older records.
     """
     gate = model.layer.gate
     return name if model.attention == "dense" or gate == "sigmoid" else f"{name}-{gate}-gates"
 
 
 def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
-    """Return the global batch for `--batch_size`, as an argument of `_tasks`."""
+    """Return the size of the global batch for `--batch_size`, as an argument of `_tasks`."""
     if batch_size is None:
         return {}
     layout = spread.parallel(FLAGS, _frameworks()[0], ranks)
@@ -366,7 +366,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
             packed = _are_packed(batches)
             for task in _tasks(settings, batch=batch, seq_len=length):
                 task = settings.fitted(task, batches.vocabulary)
-                if packed:  # records without this suffix are not packed
+                if packed:  # records of rows that are not packed have no suffix
                     task = dataclasses.replace(task, name=f"{task.name}-documents")
                 every = FLAGS.dense == "all" and task.model.attention == "dense"
                 some = []
@@ -380,7 +380,8 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
                     some.append(found["status"])
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
-                # With all backends, one measured backend is enough if none is broken.
+                # If all backends are requested, one measured backend is enough, provided that
+                # none is broken.
                 enough = every and "ok" in some and "error" not in some
                 statuses += ["ok"] if enough else some
     _finish(folder, [])

@@ -7,16 +7,17 @@
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is the smallest recorded length from which the kernel is faster by at least the margin
-in all rows, or `never` if there is none. FA-2 is compared with one SDPA with the whole mask, and
-also with the portable path (`over_portable_path`). The kernels of the selection are compared with
-the portable path. A kernel that failed at a length does not win at this length. A threshold without
-measured rows is not set. In a folder, the files `fa2.jsonl` and `selection.jsonl` at any depth are
-read.
+in all rows, or `never` if there is no such length. FA-2 is compared with one SDPA with the whole
+mask, and also with the portable path (`over_portable_path`). The kernels of the selected branch
+are compared with the portable path. A kernel that failed at a length does not count as faster at
+that length. A threshold without measured rows is not set. In a folder, the files `fa2.jsonl` and
+`selection.jsonl` at any depth are read.
 
-In the file of the device, only sections with changed values are written again. Comments above them
-and all other text are unchanged. A step is removed from a `provisional` rule of the policy if the
-kernel of the rule was measured for this step and is faster from some length on. `--check` tests
-whether the automatic choice switches at the lengths of the file (`tuners/threshold_check.py`).
+In the file of the device, only sections with changed values are written again. Comments above
+these sections and all other text are unchanged. If the kernel of a `provisional` rule of the
+policy was measured for a step and is faster from some length on, the step is removed from the
+rule. `--check` tests whether the automatic choice switches at the lengths of the file
+(`tuners/threshold_check.py`).
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
     """Return the worst pair at the longest length below the threshold `found`, and the worst pair
-    at the threshold. Either is missing if there is no such length.
+    at the threshold. If there is no such length, that pair is missing.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
@@ -93,8 +94,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
     """Return the sections `runtime` and `evidence` of a device's file.
 
     Raises:
-      ValueError: A requested threshold has no measured rows, no threshold has any if none is
-        requested, or the rows come from several devices.
+      ValueError: A requested threshold has no measured rows, or no threshold was requested and
+        none has measured rows, or the rows come from several devices.
     """
     if not wanted:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
@@ -142,8 +143,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
 
 
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """Return the threshold relative to the portable path, if it is a second baseline of all
-    pairs.
+    """Return the threshold relative to the portable path, if the portable path is a second
+    baseline of all pairs.
     """
     if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}
@@ -159,8 +160,8 @@ def _file(pair: Pair) -> str:
 
 
 def merged(path: Path, device: str, tuned: Values) -> tuple[str, list[str]]:
-    """Return the text of the device's file with the values of `tuned`, and a report about its
-    provisional rules.
+    """Return the text of the device's file with the values of `tuned`, and a report about the
+    provisional rules in the file.
 
     Raises:
       ValueError: The file at `path` is damaged or belongs to another device.
@@ -242,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(found.left_out()), file=sys.stderr)
         raise
     (device,) = found.devices
-    # Prints the thresholds with the rows that were used, and the rows that were not.
+    # This prints the thresholds with the rows that were used, and the rows that were not used.
     told = render.filled("thresholds.txt.jinja", found=found, **tuned)
     print(f"device: {device}\n{told}", end="")
     return _write(folder, device, tuned)
@@ -285,7 +286,8 @@ def _write(folder: Path, device: str, tuned: Values) -> int:
         print(f"\n{path}: not written (--dry_run)")
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # renamed once it is complete
+    # the file is renamed when it is complete
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(text)
         os.replace(scratch, path)

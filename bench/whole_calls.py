@@ -1,4 +1,4 @@
-"""Times whole calls: in a series, after a rest of the GPU, and as a CUDA graph.
+"""Times whole calls in three ways: in a series, after a rest of the GPU, and as a CUDA graph.
 
     python -m bench.whole_calls
     python -m bench.whole_calls --only 64k --out variants.jsonl
@@ -36,7 +36,8 @@ REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
 def measure(problem: Problem) -> str:
-    """Print and record the times. Return the reason why a replay is wrong, or an empty string."""
+    """Print and record the times of a problem. Return the reason why a replay is wrong, or an
+    empty string."""
     of: Any = torch_calls if problem.framework == "torch" else jax_calls
     calls, sync = of(problem)
     replays = dict(calls)  # graphs read the tensors of `calls`

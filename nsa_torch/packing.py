@@ -124,12 +124,10 @@ class Ranges:
         return x.new_zeros(x.shape, dtype=wide(x.dtype))
 
     def add(self, total: Tensor, grad: Tensor) -> None:
-        """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`. By
+        """Add the gradient `grad` `[capacity, D]` of the runs to `total`, a result of `zeros`.
 
-        default the kernel adds with atomics, whose order varies. If
-
+        By default the kernel adds with atomics, whose order varies. If
         torch.are_deterministic_algorithms_enabled(), the order of the sums is fixed and the
-
         result is bitwise reproducible.
         """
         pack = _kernels()

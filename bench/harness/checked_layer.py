@@ -38,7 +38,8 @@ class Layer(Problem):
 
     Attributes:
       cu_seqlens: boundaries of packed rows; tokens after the last sequence are padding.
-      kernels: kernels that must run. If `gathered_merge` is among them, tiles must be gathered.
+      kernels: kernels that must run. If `gathered_merge` is among them, some tiles must be
+        gathered.
     """
 
     config: NSAConfig = PAPER
@@ -51,9 +52,9 @@ LAYERS = {
     for name, sizes in named("layers").items()
 }
 
-# Statements of a kernel in CUDA C++ for each tool, with a fault that the tool must find: a write
-# past the end of an array, a barrier that not all threads of a warp reach, a read with no barrier
-# after the write.
+# For each tool, the statements of a kernel in CUDA C++ with a fault that the tool must find. The
+# faults are a write past the end of an array, a barrier that not all threads of a warp reach, and
+# a read with no barrier after the write.
 FAULTS = {
     "memcheck": "x[128 + threadIdx.x] = 1;",
     "synccheck": "if (threadIdx.x < 60) __syncthreads(); x[threadIdx.x] = 1;",
@@ -76,7 +77,8 @@ def symbol(name: str) -> str:
 
 
 def plant(tool: str, name: str) -> None:
-    """Run the kernel with the fault. Its symbol looks like that of a Mosaic kernel."""
+    """Run a kernel with the fault for `tool`. The symbol of this kernel looks like that of a
+    Mosaic kernel."""
     name = symbol(name)
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)
@@ -86,7 +88,7 @@ def plant(tool: str, name: str) -> None:
 
 
 class Watch(TorchOps):
-    """Run kernels and record their names.
+    """An `ArrayOps` that runs kernels and records their names.
 
     Attributes:
       launches: number of launches by kernel name.
@@ -105,13 +107,13 @@ class Watch(TorchOps):
             blocks = counts.reshape(-1, spec.all_tiles, len(fields))[
                 ..., fields.index("blocks")
             ]
-            # A tile is gathered after one with a block list that is too long.
+            # A tile is gathered if the block list of the tile before it is too long.
             self.gathered_tiles += int((blocks[:, :-1] > spec.gather_limit).sum())
         return super().run(kernel, *tensors)
 
 
 def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
-    """Return the outputs of a call without gradients and of one with gradients, then the
+    """Return the output of a call without gradients, the output of a call with gradients, and the
     gradients. Padding is removed.
     """
     ends, end = None, layer.T
@@ -128,8 +130,8 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> Values:
-    """Return the fields of the JSON line: `kernels` and their launches, `gathered_tiles`, the
-    `digest` of the results, and the first `fault` or None.
+    """Return the fields of the JSON line. They are `kernels` with the number of their launches,
+    `gathered_tiles`, the `digest` of the results, and the first `fault` or None.
     """
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]

@@ -4,9 +4,10 @@ log, and calls `main`.
     cli.run(main)                # a command without flags of its own, or with global flags
     cli.run(main, FLAGS)         # a command with flags of its own
 
-`FLAGS` are the command's own until it is the main program, since other commands use the same names.
-Invalid input is reported in one line; `--verbosity=1` adds the traceback. `exit_status` defines how
-commands end. A silent command reports on stderr that it is still running (`heartbeat`).
+`FLAGS` belong only to the command until it is the main program, since other commands use the same
+names. Invalid input is reported in one line, and `--verbosity=1` adds the traceback.
+`exit_status` defines the exit statuses of commands. If a command prints nothing for a while, it
+reports on stderr that it is still running (`heartbeat`).
 """
 
 import dataclasses
@@ -42,25 +43,27 @@ flags.register_validator(
 
 log = logging.getLogger(__name__)
 
-flags.disclaim_key_flags()  # flags defined below belong to the command that defines them
+# flags that are defined below belong to the command that defines them
+flags.disclaim_key_flags()
 
 
 def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagValues:
-    """Define flags and return their values.
+    """Define the flags of a command and return their values.
 
     Args:
-      own: The values to which the flags are added. Defaults to new values, which also have
-        `--commit`.
-      known: For each flag the default, the help, and optionally a bound or the allowed values; or
-        the name of another flag of which it is an alias. The flag has the type of its default.
-        The values of a list are separated by commas. A tuple means that the flag may be repeated,
-        with one value each. A type instead of a default means that the default is None, or empty
-        for a tuple. A bound is the minimum, or a pair of both ends. It defaults to the minimum 1
-        for integers and 0 for other numbers. `known=None` means no bound.
+      own: The values to which the flags are added. Defaults to new values, which also have the
+        flag `--commit`.
+      known: For each flag the default, the help, and optionally a bound or the allowed values.
+        Alternatively the name of another flag, of which the flag is an alias. A flag has the type
+        of its default. The values of a list are separated by commas. A tuple means that the flag
+        may be repeated, with one value each. A type instead of a default means that the default
+        is None, or empty for a tuple. A bound is the minimum, or a pair of both ends. The bound
+        defaults to the minimum 1 for integers and 0 for other numbers. A bound of None means that
+        there is no bound.
     """
     if own is None:
         own = flags.FlagValues()
-        # What `records.environment` reads.
+        # The commit is what `records.environment` reads.
         known["commit"] = (
             str,
             "Commit of this source tree; default: the commit that git reports.",
@@ -96,8 +99,8 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
-    """Define `--out`, the file to which lines are appended. An unusable file is refused before
-    anything is measured."""
+    """Define `--out`, the file to which lines are appended. If lines cannot be appended to the
+    file, the command ends before anything is measured."""
     what = "JSON Lines file to which the lines are appended."
     holder = flags.DEFINE_string("out", None, what, flag_values=own)
     flags.register_validator(holder, _takes_lines, flag_values=own)
@@ -137,10 +140,10 @@ def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
 def refuse_beside(
     mode: flags.Flag | flags.FlagHolder, others: Iterable[flags.Flag | flags.FlagHolder]
 ) -> None:
-    """Refuse flags that have no effect together with `mode`.
+    """Raise an error for flags that have no effect together with the flag `mode`.
 
     Raises:
-      ValueError: One of `others`, which have no effect, differs from its default.
+      ValueError: One of the flags `others`, which have no effect, differs from its default.
     """
     if given := [other.name for other in others if other.value != other.default]:
         raise ValueError(f"--{given[0]} has no effect with --{mode.name}")
@@ -156,9 +159,9 @@ def run(
     """Parse the command line and exit with the result of `main`.
 
     Args:
-      main: Receives the arguments and returns the exit status.
-      own: The flags of the command, which are not in `flags.FLAGS` while the module is only
-        imported. Defaults to the flags that the main module defines in `flags.FLAGS`.
+      main: The function that receives the arguments and returns the exit status.
+      own: The flags of the command. They are not in `flags.FLAGS` if the module is only imported.
+        Defaults to the flags that the main module defines in `flags.FLAGS`.
       arguments: Whether the command accepts arguments that are not flags.
       several: Whether the command itself supports several processes of a launcher.
     """
@@ -199,8 +202,8 @@ def _fault(error: Exception, program: str) -> int:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """Parse the command line. Faults end with status 2, not with absl's 1. `--help` is not a
-    fault."""
+    """Parse the command line. An invalid command line ends the process with status 2, not with
+    the 1 of absl. `--help` is valid."""
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
@@ -212,7 +215,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 def _start(main, arguments, argv, several=False):
     if not flags.FLAGS["verbosity"].present:
-        absl_logging.set_verbosity(absl_logging.WARNING)  # commands print what they choose
+        # commands themselves print what they choose
+        absl_logging.set_verbosity(absl_logging.WARNING)
     try:
         if len(argv) > 1 and not arguments:
             raise app.UsageError(f"unexpected argument {argv[1]!r}")
@@ -222,7 +226,8 @@ def _start(main, arguments, argv, several=False):
             print(f"warning: {process.module(line)}", file=sys.stderr)
         _log_events()
         if "commit" in flags.FLAGS:
-            records.environment(flags.FLAGS["commit"].value)  # as it is at the start
+            # the value at the start of the command
+            records.environment(flags.FLAGS["commit"].value)
         with heartbeat.beating(), policy.overridden(_thresholds(), "a flag"):
             return main(argv)
     except app.UsageError as error:
@@ -245,8 +250,8 @@ def _thresholds() -> policy.Thresholds:
 
 
 def _log_events() -> None:
-    """Print the events of `--log` without the prefix of absl, and only for the frameworks of the
-    flags.
+    """Print the events of `--log` without the prefix of absl. Print only events of the frameworks
+    that the flags select.
 
     Raises:
       ValueError: `--log` has events that change times, and `--save_records` is given.

@@ -1,8 +1,8 @@
 """Common parts of the commands that measure attention: flags, output folder, table, exit status.
 
 A module of such a command begins with `FLAGS = command.flag_values()` and ends with
-`cli.run(main, FLAGS)`. The flags are the command's own until it is the main program, since other
-commands use the same names.
+`cli.run(main, FLAGS)`. The flags belong only to the command until it is the main program, since
+other commands use the same names.
 """
 
 import csv
@@ -88,8 +88,8 @@ class _Names(flags.MultiFlag):
 def define_names(
     name: str, known: Iterable[str], help: str, own: flags.FlagValues = flags.FLAGS
 ) -> flags.FlagHolder[list[str]]:
-    """Define a repeatable flag with names of `known`, separated by commas. By default it is
-    empty."""
+    """Define a repeatable flag whose values are names in `known`, separated by commas. By default
+    the flag is empty."""
     flag = _Names(flags.EnumParser(list(known)), flags.ArgumentSerializer(), name, [], help)
     return flags.DEFINE_flag(flag, own)
 
@@ -98,7 +98,7 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
     """Return the numbers of a list flag, or `default` if it is not given.
 
     Raises:
-      ValueError: A value is not a positive integer, or there is none.
+      ValueError: A value is not a positive integer, or there are no values.
     """
     given = list(map(str, default)) if values is None else [x.strip() for x in values]
     if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
@@ -137,8 +137,8 @@ def settings(
     dtype: Any = None,
     **model,
 ) -> problems.Settings:
-    """Return a problem with the sizes of the flags. `model` overrides sizes by name, and
-    `dtype` replaces a missing `--dtype`.
+    """Return the settings of a problem with the sizes of the flags. `model` overrides sizes by
+    name, and `dtype` is used if `--dtype` is not given.
 
     Raises:
       ValueError: `heads` is not a multiple of `groups`.
@@ -182,7 +182,7 @@ def new_file(out: str | None, name: str) -> Path:
     """Return the file of this name in `folder(out)`.
 
     Raises:
-      ValueError: it exists.
+      ValueError: the file exists.
     """
     path = folder(out) / name
     if path.exists():
@@ -192,7 +192,7 @@ def new_file(out: str | None, name: str) -> Path:
 
 def least(wins: Sequence[tuple[int, bool]]) -> int | None:
     """Return the smallest length from which on every row wins, or None. `wins` has the length of
-    each row, and whether it wins.
+    each row, and whether the row wins.
     """
     lost = max((length for length, won in wins if not won), default=0)
     return min((length for length, _ in wins if length > lost), default=None)
@@ -222,25 +222,25 @@ class Results:
         self.rows: list[Values] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Write records. `beside` means that they are only baselines of other rows."""
+        """Write records. `beside` means that the records are only baselines of other rows."""
         records.append(self.path, made)
         self.done += made
         if beside:
             self.beside += made
 
     def add(self, *, beside: bool = False, **fields: Any) -> Record:
-        """Write the record of these fields."""
+        """Write the record with the given fields."""
         made = records.record(self.bench, self.commit, **fields)
         self.keep([made], beside)
         return made
 
     def row(self, **values: Any) -> Values:
-        """Add a row to the table and print its line. `lines.yaml` describes both.
+        """Add a row to the table and print its line. `lines.yaml` describes the row and the line.
 
         Args:
-          values: Records and other values, by the names in the paths of the columns. The status
-            of the row is that of the first record that is not ok, unless `worst` is given.
-            `more` has additional columns at the end, and `line` values that are only printed.
+          values: Records and other values, by the names that the columns use. The status of the
+            row is that of the first record that is not ok, unless `worst` is given. `more` has
+            additional columns at the end, and `line` values that are only printed.
         """
         found = [x for x in values.values() if isinstance(x, Record)]
         failed = [x for x in found if x.status != "ok"]
@@ -255,7 +255,7 @@ class Results:
 
     @property
     def columns(self) -> dict[str, None]:
-        """The columns of the table, also without rows."""
+        """The columns of the table. They are known even if there are no rows."""
         return dict.fromkeys(itertools.chain(tables.LINES[self.bench]["csv"], *self.rows))
 
     def finish(self) -> int:
@@ -280,7 +280,7 @@ class Results:
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Values]) -> None:
-    """Write a CSV file with these columns; missing values are empty."""
+    """Write a CSV file with the given columns. Missing values are empty cells."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*columns], lineterminator="\n")
@@ -334,8 +334,8 @@ def about(
     inputs: problems.Inputs | None = None,
     queries: Any = None,
 ) -> Values:
-    """Return the fields of a record that describe the problem. Without inputs, the problem has
-    random arrays and `queries` queries, and the arrays need not exist.
+    """Return the fields of a record that describe the problem. If `inputs` is None, the fields
+    describe a problem with random arrays and `queries` queries, which need not exist.
     """
     sizes: Values = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]

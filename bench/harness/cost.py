@@ -1,5 +1,5 @@
-"""Computes the useful FLOPs and the compulsory memory traffic of a branch. Knows the peak rates of
-devices, so that impossible times are detected.
+"""Computes the useful FLOPs and the compulsory memory traffic of a branch. The module also has
+the peak rates of devices, with which impossible times are detected.
 
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the
@@ -7,10 +7,10 @@ Assumptions:
   - The selected branch reads `min(n, existing blocks)` blocks, including the query's own
     (`num_local >= 1`), of which only the keys up to the query count.
   - Backward consists of five products with `3 * 2 D + 2 * 2 Dv` FLOPs per pair: the logits once
-    more, dV, dP, dQ and dK. The selection has no gradient.
-  - `all` is the sum of the branches; the scores use the logits of the compressed branch.
-  - Traffic: every input is read once and every output written once, float32 lse and int32
-    indices included. Repeated reads are not useful traffic.
+    more, dV, dP, dQ and dK. The selection of blocks has no gradient.
+  - `all` is the sum of the branches. The scores use the logits of the compressed branch.
+  - Traffic: every input is read once and every output is written once. The float32 lse and the
+    int32 indices count as outputs. Repeated reads are not useful traffic.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from nsa_core.config import NSAConfig
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of one measurement; see `nsa_core.types` for the letters."""
+    """The sizes of one measurement. `nsa_core.types` explains the letters."""
 
     B: int
     T: int
@@ -31,7 +31,7 @@ class Shape:
     Hkv: int
     D: int
     Dv: int
-    itemsize: int  # bytes of one element
+    itemsize: int  # number of bytes of one element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Limits:
     """
 
     flops_16bit: float
-    flops_32bit: float  # TF32, the fastest that float32 inputs may use
+    flops_32bit: float  # TF32, the fastest rate that float32 inputs may use
     bytes_per_s: float
 
 
-# The longest matching name wins.
+# If several names match a device, the longest is used.
 LIMITS = {
     "H100 80GB HBM3": Limits(989e12, 495e12, 3.35e12),
     "H100 PCIe": Limits(756e12, 378e12, 2.0e12),
@@ -111,13 +111,14 @@ def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> in
         return shape.itemsize * (query + key) + indices
     once = shape.itemsize * (query + key + value + out) + lse
     once += indices if branch == "selected" else 0
-    # Backward reads all of it and the cotangent, and writes a gradient for each input.
+    # The backward pass reads all of these arrays and the cotangent, and writes a gradient for
+    # each input.
     again = once + shape.itemsize * (out + query + key + value)
     return once + again if backward else once
 
 
 def limits(device: str) -> Limits | None:
-    """Return the known limits of the device with this driver name."""
+    """Return the limits of the device with this driver name, or None if they are not known."""
     return LIMITS.get(_known(device) or "")
 
 
@@ -126,8 +127,8 @@ def _known(device: str) -> str | None:
 
 
 def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
-    """Return the reason why a time is impossible on this device, or None if it is possible or
-    if nothing is known.
+    """Return the reason why a time is impossible on this device. Return None if the time is
+    possible or if the device is not known.
     """
     known = _known(device)
     if known is None:

@@ -1,8 +1,9 @@
 """Runs the decode steps for the last tokens on a filled cache. `bench.decode` times the steps
 and counts their reads.
 
-A step does not change the length of the cache, so that all calls do the same work. In torch every
-call writes the tokens to the same slots. In JAX the step resets the length of the returned cache.
+A step does not change the length of the cache. All calls therefore do the same work. In torch
+every call writes the tokens to the same slots. In JAX the step resets the length of the returned
+cache.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ from .runners import rotated
 
 
 class Cached:
-    """A cache with all tokens except the last ones, and the steps for the last tokens, which
-    have queries.
+    """A cache with all tokens except the last ones. The object also has the steps for the last
+    tokens, which have queries.
     """
 
     def __init__(self, runner, inputs: Inputs, config: NSAConfig, chosen: Choices):
@@ -53,7 +54,8 @@ class Cached:
         self.full = self._read(self._updated(self.cache, *self.last))
 
     def _updated(self, cache, key, value):
-        """Return the cache with more tokens, in torch in place."""
+        """Return the cache with the new tokens `key` and `value`. In torch the cache is changed
+        in place."""
         if not self.torch:
             return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
         count = key.selected.shape[1]
@@ -62,7 +64,7 @@ class Cached:
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
     def _read(self, cache) -> Values:
-        """Return the existing raw and compressed tokens that the branches read, by name."""
+        """Return those raw and compressed tokens in the cache that the branches read, by name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
         for branch, kind in itertools.product(Branches._fields, ("key", "value")):
@@ -91,13 +93,14 @@ class Cached:
         last = self.query, *self.last, self.gates
         if not self.torch:
             return donated(self.runner, step, self.cache, last)
-        # Each call has a new object, whose length it changes. The buffers are shared.
+        # Each call has a new cache object, whose length the call changes. All of them share the
+        # buffers.
         fresh = functools.partial(dataclasses.replace, self.cache)
         return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
 
     def _branch(self, branch: str, given: Values) -> Values:
-        """Run one branch on the cache. The result is `{"out", "lse"}`, or `{"indices"}` for
-        `scores`.
+        """Run one branch on the cache. The result has the keys `out` and `lse`, or only `indices`
+        for `scores`.
         """
         query, cache = given["query"], given["cache"]
 
@@ -122,7 +125,7 @@ class Cached:
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
 
     def reads(self, branch: str) -> np.ndarray:
-        """Count the keys that the last query reads in the branch, `[B, Hkv]` (see
+        """Return the number of keys that the last query reads in the branch, `[B, Hkv]` (see
         `bench.decode`).
         """
         given = {"query": self.query * 0, "cache": self.full}
@@ -135,7 +138,8 @@ class Cached:
 
 
 class Paged:
-    """A paged cache with the same tokens as a `Cached` and pages in random order, and its step."""
+    """A paged cache with the same tokens as a `Cached`, with pages in random order. The object
+    also has the step."""
 
     def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
         self.cached, self.implementation = cached, implementation
@@ -156,8 +160,8 @@ class Paged:
         return self.api.append(cache, flat(key), flat(value), *self.at) or cache
 
     def stored(self) -> Values:
-        """Return the tokens as a cache in fp8 stores them, by the names of `problems.Inputs`, in
-        float32.
+        """Return the tokens with the rounding of a cache in fp8, in float32, by the names of
+        `problems.Inputs`.
         """
         config, (table, _) = self.cached.config, (self.runner.numpy(x) for x in self.at)
 
@@ -198,8 +202,8 @@ class Paged:
         return paged_attend
 
     def chosen(self) -> jax.Array | None:
-        """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. None means
-        the selection of the contiguous cache.
+        """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. Return
+        None if they are the same as those of the contiguous cache.
         """
         if self.name == "gathered":
             return None
@@ -231,7 +235,8 @@ class Paged:
 
         if not self.cached.torch:
             return donated(self.runner, step, self.cache, self.cached.last)
-        # Contiguous like the results of projections. Each step would copy slices of whole rows.
+        # The tensors are contiguous, like the results of projections. Slices of whole rows would
+        # be copied in each step.
         pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
         new = dict(zip(("key", "value"), pairs, strict=True))
         return Step(self.runner, lambda _: attend(self.cache, **new))
@@ -256,8 +261,8 @@ class Step:
             return self.call(index)
 
     def timed(self, how: Values) -> tuple[timing.Timing, str]:
-        """Return the time, and whether a CUDA graph replayed the step or the reason why it did
-        not.
+        """Return the time. Also return whether a CUDA graph replayed the step, or the reason why
+        it did not.
         """
         if self.runner.framework == "jax":
             return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
@@ -273,14 +278,14 @@ class Step:
         return found, "yes"
 
     def host_ms(self) -> float | None:
-        """Return the host time of an eager call, or None if no call is eager on a GPU."""
+        """Return the host time of an eager call on a GPU, or None if there is no such call."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
         return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))
 
 
 def stepped(runner, function: Callable, arguments: Values) -> Step:
-    """Return a step that does not change its arguments."""
+    """Return a step that calls `function` and does not change its arguments."""
     if runner.framework == "torch":
         return Step(runner, lambda _: function(arguments))
     step, copies = jax.jit(function), rotated(dict(arguments))

@@ -20,14 +20,15 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
     """Return the status of a run.
 
     Args:
-      asked_for: The rows that the command measures.
-      beside: Baselines of these rows. They count only if they are wrong or an error.
+      asked_for: The records of the rows that the command was asked to measure.
+      beside: The records of baselines of these rows. They count only if their status is wrong or
+        an error.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))
 
 
 def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
-    """The same as `of`, for the statuses of rows."""
+    """Return the same as `of`, but from the statuses of rows instead of their records."""
     asked_for = list(asked_for)
     if {"wrong", "error"} & {*asked_for, *beside}:
         return WRONG
@@ -35,7 +36,7 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """Return the status of a command that ran several commands, from their statuses `ends`. A
+    """Return the status of a command that ran several commands, given their statuses `ends`. A
     status outside 0 to 3 counts as 1.
     """
     found = {end if end in range(4) else WRONG for end in ends}

@@ -1,5 +1,6 @@
-"""Runs torch's FlexAttention on lists of selected blocks. Its block mask has the union of the
-blocks of each tile of queries, and a function masks the single pairs of query and key.
+"""Runs torch's FlexAttention on lists of selected blocks. The block mask has the union of the
+blocks of each tile of queries. Within these blocks, a function masks single pairs of query and
+key.
 """
 
 import functools
@@ -8,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE = 128  # side of the tiles of queries and keys that FlexAttention computes or skips
+TILE = 128  # size of the tiles of queries and keys that FlexAttention computes or skips
 
 
 def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
     """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, which have -1 in empty slots. The
     queries are the last `Sq` of the `keys` tokens, and a block has `block` tokens.
 
-    This allocates one bool per key/value head, query and block, and no array of queries times keys.
+    The function allocates one bool per key/value head, query and block. It allocates no array of
+    queries times keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -28,12 +30,13 @@ def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
     chosen = chosen[..., :count]
     tiles = -(-queries // TILE)
     rows = torch.nn.functional.pad(chosen, (0, 0, 0, tiles * TILE - queries))
-    union = rows.unflatten(2, (tiles, TILE)).any(dim=3)  # by blocks of the lists
+    union = rows.unflatten(2, (tiles, TILE)).any(dim=3)  # one entry per block of the lists
     begin = torch.arange(-(-keys // TILE), device=indices.device) * TILE
     ends = (begin + TILE - 1).clamp(max=keys - 1)
     marks = union.int().cumsum(dim=-1)
     marks = torch.nn.functional.pad(marks, (1, 0))
-    union = marks[..., ends // block + 1] > marks[..., begin // block]  # by tiles of keys
+    # one entry per tile of keys
+    union = marks[..., ends // block + 1] > marks[..., begin // block]
     last = first + (torch.arange(tiles, device=indices.device) + 1) * TILE - 1
     union &= begin <= last[:, None]
     numbers = union.sum(dim=-1, dtype=torch.int32)

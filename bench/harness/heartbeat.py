@@ -1,4 +1,4 @@
-"""Reports on stderr that a command is still running, and its step, if the command prints
+"""Reports on stderr that a command is still running, and in which step, if the command prints
 nothing for a while.
 """
 
@@ -14,7 +14,7 @@ _doing = ""
 
 
 def say(doing: str) -> None:
-    """Set the name of the step for the next lines, without output."""
+    """Set the name of the step that the next lines report. This prints nothing."""
     global _doing
     _doing = doing
 
@@ -58,8 +58,8 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
 def on_silence(
     last: Callable[[], float], seconds: float, call: Callable[[], None]
 ) -> Iterator[None]:
-    """Return a context that calls `call` in a thread when the time `last()`, by
-    `time.monotonic`, was at least `seconds` ago. The call repeats until `last()` advances.
+    """Return a context that calls `call` in a thread when the time `last()`, by `time.monotonic`,
+    was at least `seconds` ago. `call` is repeated until `last()` advances.
     """
     ended = threading.Event()
 

@@ -1,5 +1,5 @@
-"""Determines the rows of a comparison: every implementation of every branch, or only the named
-ones.
+"""Determines the rows of a comparison. By default there is a row for every implementation of
+every branch. If implementations are named, only these have rows.
 """
 
 import dataclasses
@@ -25,21 +25,25 @@ class Job:
     implementation: Any = None  # the argument of the public functions
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
-    # Whether it must be measured, since it was named. None if the name is another framework's.
-    # Otherwise one row of the branch is enough.
+    # Whether this row must be measured, since its implementation was named. None if the name
+    # belongs to another framework. If False, it is enough to measure one row of the branch.
     asked: bool | None = False
-    function: Callable[[Values], Values] | None = None  # runs instead of the public function
-    timed: Callable[[Values], Values] | None = None  # is timed instead of the judged function
-    work: Cost | None = None  # of the timed call, if it differs from that of the branch
+    # a function that runs instead of the public function
+    function: Callable[[Values], Values] | None = None
+    # a function that is timed instead of the judged function
+    timed: Callable[[Values], Values] | None = None
+    # the cost of the timed call, if it differs from that of the branch
+    work: Cost | None = None
     # For whole attention of another library: computes its compressed `key` and its `blocks`.
     own: Callable[[Values], Values] | None = None
-    judged: bool = True  # False if it computes another function than the oracle, see `note`
-    library: bool = False  # others' code, which may refuse in its own ways
-    note: str = ""  # the note of a row that is ok
+    # False if the row computes another function than the oracle, see `note`
+    judged: bool = True
+    library: bool = False  # code of another library, which may refuse in its own ways
+    note: str = ""  # the note of a row whose status is ok
     form: str = ""  # form of whole attention: "recompute", "packed", or "" for a plain call
 
     def named(self, branch: str) -> Any:
-        """Return the implementation of one branch."""
+        """Return this job for the implementation of one branch."""
         each = self.implementation
         return getattr(each, branch) if isinstance(each, Branches) else each
 
@@ -55,8 +59,8 @@ def jobs(
       wanted: The named implementation of each branch, or None.
       on_unsupported: See `Registry.choose`.
       branches: The branches.
-      chosen: Whether only the automatic choice is measured for a branch without a name. By default
-        all implementations are.
+      chosen: Whether only the automatic choice is measured for a branch without a name. By
+        default all implementations are measured.
     """
     for branch in branches:
         if branch == "dense":
@@ -69,7 +73,7 @@ def jobs(
 
 def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterator[Job]:
     question = question._replace(step=branch)
-    # Scores go with the selected branch, as in `Registry.choices`.
+    # The scores run on the implementation of the selected branch, as in `Registry.choices`.
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
     if name is None and not chosen:
         for entry in registry.table[branch]:
@@ -86,9 +90,9 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    """Yield the rows of whole attention: one row for each implementation, on which all steps run,
-    and one for the automatic choice. If implementations are named or `chosen` is given, there is
-    only one row.
+    """Yield the rows of whole attention. There is one row per implementation, on which all steps
+    run, and one row for the automatic choice. If implementations are named or `chosen` is given,
+    there is only one row.
     """
     if any(wanted) or chosen:
         try:
@@ -125,7 +129,7 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
     """Make a job that computes all branches as `job` does, with `recompute` or as one packed row.
 
     `recompute` stores no branch outputs for the backward pass. `packed` uses one packed row with
-    metadata that is made before."""
+    metadata that is made before the call."""
     run, config = settings.runtime, settings.nsa
     meta = runner.metadata(run.batch, run.seq_len, config) if form == "packed" else None
 
@@ -142,7 +146,8 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
 
 
 def label(chosen: Choices) -> str:
-    """Return the name that all steps share, or the four names in their order."""
+    """Return the name of the implementation that all steps share. If they differ, return the four
+    names in order."""
     return joined(choice.implementation for choice in chosen)
 
 

@@ -15,10 +15,10 @@ LAUNCHERS = {
 
 
 def check_one(together: str = "") -> None:
-    """Raise an error if this is one of several processes that do not communicate.
+    """Raise an error if this process is one of several that do not communicate.
 
     Args:
-      together: The flags with which the processes would be one run, if the command has such
+      together: The flags that would combine the processes to one run, if the command has such
         flags.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Formats tables in Markdown."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,8 @@ def length(tokens: int) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:
-    """Return a Markdown table that ends with a line break. Without `rows` it is only the head."""
+    """Return a Markdown table that ends with a line break. Without `rows` the table is only the
+    head."""
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"{line(cells)}\n" for cells in lines)

@@ -1,5 +1,5 @@
-"""Measures one row: first its parity, then its time. Wrong rows are not timed, and failed rows
-have a reason.
+"""Measures one row of a table: first its parity, then its time. Wrong rows are not timed. Failed
+rows have a reason.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
-    """Return the fields from `take`, or a status and the reason if it raises an exception.
+    """Return the fields from `take`, or a status and the reason if `take` raises an exception.
 
-    `library` means that the code of another library is measured. Any exception then counts as
-    `unsupported`, otherwise only `NotImplementedError`. Lack of memory is `oom`, everything else
-    `error`.
+    `NotImplementedError` gives the status `unsupported`, a lack of memory `oom`, and any other
+    exception `error`. `library` means that the code of another library is measured. Then all
+    other exceptions also give `unsupported`.
     """
     heartbeat.say(name)
     try:
@@ -42,7 +42,8 @@ def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A row after its parity: the fields so far, and a function that times it if they are right."""
+    """A row whose parity has been judged. It has the fields so far, and a function that times the
+    row if the results are right."""
 
     name: str
     library: bool
@@ -50,7 +51,7 @@ class Judged:
     time: Callable[..., Values] | None = None
 
     def timed(self, **how: Any) -> Values:
-        """Return the fields of the record. `how` has arguments of `timing`."""
+        """Time the row and return the fields of its record. `how` has arguments of `timing`."""
         time = self.time
         if time is None:
             return self.found
@@ -89,8 +90,8 @@ def judge(
     mode: str = "forward",
     load: Callable | None = None,
 ) -> Judged:
-    """Compile `job` and compare it with the oracle. `load` is `runner.load`, or `once` of
-    it.
+    """Compile `job` and compare its results with the oracle. `load` is `runner.load` or
+    `once(runner.load)`.
     """
     name = f"{runner.framework} {job.branch} {job.label}"
 
@@ -115,7 +116,7 @@ def once(load: Callable) -> Callable:
 
 
 def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[Values, Any]:
-    """Return the fields of parity, and the step to time."""
+    """Return the fields of parity, and the step that is timed."""
     config = settings.nsa
 
     def function(arguments):
@@ -155,8 +156,8 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
 
 
 def judged(parity, rows: int) -> Values:
-    """Return the fields of parity, which was checked on `rows` rows. `status` is included if a
-    bound is broken.
+    """Return the fields of a `parity` that was checked on `rows` rows. If a bound is broken, the
+    fields include `status`.
     """
     found: Values = {"rows_checked": rows}
     for name, x in vars(parity).items():
@@ -167,7 +168,7 @@ def judged(parity, rows: int) -> Values:
 
 
 def timed(timing, work: cost.Cost, device: str, itemsize: int) -> Values:
-    """Return the fields of a time. An impossible time becomes an error."""
+    """Return the fields of a time. An impossible time gives the status `error`."""
     found = dataclasses.asdict(timing) | {
         "useful_flops": work.flops,
         "bytes": work.bytes,
@@ -195,8 +196,8 @@ def selection(runner, config, job: Job, arguments: Values) -> tuple:
 
 
 def shape_of(settings, inputs=None, queries: int | None = None) -> cost.Shape:
-    """Return the sizes of a problem, with or without its inputs. `queries` counts the last tokens,
-    all by default.
+    """Return the sizes of a problem, with or without its inputs. `queries` is the number of
+    queries, which are the last tokens. It defaults to all tokens.
     """
     run, model = settings.runtime, settings.model
     batch, queries, keys = run.batch, queries or run.seq_len, run.seq_len

@@ -1,5 +1,5 @@
-"""Measures the rows of a table in several processes, which prepare in parallel and are timed
-one at a time. Compilation thereby uses all cores of the machine.
+"""Measures the rows of a table in several processes. The processes prepare in parallel, so that
+compilation uses all cores of the machine. They are timed one at a time.
 
 Each process has some of the rows. If a process crashes during a row, or needs more than `ROW_S`
 seconds for it, the row is an error, and a new process gets the remaining rows. A kernel that
@@ -25,8 +25,8 @@ from .measure import Judged, guarded, judge
 from .records import Record, Values
 
 ROW_S = 120
-STDERR = 2  # the file descriptor, even if Python has replaced sys.stderr
-ROUNDS = 4  # how often processes are started for the rows that are left
+STDERR = 2  # the file descriptor of stderr, even if Python has replaced sys.stderr
+ROUNDS = 4  # the number of times that processes are started for the remaining rows
 FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ class Problem:
     Attributes:
       calls: fields of each record.
       how: arguments of `timing`.
-      refusal: the reason why the problem does not exist, or an empty string.
+      refusal: the reason why the problem does not exist, or an empty string if it exists.
     """
 
     bench = ""
@@ -58,8 +58,8 @@ class Problem:
         raise NotImplementedError
 
     def judge(self) -> Callable[[], list[Record]]:
-        """Do all work that precedes timing. Return a function that times the jobs and returns
-        their records.
+        """Do all work that precedes timing. Return a function that times the jobs and then
+        returns their records.
         """
         judged: list[Judged] = []
 
@@ -102,13 +102,13 @@ FLAGS = {
         str,
         "Internal: folder of the rows. A process passes it to the processes that it starts.",
     ),
-}  # as `cli.define` takes them
+}  # flags in the form that `cli.define` accepts
 
 
 def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
     """Measure rows for the process that started this one with `--turn`, and return the exit status.
-    In the folder of `--turn`, `<number>.jsonl` gets the records of a row. `<number>.begun` exists
-    while this process works on the row.
+    The records of a row are written to `<number>.jsonl` in the folder of `--turn`.
+    `<number>.begun` exists in that folder while this process works on the row.
     """
     faulthandler.enable(STDERR)
     folder, numbered = Path(own.turn), _asked(own, rows)
@@ -125,8 +125,8 @@ def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
 def measure(
     own: flags.FlagValues, name: str, rows: Sequence[Any], folder: Path
 ) -> Iterator[list[Record]]:
-    """Yield the records of each row of the command `bench.<name>` when they are complete.
-    Logs of processes are in `parts` in `folder`.
+    """Yield the records of each row of the command `bench.<name>` when they are complete. The
+    logs of the processes are in the subfolder `parts` of `folder`.
 
     Raises:
       ValueError: `--rows` has an index without a row.
@@ -153,7 +153,8 @@ def _asked(own: flags.FlagValues, rows: Sequence[Any]) -> dict[int, Any]:
 def by_processes(
     words: Sequence[str], rows: Mapping[int, Any], processes: int, folder: Path
 ) -> Iterator[list[Record]]:
-    """Yield the records of each of `rows`, which processes of `python -m <words>` measure."""
+    """Start processes of `python -m <words>` that measure `rows`. Yield the records of each
+    row."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
         parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
@@ -199,15 +200,15 @@ def _ended(status: int, log: Path) -> str:
 
 
 def _better(first: Record, second: Record) -> Record:
-    """Return the faster of two measurements of one call, or the invalid one if a measurement is
-    invalid.
+    """Return the faster of two measurements of one call. If one of them is invalid, return that
+    one.
     """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 
 
 def _guarded[T](function: Callable[[], T], begun: Path) -> T:
-    """Call `function()` while the marker file exists, in a process that ends if the call takes
-    too long.
+    """Call `function()`. The marker file `begun` exists during the call. If the call takes too
+    long, the process ends.
     """
     begun.touch()
     faulthandler.dump_traceback_later(ROW_S, exit=True, file=STDERR)

@@ -1,4 +1,4 @@
-"""Problems to measure: settings from a config file, and inputs for them."""
+"""Problems to measure. A problem has settings from a config file, and input arrays."""
 
 import contextlib
 import dataclasses
@@ -27,8 +27,8 @@ ARGUMENTS = {
     "dense": ("query", "key", "value"),
 }  # attributes of `Inputs`; `key` and `value` are those of one branch, except for `all`
 BRANCHES = tuple(ARGUMENTS)
-KINDS = ("random", "text", "alike")  # of inputs
-ALIKE = 0.95  # correlation of adjacent queries of the kind `alike`
+KINDS = ("random", "text", "alike")  # the kinds of inputs
+ALIKE = 0.95  # correlation of adjacent queries in inputs of the kind `alike`
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 
 
@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Return the thresholds that replace those of the device."""
+        """Return the thresholds of this section, which replace those of the device."""
         names = (field.name for field in dataclasses.fields(Thresholds))
         return Thresholds(**{name: getattr(self, name) for name in names})
 
@@ -87,9 +87,9 @@ class Inputs:
     compressed_key: jax.Array
     compressed_value: jax.Array
     block_indices: jax.Array
-    cotangent: jax.Array  # of the output
-    name: str  # of KINDS
-    sha256: str | None  # of the text
+    cotangent: jax.Array  # the cotangent of the output
+    name: str  # one of KINDS
+    sha256: str | None  # the SHA-256 of the text
     overlap: float | None  # None if there is one query
 
     @property
@@ -107,19 +107,19 @@ class Inputs:
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings in `configs/<name>.yaml` or in the file at a path, which override
-    those of the base file. `runtime` overrides single values of that section; None overrides
-    nothing.
+    those of the base file. `runtime` overrides single values of the section `runtime`. A value of
+    None overrides nothing.
     """
     merged = config_files.overlay(config_files.load("base"), config_files.load(name))
     given = {name: x for name, x in (runtime or {}).items() if x is not None}
-    if given:  # a section that is no mapping stays, and is refused below
+    if given:  # a section that is no mapping is unchanged here, and is refused below
         merged = config_files.overlay(merged, {"runtime": given})
     return config_files.build(Settings, merged)
 
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Return a context without the debug log, since making inputs is not part of the
+    """Return a context in which the debug log is off, since making inputs is not part of the
     measurement.
     """
     on, debug.on = debug.on, False
@@ -146,8 +146,8 @@ def make(
         which adjacent queries are similar.
       seed: Seed of the random arrays, and of the model that projects the text.
       num_queries: `T`, the number of queries, which are the last of the `S` tokens. Defaults to
-        all.
-      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the selection of these inputs.
+        all tokens.
+      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the blocks that these inputs select.
 
     Raises:
       ValueError: `num_queries` is invalid.
@@ -219,7 +219,8 @@ def overlap(block_indices) -> jax.Array:
     now, before = block_indices[:, 1:], block_indices[:, :-1]
     filled = now >= 0
 
-    def count(slot):  # a slot at a time: [.., n, n] would not fit at 64k
+    # one slot at a time, since [.., n, n] would not fit in memory at 64k tokens
+    def count(slot):
         same = now[..., slot, None] == before
         return (same.any(axis=-1) & filled[..., slot]).astype(jnp.float32)
 

@@ -1,6 +1,6 @@
-"""Runs a command as a step of a longer run, in a process with a timeout, a log and a result.
+"""Runs a command as a step of a longer run, in a process with a timeout, a log and a result. The
 
-The process has a separate process group, so that its children end with it.
+process has its own process group. Its children therefore end with it.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 CHECKOUT = Path(__file__).parents[2]
-# The working directory of commands: the checkout, or for an installed library the current folder.
+# The working directory of commands. It is the checkout, or the current folder if the library is
+# installed.
 ROOT = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
 SHOWN_LINES = 15
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
+GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL
 
 _running: set[subprocess.Popen] = set()
 _lock = threading.Lock()
@@ -58,7 +59,7 @@ class Result:
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM was received."""
+    """The exception that is raised if SIGINT or SIGTERM was received."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -86,7 +87,7 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of this process with `changes`, for a child. A change of
+    """Return the environment variables of this process with `changes`, for a child. A changed
     `PYTHONPATH` is put before the present value.
     """
     variables = os.environ | changes
@@ -97,8 +98,8 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
-    """Return the words of a command with `{name}` replaced. An empty word is omitted, and a word
-    with `{records}` is repeated for each record.
+    """Return the words of a command in which `{name}` has been replaced by its value. An empty
+    word is omitted, and a word with `{records}` is repeated for each record.
     """
     found = []
     for word in shlex.split(template):
@@ -127,17 +128,18 @@ def run(
     before: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores compiled
-    imports for the next step, even if the environment disables this, which saves 2 s for torch.
+    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores
+    compiled modules for the next step, even if the environment disables this. This saves 2 s when
+    torch is imported.
 
     Args:
       name: Name of the step.
       words: Module and arguments.
       folder: Folder of the log.
       timeout_s: Seconds after which the process is ended.
-      budget: Whether `timeout_s` is the remaining time of the whole run. If so, the reason of a
+      budget: Whether `timeout_s` is the remaining time of the whole run. If so, the reason for a
         timeout states this.
-      before: A command that starts this one.
+      before: The words of a command that starts this command, such as a launcher.
       variables: Environment variables in addition to those of this process.
     """
     command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]

@@ -1,9 +1,10 @@
-"""Reads and writes records. Each measurement is one JSON line, and every table, plot and threshold
-is derived from these lines.
+"""Reads and writes records. A record is one JSON line and has one measurement. Every table, plot
+and threshold is derived from records.
 
-`Record` lists the fields of a measurement of attention: problem, times, errors, environment. Values
-that only one command has are in `extra`. A line has only the fields that differ from the defaults.
-`read` checks every line, so that a damaged file raises an error instead of yielding wrong numbers.
+`Record` lists the fields of a measurement of attention: problem, times, errors, environment.
+Values that only one command has are in the field `extra`. A line has only the fields that differ
+from their defaults. `read` checks every line. A damaged file therefore raises an error instead of
+giving wrong numbers.
 """
 
 import dataclasses
@@ -30,24 +31,25 @@ from . import process
 FOLDER = process.ROOT / "bench" / "records"
 FP8_RECORDS = "fp8/compare.jsonl"  # in the folder of a device
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-type Values = dict[str, Any]  # by the names of fields or of arguments
+type Values = dict[str, Any]  # keyed by the names of fields or of arguments
 type Milliseconds = Annotated[float, Field(gt=0)] | None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class Record:
-    """A measurement, or the reason why there is none. Lengths are in tokens, times in
+    """A measurement, or the reason why there is no measurement. Lengths are in tokens, times in
     milliseconds.
     """
 
     schema: Literal[2] = 2
-    bench: str  # which command measured
+    bench: str  # the command that measured
     framework: Literal["jax", "torch", ""] = ""
     # The part of attention that was measured.
     branch: Literal[
         "compressed", "scores", "selected", "sliding", "combine", "all", "dense", ""
     ] = ""
-    implementation: str = ""  # the one that ran, which may differ from the requested one
+    # the implementation that ran, which may differ from the requested one
+    implementation: str = ""
     mode: str = ""  # forward, fwdbwd, backward, decode
     B: int = 0
     T: int = 0
@@ -59,29 +61,33 @@ class Record:
     dtype: str = ""
     config: Values = dataclasses.field(default_factory=dict)  # fields of NSAConfig
     input: str = ""  # random, text, ...
-    input_sha256: str | None = None  # of the corpus bytes that were read
-    overlap: float | None = None  # mean share of selected blocks that neighbours have in common
+    input_sha256: str | None = None  # the SHA-256 of the corpus bytes that were read
+    # mean share of selected blocks that adjacent queries have in common
+    overlap: float | None = None
     time_ms: Milliseconds = None  # median
     p20_ms: Milliseconds = None
     p80_ms: Milliseconds = None
     samples: int = 0
     timer: str | None = None  # host, cuda_events, ...
     useful_flops: int | None = None
-    bytes: int | None = None  # compulsory traffic: every array once
+    bytes: int | None = None  # compulsory traffic: every array is read or written once
     tflops: float | None = None
     gbps: float | None = None
-    extra_peak_bytes: int | None = None  # beyond the inputs
-    error_of: str | None = None  # the result that uses most of its bound
+    extra_peak_bytes: int | None = None  # memory in addition to the inputs
+    error_of: str | None = None  # the array that uses the largest share of its bound
     error_max: float | None = None
     error_mean: float | None = None
-    error_bound: float | None = None  # of error_max
+    error_bound: float | None = None  # the bound of error_max
     error_mean_bound: float | None = None
     error_rms: float | None = None
     error_rms_bound: float | None = None
-    slope: float | None = None  # <path, oracle> / <oracle, oracle>; None of few elements
-    rows_checked: int | None = None  # query positions of each sequence that parity looked at
-    rows_differ: int | None = None  # rows whose selection differs from the oracle's own
-    extra: Values = dataclasses.field(default_factory=dict)  # values of one command
+    # <path, oracle> / <oracle, oracle>; None if there are few elements
+    slope: float | None = None
+    # number of query positions per sequence whose results were checked
+    rows_checked: int | None = None
+    # number of rows whose selection differs from that of the oracle
+    rows_differ: int | None = None
+    extra: Values = dataclasses.field(default_factory=dict)  # values that only one command has
     status: Literal["ok", "wrong", "oom", "unsupported", "error", "timeout"] = "ok"
     reason: str = ""
     refused: Values = dataclasses.field(default_factory=dict)
@@ -113,7 +119,8 @@ class Record:
         """The largest of the errors (maximum, mean, rms, slope) divided by its bound, or None
         without a bound.
         """
-        # In 8 bits the limit of the slope depends on the baseline, which a record does not have.
+        # In 8 bits the limit of the slope depends on the slope of the baseline, which a record
+        # does not have.
         judged = "compute_dtype" not in self.config
         slope = abs(self.slope - 1) if judged and self.slope is not None else None
         pairs = (
@@ -127,19 +134,19 @@ class Record:
 
 
 def times_of(row: Any) -> tuple[float, float, float] | None:
-    """The same as `Record.times_ms`, for any object with times and a status."""
+    """Return the same as `Record.times_ms`, for any object with times and a status."""
     times = row.time_ms, row.p20_ms, row.p80_ms
     return None if row.status != "ok" or None in times else times
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 _EMPTY = dataclasses.asdict(Record(bench=""))
-_ALWAYS = frozenset({"schema", "bench", "status"})  # in every line
+_ALWAYS = frozenset({"schema", "bench", "status"})  # these fields are in every line
 
 
 def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
-    """Return a record of `bench.<bench>` with the present time. Values that are not fields go
-    to `extra`. `commit` is as in `environment`.
+    """Return a record of `bench.<bench>` with the present time. Values that are not fields of
+    `Record` go to `extra`. `commit` is the same as in `environment`.
     """
     found: Values = {"bench": bench, "time": utc_now()} | environment(commit) | values
     extra = {name: found.pop(name) for name in found.keys() - set(FIELDS)}
@@ -169,14 +176,15 @@ def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
     with path.open("a+b", buffering=0) as file:
         end = _check_end(file, path)
         data = text.encode()
-        if file.write(data) < len(data):  # a full disk stores a part, without an error
+        if file.write(data) < len(data):  # a full disk stores only a part, without an error
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
 
 
 def check_appendable(path: str | Path) -> None:
-    """Check that lines can be appended to the file at `path`, before there are any.
+    """Check that lines can be appended to the file at `path`. Call this before anything is
+    measured.
 
     Raises:
       ValueError: The path is not a file, its last line is truncated, or its folder is a file.
@@ -203,8 +211,8 @@ def _check_end(file: BinaryIO, path: Path) -> int:
 
 
 def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> Record:
-    """Return a line of `<device>/kernel_log/variants.jsonl`: the time in ms of a variant of a
-    kernel that is not in use.
+    """Return a line of `<device>/kernel_log/variants.jsonl`. The line has the time in ms of a
+    variant of a kernel that is not in use.
     """
     what = {"kernel": kernel, "shape": shape, "variant": name, "in_use": False}
     return Record(
@@ -213,7 +221,7 @@ def variant(kernel: str, shape: str, name: str, time: float, commit: str | None)
 
 
 def keep(done: Iterable[Record], name: str) -> None:
-    """Add records to the file `name` in the folder of their device."""
+    """Append records to the file `name` in the folder of their device."""
     by_device: dict[str, list[Record]] = {}
     for record in done:
         by_device.setdefault(record.device, []).append(record)
@@ -231,12 +239,13 @@ def read(path: str | Path) -> list[Record]:
 
 
 def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Return the records of `read`, each with its location `<path>:<line>`."""
+    """Return the same records as `read`, each with its location `<path>:<line>`."""
     return ((where, checked(Record, data, where)) for where, data in read_lines(path))
 
 
 def checked[T](kind: type[T], data: Any, where: str) -> T:
-    """Return the `kind` with the fields `data` of a line that was read at `where`.
+    """Return an object of the class `kind` with the fields `data` of a line, which was read at
+    `where`.
 
     Raises:
       ValueError: The data is not a valid `kind`.
@@ -279,7 +288,7 @@ def folder_of(device: str) -> Path:
 
 
 def shown(path: str | Path) -> str:
-    """Return a path without the part that depends on this machine."""
+    """Return a path as text, without the part that depends on this machine."""
     full, root = Path(path).resolve(), FOLDER.parent.parent.resolve()
     return str(full.relative_to(root)) if full.is_relative_to(root) else full.name
 
@@ -293,8 +302,9 @@ def environment(commit: str | None = None) -> Values:
     """Return the fields `versions`, `commit` and `dirty` of this process.
 
     Args:
-      commit: The commit of which this tree is a copy. Defaults to git's. If git reports another
-        one, or none, `dirty` is None, since a copy may have the .git of another tree.
+      commit: The commit of which this tree is a copy. Defaults to the commit that git reports. If
+        git reports another commit, or none, `dirty` is None, since a copy may have the .git of
+        another tree.
     """
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -306,7 +316,7 @@ def environment(commit: str | None = None) -> Values:
     }
     here, status = head(Path(__file__).parents[1] / "records"), None
     if here and here.startswith(commit or ""):
-        # Records that a run adds do not change what the next one measures.
+        # Records that a run adds do not change what the next run measures.
         changed = "git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records"
         commit, status = here, output(*changed)
     dirty = None if status is None else bool(status)

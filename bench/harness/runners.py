@@ -20,7 +20,8 @@ from . import timing
 from .problems import Settings
 from .records import Values
 
-# JAX has no L2 flush. Its inputs rotate through copies that have this size together.
+# JAX has no L2 flush. Its inputs instead rotate through copies whose total size is this number of
+# bytes.
 ROTATED_BYTES, MAX_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
 # Note of a row whose library supports only one head width for query, key and value.
 PADDED = "values padded to the width of the keys"
@@ -47,7 +48,7 @@ def problem(
     capability: tuple[int, int] | None = None,
     device: str | None = None,
 ) -> Problem:
-    """Return the problem for the registry of `framework`. `step` is set later."""
+    """Return the problem for the registry of `framework`. The caller sets its `step` later."""
     model, run = settings.model, settings.runtime
     return Problem(
         framework=framework,
@@ -69,7 +70,8 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """Return `problem(settings, ..)` for the device of `runner`, whose policy then applies."""
+    """Return `problem(settings, ..)` for the device of `runner`. The policy of that device then
+    applies."""
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -99,7 +101,8 @@ class JaxRunner:
         return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)
 
     def dense(self, name: str, query, key, value) -> Values:
-        """Compute causal attention by JAX's own function; `name` is its implementation."""
+        """Compute causal attention with JAX's own function. `name` is the implementation of that
+        function."""
         width = value.shape[-1]
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, query.shape[-1] - width),))
         causal = _is_causal(query.shape[1], key.shape[1])
@@ -190,12 +193,12 @@ class TorchRunner:
         self.dense_names = ("flash", "cudnn") if cuda else ("flash",)
 
     def metadata(self, batch: int, length: int, config) -> Any:
-        """The same as in `JaxRunner`."""
+        """Return the metadata of a packed row with `batch` sequences of one length."""
         borders = self.torch.arange(batch + 1, dtype=self.torch.int32) * length
         return self.api.varlen_metadata(borders, config=config, device=self.platform)
 
     def load(self, arguments: Any) -> Any:
-        """Copy the values to new tensors."""
+        """Copy the values of the arguments to new tensors."""
 
         def tensor(x):
             array = np.array(x)
@@ -207,7 +210,8 @@ class TorchRunner:
         return jax.tree.map(tensor, arguments)
 
     def dense(self, name: str, query, key, value) -> Values:
-        """Compute causal attention by `scaled_dot_product_attention`; `name` is its backend."""
+        """Compute causal attention with `scaled_dot_product_attention`. `name` is the backend of
+        that function."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = {
@@ -266,7 +270,8 @@ class TorchStep:
             before = torch.cuda.memory_allocated()
             self(*self.sources)
             self.extra_peak_bytes = torch.cuda.max_memory_allocated() - before
-            torch.cuda.empty_cache()  # JAX, and processes that wait for their turn, need it more
+            # JAX, and processes that wait for their turn, need this memory more
+            torch.cuda.empty_cache()
 
     def __call__(self, arguments, cotangent=None) -> Values:
         if cotangent is None:
@@ -299,7 +304,7 @@ def started(framework: str) -> tuple[list[Any], bool]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of either framework means that memory ran out."""
+    """Return whether an exception of either framework means that memory ran out."""
     kind = type(error).__name__
     text = str(error)
     return (
@@ -319,8 +324,8 @@ def _choose(device: str) -> None:
 
 
 def _is_causal(queries: int, keys: int) -> bool:
-    """Whether a causal mask is needed. Masks of the libraries are aligned to the top left,
-    which fits T = S. A single query sees all keys.
+    """Return whether a causal mask is needed. Masks of the libraries are aligned to the top left,
+    which is right only for T = S. A single query attends to all keys and needs no mask.
     """
     if queries not in (1, keys):
         raise NotImplementedError(f"dense needs T = S or T = 1, got T={queries}, S={keys}")

@@ -1,4 +1,5 @@
-"""Times one sequence over the devices of a JAX process, for `bench.scale`."""
+"""Times attention to one sequence that is divided over the devices of a JAX process, for
+`bench.scale`."""
 
 import contextlib
 import functools
@@ -26,7 +27,7 @@ def devices(size: int) -> Iterator[Mesh]:
     """Return a context with the mesh of the first `size` devices.
 
     Raises:
-      NotImplementedError: There are fewer devices.
+      NotImplementedError: There are fewer than `size` devices.
     """
     if len(jax.devices()) < size:
         raise NotImplementedError(f"{size} devices are needed, got {len(jax.devices())}")
@@ -44,7 +45,7 @@ def row(problem: Problem, mesh: Mesh, samples: int) -> Values:
         "status": "ok",
         **timing.spread(ms),
         "memory_mib": None if peak is None else peak / 2**20,
-        "compute_ms": None,  # XLA decides which work overlaps transport
+        "compute_ms": None,  # XLA decides which work overlaps with transport
         "transport_ms": None,
         "imbalance": None,
     }
@@ -60,9 +61,9 @@ def _drawn(problem: Problem) -> list[jax.Array]:
 
 
 def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., Any]:
-    """Return a compiled function of block indices or None, query, key, value and gates. It returns
-    the output, and if requested the gradients with the output as cotangent. Without a mesh it runs
-    on one device.
+    """Return a compiled function of block indices or None, query, key, value and gates. The
+    compiled function returns the output, and if requested the gradients with the output as
+    cotangent. Without a mesh it runs on one device.
     """
     several = mesh is not None and mesh.size > 1
     if several:
@@ -82,7 +83,7 @@ def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., 
 
 
 def _parity(problem: Problem, mesh: Mesh) -> Values:
-    """The same as `scale_ranks.Measured.parity`."""
+    """Judge the results of all devices, as `scale_ranks.Measured.parity` does."""
     if mesh.size == 1 or problem.S > problem.checked:
         return {"errors": None}
     whole = jax.jit(lambda: _drawn(problem))()

@@ -1,5 +1,5 @@
-"""Computes the traffic and the time of one sequence on R devices, and predicts the time on more
-devices.
+"""Computes the traffic and the time of attention to one sequence on R devices. Also predicts the
+time on more devices.
 
     moved(R)    bytes that a device receives. Keys and values of each head are gathered once
                 forward and once more backward, in their own dtype; their gradients are summed
@@ -37,8 +37,8 @@ def fitted(rows: Sequence[Values]) -> Callable[..., float] | None:
     """Return a function `ms(devices, bandwidth)` that predicts the time of a call, from the rows of
     one problem. Return None unless there are rows on one and on several devices.
 
-    `bandwidth` in bytes per second replaces the measured one. A row on several devices must have
-    `compute_ms`, the time of the slowest device, and `transport_ms`.
+    `bandwidth` in bytes per second replaces the measured bandwidth. A row on several devices must
+    have `compute_ms`, the time of the slowest device, and `transport_ms`.
     """
     one = alone(rows)
     several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
@@ -60,7 +60,7 @@ def fitted(rows: Sequence[Values]) -> Callable[..., float] | None:
 
 
 def problem(row: Values) -> tuple:
-    """Return the common fields of rows of the same problem."""
+    """Return the fields of a row that all rows of the same problem share."""
     names = "framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv"
     return *(row[name] for name in names), *row.get("documents", ())
 
@@ -73,6 +73,6 @@ def by_problem(rows: Iterable[Values]) -> dict[tuple, list[Values]]:
 
 
 def alone(rows: Iterable[Values]) -> float | None:
-    """Return the newest time on one device, or None."""
+    """Return the newest time on one device among `rows`, or None."""
     found = [x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")]
     return found[-1] if found else None

@@ -21,10 +21,10 @@ class Problem:
       S: tokens of the whole sequence.
       mode: `forward` or `fwdbwd`.
       layout: `zigzag` or `contiguous`.
-      checked: longest sequence whose results are judged, since one device must hold it.
+      checked: longest sequence whose results are judged, since one device must hold the sequence.
       documents: number of tokens of each document of a packed row; empty for one sequence.
       recompute: argument of `nsa_torch.attention`.
-      by_rows: whether a few rows are judged (`scale_rows`), of a sequence of any length.
+      by_rows: whether only a few rows are judged (`scale_rows`), of a sequence of any length.
     """
 
     framework: str
@@ -48,12 +48,12 @@ class Problem:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of query, key, value and gates of a token."""
+        """The shapes that query, key, value and gates have per token."""
         return [(self.H, self.D), (self.Hkv, self.D), (self.Hkv, self.Dv), (self.H, 3)]
 
     @property
     def about(self) -> Values:
-        """The fields of a row."""
+        """The fields of a row that describe the problem."""
         fields = dataclasses.asdict(self)
         return {k: x for k, x in fields.items() if k not in ("checked", "by_rows")}
 
@@ -69,15 +69,17 @@ def judged(
     alone: Mapping[str, float] | None = None,
     stray: bool = False,
 ) -> Values:
-    """Return the fields of a row: whether several devices are as near to the oracle as one.
+    """Return the fields of a row that state whether the results of several devices are as near to
+    the oracle as those of one device.
 
-    The rule for each result is rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle). If
-    only a few tokens are judged, it is rms(several - oracle) <= max(eps, 1e-5) rms(oracle).
+    The rule for each result is rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle).
+    If only a few tokens are judged, the rule is rms(several - oracle) <= max(eps, 1e-5)
+    rms(oracle).
 
     Args:
       problem: The problem.
-      errors: Errors on several devices by result: root mean square of the difference from a
-        float32 oracle, divided by that of the oracle.
+      errors: Errors on several devices by result. An error is the root mean square of the
+        difference from a float32 oracle, divided by the root mean square of the oracle.
       alone: The same errors on one device. `alone=None` means that only a few tokens are judged.
       stray: Whether queries or gates of tokens that are not judged have a gradient.
     """

@@ -1,4 +1,5 @@
-"""Times one sequence over the processes that `torchrun` started, for `bench.scale`."""
+"""Times attention to one sequence that is divided over the processes that `torchrun` started, for
+`bench.scale`."""
 
 import contextlib
 import functools
@@ -34,12 +35,13 @@ def devices(size: int) -> Iterator[DeviceMesh]:
 
 
 def row(problem: Problem, mesh: DeviceMesh, samples: int) -> Values:
-    """Measure a row. All ranks have the same sizes, so that memory runs out on all or none."""
+    """Measure a row. All ranks have the same sizes, so that memory runs out on all ranks or on
+    none."""
     return Measured(problem, mesh, samples).row()
 
 
 class Measured:
-    """A problem on this rank."""
+    """The part of a problem that this rank computes."""
 
     def __init__(self, problem: Problem, mesh: DeviceMesh, samples: int):
         self.problem, self.mesh, self.samples = problem, mesh, samples
@@ -76,7 +78,8 @@ class Measured:
         return context.shard_sequence(x, self.mesh, dim=dim, **self.layout)
 
     def call(self, tensors, place) -> list[torch.Tensor]:
-        """Return the output, and with `fwdbwd` the gradients, with the output as cotangent."""
+        """Return the output. With `fwdbwd` also return the gradients, with the output as
+        cotangent."""
         options = self.packed | place | {"recompute": self.problem.recompute}
         if not self.problem.gradient:
             with torch.no_grad():
@@ -124,12 +127,12 @@ class Measured:
         return run
 
     def parity(self) -> Values:
-        """Judge the results of all ranks. The selection is given, since a different block is not
-        an arithmetic error."""
+        """Judge the results of all ranks. The selected blocks are given, since the choice of
+        another block is not an arithmetic error."""
         problem = self.problem
         if self.size == 1 or problem.S > problem.checked:
             return {"errors": None}
-        whole = self.drawn(problem.S, 0, "cpu")  # the same on every rank
+        whole = self.drawn(problem.S, 0, "cpu")  # this is the same on every rank
         key = nsa_torch.compress(whole[1].detach(), **self.packed)
         given = {
             "block_indices": nsa_torch.select_blocks(whole[0].detach(), key, **self.packed)
@@ -152,7 +155,7 @@ class Measured:
             position[token].to(device), problem.Hkv, problem.config
         )
         token = self.cut(torch.arange(problem.S, device=device), 0)
-        # The rows that this rank has, and their indices.
+        # These are the judged rows of this rank, and their indices.
         own, at = (torch.tensor(rows, device=device)[:, None] == token).nonzero(as_tuple=True)
         tensors = self.tensors()
         query, key, value, gates = tensors
@@ -203,8 +206,8 @@ class Measured:
         return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
 
     def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
-        """Return the times of all samples in milliseconds, of the slowest rank and of this rank.
-        Ranks start together.
+        """Return the times of all samples in milliseconds, for the slowest rank and for this
+        rank. All ranks start a sample together.
         """
 
         wait = torch.cuda.synchronize if self.cuda else lambda: None
@@ -225,8 +228,9 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """Return a context that replaces the data of other ranks with those of this rank. A call then
-    does all its computation without transport. Its results are meaningless.
+    """Return a context in which copies of this rank's data replace the data of other ranks. A
+    call then does all its computation without transport. The results of such a call are
+    meaningless.
     """
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum

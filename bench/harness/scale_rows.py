@@ -1,8 +1,9 @@
 """Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
 
-The gradient of the output is zero except in the judged rows. All gradients, including those of all
-keys and values, then follow only from these rows. A float32 oracle computes them row by row. The
-selection is given, since a different block is not an arithmetic error.
+The gradient of the output is zero except in the judged rows. All gradients, including those of
+all keys and values, then follow only from the judged rows. A float32 oracle computes these
+gradients row by row. The selected blocks are given, since the choice of another block is not an
+arithmetic error.
 """
 
 import itertools
@@ -19,15 +20,16 @@ ROWS = 16
 
 
 def rows_of(problem: Problem) -> list[int]:
-    """Return the tokens that are judged: the first, the last, and others drawn between them."""
+    """Return the indices of the judged tokens: the first, the last, and others drawn between
+    them."""
     draw = torch.Generator().manual_seed(0)
     found = (1 + torch.randperm(problem.S - 2, generator=draw)[: ROWS - 2]).tolist()
     return sorted({0, problem.S - 1, *found})
 
 
 def places(problem: Problem) -> tuple[Tensor, Tensor]:
-    """For each token, `[S]`: the first token of its document, and the position in the
-    document.
+    """Return two arrays `[S]`. For each token they have the first token of its document, and the
+    position in the document.
     """
     lengths = torch.tensor(problem.documents or (problem.S,))
     start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -35,9 +37,9 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
-    """Return a selection, int32 `[T, Hkv, n]`: the query's own block, and others at equal
-    distances, which differ between heads. A query with fewer blocks has all of them, and -1 in
-    empty slots.
+    """Return a selection, int32 `[T, Hkv, n]`. It has the query's own block, and other blocks at
+    equal distances, which differ between heads. A query with fewer than n blocks selects all of
+    them, with -1 in empty slots.
 
     Args:
       position: `[T]`, the position of each query in its document.
@@ -57,7 +59,7 @@ def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
 def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
     """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs (Eqs. 5-12).
 
-    It shares no code with the library that it judges.
+    This function shares no code with the library that it judges.
 
     Args:
       problem: The problem.
@@ -76,7 +78,7 @@ def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
         first, at = start[row], position[row]
         if first not in means:
             means[first] = [_means(x[first : ends[first]], config) for x in (key, value)]
-        # Compressed token i is seen from position i d + l - 1 on.
+        # Queries attend to compressed token i from position i d + l - 1 on.
         count = max(0, (at + 1 - config.compress_block) // config.compress_stride + 1)
         compressed = _attended(query, *(x[:count] for x in means[first]))
         chosen = blocks.long()[..., None] * config.select_block
@@ -94,17 +96,18 @@ def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, config: NSAConfig) -> Tensor:
-    """Return the compressed tokens of `x` `[S, Hkv, .]`, which are means, `[C, Hkv, .]`."""
+    """Return the compressed tokens `[C, Hkv, .]` of `x` `[S, Hkv, .]`. They are means of
+    windows."""
     if x.shape[0] < config.compress_block:
         return x[:0]
     return x.unfold(0, config.compress_block, config.compress_stride).mean(-1)
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Return softmax attention of one query `[H, D]` to keys `[n, Hkv, D]`: `[H, Dv]`.
+    """Return softmax attention `[H, Dv]` of one query `[H, D]` to keys `[n, Hkv, D]`.
 
     Args:
-      seen: bool `[Hkv, n]`. `seen=None` means all keys.
+      seen: bool `[Hkv, n]`, the keys to which the query attends. `seen=None` means all keys.
     """
     if not key.shape[0]:
         return query.new_zeros(query.shape[0], value.shape[-1])

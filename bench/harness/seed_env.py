@@ -1,12 +1,12 @@
-"""Reads the environment variables of the seed system, whose meanings here are in
-`seed_env.yaml`.
+"""Reads the environment variables of the seed system. `seed_env.yaml` has their meanings in this
+library.
 
 Commands have flags and no environment variables of their own. For each variable of the seed system
-that is still set, `apply` prints one line on stderr, with the flag that replaces it or the reason
-why there is none. It sets a flag with the same meaning, unless the command line sets this flag.
-Settings that would be lost are errors: a name that is not in the table, a value without a
-counterpart, a kernel that the command does not support, or `CONFIG` if the command reads no file.
-`bench/reports/seed_env.md.jinja` is the table in the documentation.
+that is still set, `apply` prints one line on stderr, with the flag that replaces the variable or
+the reason why there is none. `apply` sets a flag with the same meaning, unless the command line
+sets this flag. Settings that would be lost are errors: a name that is not in the table, a value
+without a counterpart, a kernel that the command does not support, or `CONFIG` if the command
+reads no file. `bench/reports/seed_env.md.jinja` is the table in the documentation.
 """
 
 import dataclasses
@@ -26,23 +26,24 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """The meaning of a variable. If it has `flags`, each is set to its text if the variable is
-    true, or to the value of the variable if the text is None.
+    """The meaning of a variable. `flags` maps flags to texts. If the variable is true, each flag
+    is set to its text, or to the value of the variable if the text is None.
     """
 
     flags: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    reason: str = ""  # why there is no flag
-    command: str = ""  # the only command in which it means this
-    instead: str = ""  # another flag with the same meaning, which wins too
-    convert: Callable[[str], str] = str  # of its own value
-    # Without flags. None means that any value is ignored. Otherwise it is the seed system's
-    # default, the only value that is not an error.
+    reason: str = ""  # the reason why there is no flag
+    command: str = ""  # the only command in which the variable has this meaning
+    # another flag with the same meaning; if it is set, the variable is not used
+    instead: str = ""
+    convert: Callable[[str], str] = str  # converts the variable's value to that of the flag
+    # This applies to a variable without flags. None means that any value is ignored. Otherwise
+    # the text is the default of the seed system, the only value that is not an error.
     only: str | None = None
-    required: bool = False  # not to be ignored by another command that measures
+    required: bool = False  # another command that measures must not ignore the variable
 
 
 def truthy(text: str) -> bool:
-    """Whether a variable is on, in any case of letters.
+    """Return whether the text of a variable means true, in upper or lower case.
 
     Raises:
       ValueError: the text means neither true nor false.
@@ -54,7 +55,8 @@ def truthy(text: str) -> bool:
 
 
 def _length(text: str) -> str:
-    """Return a threshold. In the seed system, 0 and negative values disabled the kernel."""
+    """Return the threshold that a text means. In the seed system, 0 and negative values disabled
+    the kernel."""
     try:
         return text if int(text) > 0 else policy.NEVER
     except ValueError:
@@ -106,8 +108,8 @@ def apply(
       One line per variable.
 
     Raises:
-      ValueError: A variable would be lost (see above), a switch is neither true nor false, or a
-        flag cannot have the value.
+      ValueError: A variable would be lost (see the module), a switch is neither true nor false,
+        or a flag cannot have the value.
     """
     environ = os.environ if environ is None else environ
     present = {name for name in values if values[name].present}
@@ -172,7 +174,7 @@ def _one(name, text, values, command, present) -> str:
 
 
 def _same(text: str, default: str) -> bool:
-    """Whether a value equals the default, possibly in another spelling."""
+    """Return whether a value equals the default, possibly in another spelling."""
     given, known = text.strip().lower(), default.lower()
     if given == known or not given:
         return True
@@ -186,7 +188,8 @@ def _same(text: str, default: str) -> bool:
 
 
 def _set(flag, text: str, name: str) -> None:
-    """Set a flag as the command line would. A list flag is extended."""
+    """Set a flag as the command line would. If the flag is a list, the value is added to the
+    list."""
     if isinstance(flag.value, list) and flag.value:
         text = ",".join([*flag.value, text])
     try:

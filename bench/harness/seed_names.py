@@ -1,4 +1,5 @@
-"""Lists the scripts and tests of the seed system, and the commands that replace them here.
+"""Lists the scripts and tests of the seed system, and the commands of this library that replace
+them.
 
 The names are in `seed_names.yaml`. `seed_env` has the environment variables.
 `bench/reports/seed_names.md.jinja` has the tables of the documentation.
@@ -11,7 +12,7 @@ import yaml
 
 
 class Name(NamedTuple):
-    """A script, command or flag of the seed system, and its replacement here."""
+    """A script, command or flag of the seed system, and its replacement in this library."""
 
     seed: str
     here: str

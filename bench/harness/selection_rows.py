@@ -1,4 +1,5 @@
-"""Defines the problems of `bench.selection`: lists of sizes, and layouts of selected blocks."""
+"""Defines the problems of `bench.selection`. A problem has sizes from lists, and a layout of the
+selected blocks."""
 
 import dataclasses
 import itertools
@@ -27,7 +28,7 @@ class Row(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Selected blocks per query."""
+        """The number of selected blocks per query."""
         return self.L // self.l_sel
 
     @property
@@ -95,11 +96,12 @@ class Matrix:
 
     @property
     def lengths(self) -> list[int]:
-        """All of `L`, ascending."""
+        """All lengths in `L`, ascending."""
         return sorted({length for listed in self.L.values() for length in listed})
 
     def rows(self) -> Iterator[Row]:
-        """Yield every combination. The layout of blocks is the innermost loop, then the length."""
+        """Yield a row for every combination. The innermost loop is over the layouts of blocks,
+        and the next one over the lengths."""
         for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
             for length in self.lengths:
                 for dist in (name for name, listed in self.L.items() if length in listed):
@@ -115,12 +117,13 @@ def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarra
     `runs` runs that do not touch.
 
     Raises:
-      ValueError: The runs do not fit.
+      ValueError: The runs do not fit in `blocks` blocks.
     """
     free = blocks - count - (runs - 1)
     if not 1 <= runs <= count or free < 0:
         raise ValueError(f"{count} of {blocks} blocks cannot form {runs} runs")
     random = np.random.default_rng(seed)
     before = np.sort(random.integers(0, free + 1, (rows, runs)), axis=-1) + np.arange(runs)
-    run = np.sort(np.arange(count) % runs)  # the run of a block; runs have similar sizes
+    # the run to which each block belongs; runs have similar sizes
+    run = np.sort(np.arange(count) % runs)
     return (before[:, run] + np.arange(count)).astype(np.int32)

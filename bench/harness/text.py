@@ -1,10 +1,10 @@
-"""Makes attention inputs from real text: Python source, whose bytes are the tokens of a small
-seeded model.
+"""Makes attention inputs from real text. The text is Python source. Its bytes are the tokens of a
+small seeded model, which computes the inputs.
 
 Random normal queries and keys select random blocks. With text, equal contexts attend to each other,
 adjacent queries select mostly the same blocks, and the attention of some heads is sharp and that of
-others flat. Scores and selections thereby have a structure as in real use. The weights are not
-trained, but drawn from a fixed seed.
+others flat. Scores and selections therefore have a structure as in real use. The weights of the
+model are not trained, but drawn from a fixed seed.
 """
 
 import functools
@@ -68,7 +68,7 @@ def corpus(size: int, folder: Path | None = None) -> Corpus:
     return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest(), borders)
 
 
-@functools.lru_cache(1)  # half a second for the standard library
+@functools.lru_cache(1)  # this needs half a second for the standard library
 def _sources(folder: Path) -> list[Path]:
     paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
     kept = (path for path in paths if not SKIPPED.intersection(path.parts[:-1]))
@@ -90,8 +90,8 @@ def project(
     dtype: Any = jnp.float32,
 ) -> TextInputs:
     """Return the keys and values of `tokens` [B, S], and the queries and gates of the last
-    `num_queries` tokens, by default of all. They depend on no later token. They are computed in
-    float32 and rounded to `dtype`. The sizes are those of `problems.Model`.
+    `num_queries` tokens, by default of all tokens. No result depends on later tokens. The results
+    are computed in float32 and rounded to `dtype`. The sizes are those of `problems.Model`.
     """
     length = tokens.shape[1]
     count = length if num_queries is None else num_queries
@@ -133,7 +133,7 @@ def _context(embedded):
     """Return the context of each token: its recent bytes in their order, and its topic."""
     length, dim = embedded.shape[1:]
 
-    def earlier(x, by):  # x shifted to later tokens, zeros first
+    def earlier(x, by):  # x shifted to later tokens, with zeros at the start
         return jnp.pad(x, ((0, 0), (by, 0), (0, 0)))[:, :length]
 
     recent = jnp.zeros_like(embedded)

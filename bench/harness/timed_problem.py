@@ -2,10 +2,10 @@
 
     PYTHONPATH=<checkout> python -P timed_problem.py '<Problem as JSON>'
 
-It knows the library by the public names that all checkouts share, and nothing else of `bench`.
-It compiles the problem and prints one JSON line with the hashes of the results. After that it
-prints one line of milliseconds for every line that it reads, so that its parent decides which
-process has the GPU.
+The process uses only public names of the library that all checkouts share, and no other module of
+`bench`. It compiles the problem and prints one JSON line with the hashes of the results. After
+that the process prints one line of milliseconds for every line that it reads. Its parent thereby
+decides which process has the GPU.
 """
 
 import dataclasses
@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-SAMPLE_S = 0.25  # of calls in a row
+SAMPLE_S = 0.25  # seconds of consecutive calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes as in `nsa_core.types`; the config is the paper's."""
+    """The sizes of a problem, with the letters of `nsa_core.types`. The config is that of the
+    paper."""
 
     name: str
     T: int
@@ -32,8 +33,8 @@ class Problem:
     Dv: int
     B: int = 1
     framework: str = "torch"
-    alike: float = 0.0  # correlation of neighbouring queries
-    graph: bool = False  # captured in a CUDA graph
+    alike: float = 0.0  # correlation of adjacent queries
+    graph: bool = False  # whether the call is captured in a CUDA graph
     implementation: str = "mosaic"
 
 
@@ -58,8 +59,8 @@ def main() -> None:
 
 
 def torch_inputs(problem: Problem):
-    """Draw query, key, value, gates and the cotangent of the output. They are equal in all
-    processes on a GPU."""
+    """Draw query, key, value, gates and the cotangent of the output. On a GPU all processes draw
+    equal values."""
     import torch
 
     random = torch.Generator("cuda").manual_seed(0)
@@ -131,7 +132,7 @@ def jax_calls(problem: Problem):
 
 def cuda_graph(call):
     """Capture `call` in a CUDA graph on torch's current device. Return the function that replays
-    it, and the results, which each replay overwrites.
+    the graph, and the results, which each replay overwrites.
 
     Raises:
       RuntimeError: `call` waits for the device.
@@ -146,7 +147,7 @@ def cuda_graph(call):
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may ask about events meanwhile, as that of NCCL does.
+    # Other threads, such as that of NCCL, may query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = call()
     return graph.replay, found

@@ -1,10 +1,10 @@
-"""Measures the time of one call in milliseconds after a warm-up, without compilation. The device is
-idle before and after a sample.
+"""Measures the time of one call in milliseconds, after a warm-up that includes compilation. The
+device is idle before and after a sample.
 
 In torch on CUDA, samples are measured with CUDA events, and the L2 cache is overwritten before each
 sample. JAX has no events. Its samples are host time around several consecutive calls, which last
-5 ms together; the caller rotates the inputs if they could stay in the L2 cache. On the CPU, samples
-are host time too.
+5 ms together. The caller rotates the inputs if they could stay in the L2 cache. On the CPU,
+samples are also host time.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from .timed_problem import cuda_graph as cuda_graph
 SAMPLE_MS, WARMUP = 5.0, 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
 L2_FLUSH_BYTES = 256 * 2**20
-RESTED = "{}, after 50 ms of rest"  # names what was timed with such a `rest`
+RESTED = "{}, after 50 ms of rest"  # the name of the timer if `rest` is given
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The median and the 20th and 80th percentile of the samples, each of one call."""
+    """The median and the 20th and 80th percentile of the samples. A sample is the time of one
+    call."""
 
     time_ms: float
     p20_ms: float
@@ -52,8 +53,8 @@ def spread(samples_ms: Sequence[float]) -> dict[str, Any]:
 def _collect(
     sample: Callable[[int], tuple[float, float]], seconds: float, iters: int | None
 ) -> list[float]:
-    """Return the samples of `(ms of one call, ms spent)`: `iters`, or for about `seconds` 5 to
-    50.
+    """Return samples `(ms of one call, ms spent)`. There are `iters` samples, or 5 to 50 samples
+    in about `seconds`.
     """
     samples_ms: list[float] = []
     spent_ms = 0.0
@@ -79,7 +80,7 @@ def time_host(
 
     Args:
       call: The call. Its argument counts the calls, so that inputs can rotate.
-      sync: Waits for the device, given the last result of a sample.
+      sync: A function that waits for the device, given the last result of a sample.
       seconds: Approximate duration, with at least 5 and at most 50 samples. Defaults to no limit,
         which gives 50 samples.
       iters: Number of samples, regardless of their duration. Defaults to the rule of `seconds`.
@@ -125,7 +126,7 @@ def time_cuda_events(
       iters: See `time_host`.
       warmup: See `time_host`.
       timer: Name of the timer in the result.
-      rest: Seconds in which the GPU is idle before each call.
+      rest: Seconds for which the GPU is idle before each call.
     """
     import torch
 
@@ -164,8 +165,10 @@ def in_a_row(
       call: The call.
       calls: Calls per sample.
       samples: Number of samples.
-      wait: Waits for the device, given a result. Defaults to torch's device.
-      done: Whether the wait counts. If not, the times are those of the host.
+      wait: A function that waits for the device, given a result. Defaults to waiting for torch's
+        device.
+      done: Whether the time until the device has finished counts. If not, the times are those of
+        the host.
       warmup: Samples that are dropped first.
     """
     if wait is None:

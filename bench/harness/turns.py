@@ -17,12 +17,13 @@ from . import heartbeat, process, records
 from .records import Record
 
 READY, GO = "ready\n", "go\n"
-# If JAX only computes inputs and oracles, it must return unused memory to the device.
+# If JAX computes only inputs and oracles, it must return unused memory to the device.
 ALONE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
 def wait() -> None:
-    """In a child, report that all is ready, and return when it is its turn.
+    """In a child, report that everything is prepared, and return when it is the turn of this
+    child.
 
     Raises:
       EOFError: The process that gives the turns has ended.
@@ -48,8 +49,8 @@ class Child:
         self.start, self.printed = time.monotonic(), ""
 
     def ready(self) -> str:
-        """Wait until the child is ready or has ended. Return a phrase that states which, and after
-        how many seconds.
+        """Wait until the child is ready or has ended. Return a phrase that states which of the
+        two happened, and after how many seconds.
         """
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -83,7 +84,7 @@ def measured(
         name of `lines`, in a folder with its own name next to `lines`.
       lines: The file for all records.
       environment: Additional environment variables.
-      unit: Text that is printed after each name.
+      unit: The text that is printed after each name.
       at_once: Maximum number of commands that run together. Defaults to all.
 
     Yields:
@@ -101,8 +102,9 @@ def measured(
 def of_lengths(
     flag: str, lengths: Iterable[int], lines: Path, framework: str, *more: str
 ) -> Iterator[tuple[str, int, list[Record]]]:
-    """Run this command once per length, with the other flags of the command line and `more`.
-    The longest starts first, since it has the most to do, and the shortest is timed first.
+    """Run this command once per length, with the other flags of the command line and `more`. The
+    command with the longest length starts first, since it has the most work. The one with the
+    shortest length is timed first.
 
     Yields:
       The same as `measured`, with the length as name.
@@ -122,8 +124,9 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Run commands. They start in order and prepare in parallel. Then they are timed one after the
-    other, the last one first. The standard error of each is in `<name>.log` in `folder`.
+    """Run commands. They start in order and prepare in parallel. Then they are timed one after
+    the other, the last command first. The standard error of each command is in `<name>.log` in
+    `folder`.
 
     Yields:
       The name and the exit status of each command when it ends. Its output is printed, with `unit`

@@ -1,1 +1,2 @@
-"""Judges whether a path is right: the float64 oracle, error bounds, selections."""
+"""Judges whether the results of an implementation are right. The package has the float64 oracle,
+the error bounds, and the rules for selections of blocks."""

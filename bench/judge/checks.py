@@ -1,4 +1,4 @@
-"""Compares all results of a path with the oracle, on the checked rows."""
+"""Compares all results of an implementation with the oracle, on the checked rows."""
 
 import concurrent.futures
 import copy
@@ -15,7 +15,7 @@ from ..harness.problems import Inputs, Settings
 from . import oracle, parity
 from .parity import Parity
 
-THREADS = 4  # each judges an array; NumPy releases the interpreter lock
+THREADS = 4  # each thread judges an array; NumPy releases the interpreter lock
 ROUNDED = "selected", "sliding", "all"  # the branches that `compute_dtype` affects
 
 
@@ -41,7 +41,7 @@ class Checker:
           most_rows: The maximum number of checked query positions per sequence. Defaults to the
             rule of `oracle.Slabs.of`.
           pools: Whether the compressed tokens of whole attention are means of its tokens. If not,
-            they are those of `inputs`.
+            they are the compressed tokens in `inputs`.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
@@ -60,8 +60,8 @@ class Checker:
         self.known: dict[Any, Any] = {}
 
     def without_gradients(self) -> "Checker":
-        """Return a checker of steps without gradients. It shares the oracle, which is computed
-        once.
+        """Return a checker of steps without gradients. Both checkers share the oracle, which is
+        computed once.
         """
         other = copy.copy(self)
         other.backward = False
@@ -89,15 +89,15 @@ class Checker:
 
     def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
         """Run whole attention and compare its results with the oracle. With the path's own
-        selection as an argument (`frozen`), every row must agree. If the path selects itself
-        (`step`), every row with only one admissible selection must agree. The selection itself is
+        selection as an argument (`frozen`), every row must agree. If the path selects blocks
+        itself (`step`), every row with only one admissible selection must agree. The selection is
         judged too.
 
         Args:
           runner: The runner of the framework.
           step: Whole attention that selects itself.
           frozen: Whole attention with block indices as an argument.
-          arguments: Those of `step`.
+          arguments: The arguments of `step`.
           own: The path's compressed keys and block indices.
         """
         heartbeat.say(f"{runner.framework} all: compares with the oracle")
@@ -134,7 +134,8 @@ class Checker:
         return self.known[key]
 
     def _expected(self, branch: str, arguments: Mapping[str, Any], key=None):
-        """Return the results of the oracle and of the baseline, flat by name."""
+        """Return the results of the oracle and of the baseline, each as a flat dictionary by
+        name."""
         if (branch, key) not in self.known:
             self.known[branch, key] = tuple(
                 self._reference(branch, arguments, low) for low in (False, True)

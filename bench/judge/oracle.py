@@ -1,10 +1,10 @@
-"""Computes the dense reference, with which results are compared, on slabs of query rows.
+"""Computes the dense reference on slabs of query rows. Results are compared with this reference.
 
-A slab is a run of adjacent query rows. Queries are aligned to the end of the keys, so that rows
-`a .. b` are a problem of their own with the keys up to `b`, or up to `b + S - T` if T < S. Long
+A slab is a run of adjacent query rows. Queries are aligned to the end of the keys. The rows `a ..
+b` are therefore a separate problem with the keys up to `b`, or up to `b + S - T` if T < S. Long
 problems are checked on the first rows, the last rows and some rows between. Gradients then belong
 to a cotangent that is zero in all other rows. The oracle computes in float64, and the baseline in
-the dtype of the path. Both have the same rounded inputs.
+the dtype of the implementation that is judged. Oracle and baseline have the same rounded inputs.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from jax import lax
 from nsa_core.types import Branches
 from nsa_jax import reference
 
-# Arguments with one entry per query; the others have one per key.
+# Arguments with one entry per query. Other arguments have one entry per key.
 PER_QUERY = ("query", "gates", "block_indices")
 EDGE_ROWS, MIDDLE_ROWS, MIDDLES = 256, 64, 4
 # If the logits have at most this number of elements, every row is checked.
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 2**27, 2**32
-# Otherwise the maximum number of elements in the checked rows, so that fewer rows are checked in
-# the longest problems.
+# Otherwise the logits of the checked rows have at most this number of elements. In the longest
+# problems fewer rows are checked.
 CHOSEN_ELEMENTS = 2**32
-# Elements of the logits of one slab; gradients keep several such arrays.
+# The number of logits of one slab. Gradients store several arrays of this size.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
 
 
@@ -93,7 +93,7 @@ class Slabs(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """Indices of the checked rows, ascending."""
+        """The indices of the checked rows, ascending."""
         pairs = zip(self.starts, self.skips, strict=True)
         return np.concatenate([np.arange(at + skip, at + self.size) for at, skip in pairs])
 
@@ -105,9 +105,9 @@ class Slabs(NamedTuple):
 
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
-    """Return the reference of a branch: `{"out", "lse"}`, or `{"scores"}`, or for `all` `{"out"}`.
-
-    `arguments` are those of the branch, and for `all` also the block indices.
+    """Return the reference results of a branch. They are `out` and `lse`, only `scores` for the
+    scores, and only `out` for `all`. `arguments` are those of the branch, and for `all` also the
+    block indices.
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}
@@ -118,7 +118,7 @@ def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None)
     if branch == "all":
         return {"out": _whole(**arguments, where=at)}
     if branch == "dense":
-        # Causal attention is a sliding window as long as the keys.
+        # Causal dense attention is a sliding window as long as the keys.
         wide = dataclasses.replace(config, window=arguments["key"].shape[1])
         out, _ = reference.sliding_attention(**arguments, **{**at, "config": wide})
         return {"out": out}
@@ -144,8 +144,8 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
 def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
-    """Run `dense` on the rows of `slabs` and stack the results. With `low` it is the baseline,
-    otherwise the oracle.
+    """Run `dense` on the rows of `slabs` and stack the results. With `low` the results are those
+    of the baseline, otherwise those of the oracle.
     """
     with jax.enable_x64(True):
         step, kept = _forward_slab(branch, config, slabs.size, slabs.offset, low), []
@@ -176,7 +176,7 @@ def gradients(
     """Return the `outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
     Gradients of arguments with one entry per query have the rows of `slabs`. Gradients of keys and
-    values are summed over the slabs in float64. Integer arguments have none.
+    values are summed over the slabs in float64. Integer arguments have no gradients.
     """
     with jax.enable_x64(True):
         step, totals = _backward_slab(branch, config, slabs.size, slabs.offset, low), None
@@ -213,7 +213,8 @@ def _backward_slab(branch, config, size, offset, low):
 
 
 def compiled(slab):
-    """Compile without tuning, which would take longer on a GPU than the oracle itself."""
+    """Compile the function without tuning. On a GPU, tuning would take longer than the oracle
+    itself."""
     gpu = jax.default_backend() != "cpu"
     return jax.jit(slab, compiler_options={"xla_gpu_autotune_level": 0} if gpu else None)
 

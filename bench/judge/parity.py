@@ -1,9 +1,9 @@
-"""Applies the tolerance rule, which limits the distance of a path from the oracle. Arrays are
-NumPy arrays.
+"""Applies the tolerance rule, which limits the difference between a path (an implementation that
+is judged) and the oracle. Arrays are NumPy arrays.
 
 `oracle` is the dense reference in float64 on the already rounded inputs. `yardstick`, the baseline,
 is the same reference in the precision of the path. With `e = path - oracle` and
-`y = yardstick - oracle` all of these bounds must hold:
+`y = yardstick - oracle`, all of the following bounds must hold:
 
 max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 also at most 5e-5
 mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); for the output of the selected
@@ -12,15 +12,17 @@ rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORA
 slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
 Each bound detects other errors. The bound of the maximum does not detect small errors in all
-elements: outputs in bfloat16 that are multiplied by 1.02 pass it. The slope detects such a factor,
-since rounding errors have no direction and the slope of many elements is 1. The rms detects errors
-in few elements or without a direction, such as a missing key in the window.
+elements. For example, outputs in bfloat16 that are multiplied by 1.02 satisfy it. The slope
+detects such a factor, since rounding errors have no direction and the slope of many elements is
+1. The rms detects errors in few elements or without a direction, such as a missing key in the
+window.
 
-Products in e4m3 differ in three points. The baseline rounds the same values as the kernels. The
-absolute limits 5e-5 and 1e-3 do not apply, since errors exceed them. The slope of the path may
-differ from 1 by 2^-7 more than the slope of the baseline does, which is off too, since rounded
-logits flatten the softmax. The 2^-7 allow for tensor cores, which keep 13 bits of a sum in steps of
-32 keys: each step may lose 2^-14 of the sum, and a tile's list of 64 blocks has 128 steps.
+For products in e4m3 the rule differs in three points. The baseline rounds the same values as the
+kernels. The absolute limits 5e-5 and 1e-3 do not apply, since errors exceed them. The slope of
+the path may differ from 1 by 2^-7 more than the slope of the baseline does. The slope of the
+baseline also differs from 1, since rounded logits flatten the softmax. The 2^-7 allow for tensor
+cores, which keep 13 bits of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum, and a
+tile's list of 64 blocks has 128 steps.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ RMS_OF_ORACLE = {
 }
 SLOPE, SLOPE_ELEMENTS = 1e-3, 10**5
 FLOAT8_SLOPE = 2.0**-7
-# Additional absolute limits.
+# Absolute limits in addition to the relative bounds.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
 # Relative amount by which a chosen block may score less than the block that it displaced.
@@ -76,7 +78,8 @@ class Parity:
 
     @property
     def share(self) -> float:
-        """The largest of the errors divided by their bounds. Above 1 a bound is broken."""
+        """The largest ratio of an error to its bound. If the ratio is above 1, a bound is
+        broken."""
         pairs = [(self.error_max, self.error_bound), (self.error_mean, self.error_mean_bound)]
         if self.error_rms is not None and self.error_rms_bound is not None:
             pairs.append((self.error_rms, self.error_rms_bound))
@@ -98,7 +101,7 @@ class Norms:
     def add(self, x: np.ndarray) -> None:
         size = np.abs(x)
         self.count += size.size
-        self.max = np.maximum(self.max, size.max(initial=0.0)).item()  # keeps NaN
+        self.max = np.maximum(self.max, size.max(initial=0.0)).item()  # `maximum` keeps NaN
         self.total += size.sum().item()
         self.squares += np.einsum("i,i", size, size).item()
 
@@ -215,8 +218,8 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
 
 
 def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each rule of Eq. 11 that does not depend on scores, and which rows obey it, a bool
-    array `[..]`.
+    """Yield each rule of Eq. 11 that does not depend on scores, and a bool array `[..]` of the
+    rows that obey it.
 
     Args:
       indices: `[.., n]`, -1 in empty slots.
@@ -246,9 +249,10 @@ def check_indices(
     """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
     All `rules` must hold exactly. In addition, the score of every block that is not forced must
-    reach `(1 - 2**-10)` times that of the last block that the oracle selects. `error_max` and
-    `error_mean` are the relative shortfalls. `rows_differ` counts the rows that differ from the
-    selection of the oracle, which prefers the lower index among equal scores.
+    reach `(1 - 2**-10)` times the score of the last block that the oracle selects. `error_max`
+    and `error_mean` are the relative amounts by which scores fall short of that score.
+    `rows_differ` counts the rows that differ from the selection of the oracle. The oracle prefers
+    the lower index among equal scores.
 
     Args:
       indices: The selection, -1 in empty slots.
@@ -269,7 +273,7 @@ def check_indices(
             return _broken(name, f"{rule} ({(~holds).sum()} rows break it)")
     chosen, best = np.zeros((2, *scores.shape), bool)
     np.put_along_axis(chosen, np.where(indices < 0, indices[..., :1], indices), True, axis=-1)
-    chosen &= indices[..., :1] >= 0  # a row of padding chooses none
+    chosen &= indices[..., :1] >= 0  # a row of padding selects no block
     order = np.argsort(-ranked, axis=-1, kind="stable")
     np.put_along_axis(best, order[..., : config.num_selected], True, axis=-1)
     best &= ranked > -np.inf
@@ -287,8 +291,8 @@ def check_indices(
 
 
 def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the block of each query, which blocks are forced, and the scores by which blocks rank.
-    Forced blocks rank first with an infinite score. Blocks that a query may not see have -inf.
+    """Return the block of each query, a mask of the forced blocks, and the scores by which blocks
+    rank. Forced blocks rank first with an infinite score. Blocks after the query have -inf.
     """
     own = (np.asarray(positions) // config.select_block)[None, :, None, None]
     block = np.arange(scores.shape[-1])
@@ -298,8 +302,9 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
-    """Return which rows have only one admissible selection, bool `[B, T, Hkv]`. In such a row the
-    best block that is not selected scores too little to replace the last selected one.
+    """Return a mask of the rows that have only one admissible selection, bool `[B, T, Hkv]`. In
+    such a row, the score of the best block that is not selected is too low for it to replace the
+    last selected block.
     """
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]
@@ -310,8 +315,8 @@ def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
 
 
 def merge(parts: Sequence[Parity]) -> Parity:
-    """Merge results: the first that breaks its bound, otherwise the one with the largest share
-    of its bound.
+    """Return the first result that breaks its bound. If no result does, return the one with the
+    largest share of its bound.
     """
     broken = [part for part in parts if not part.ok]
     worst = broken[0] if broken else max(parts, key=lambda part: part.share)

@@ -1,11 +1,11 @@
-"""Compares a selection with that of the reference in every row, and measures differences by float64
-scores.
+"""Compares a selection of blocks with that of the reference in every row, and measures
+differences by float64 scores.
 
 A row is one query position and one key/value head. The reference selects in float32, for one slab
 of queries after the other. Rows that differ are scored again in float64. The shortfall of such a
-row is the best score of a block that it left out, minus the worst score of a block that it took
-instead. A difference is explained if the row obeys the rules of Eq. 11 and its shortfall is within
-the resolution of float32 (`resolution`).
+row is the best score of a block that the row left out, minus the worst score of a block that it
+selected instead. A difference is explained if the row obeys the rules of Eq. 11 and its shortfall
+is within the resolution of float32 (`resolution`).
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from nsa_jax import reference
 from ..harness import heartbeat
 from . import oracle, parity
 
-ROUNDOFF = 2.0**-24  # relative error of one float32 operation
+ROUNDOFF = 2.0**-24  # the relative error of one float32 operation
 SMALLEST = 2.0**-126  # smaller values may be flushed to zero
-MAX_ROWS = 2**15  # rounding causes fewer differences; rows beyond these stay unexplained
+MAX_ROWS = 2**15  # rounding causes fewer differences than this; further rows stay unexplained
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that differs. The scores are float64, and belong to blocks that only one of the two
+    """A row that differs. Its scores are float64, and belong to blocks that only one of the two
     selections has.
     """
 
@@ -43,13 +43,13 @@ class Row:
     expected_scores: dict[int, float]
     shortfall: (
         float | None
-    )  # best score left out minus worst score taken; None if rules are broken
+    )  # best score left out minus worst score selected; None if rules are broken
     bound: float  # the resolution of float32
     reason: str  # empty if explained
 
     @property
     def largest(self) -> float:
-        """The largest score involved."""
+        """The largest of the scores that are compared."""
         return max(0.0, *self.chosen_scores.values(), *self.expected_scores.values())
 
     @property
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def relative(self) -> tuple[float, float]:
-        """Shortfall and bound over the largest score involved."""
+        """Shortfall and bound, both divided by the largest of the compared scores."""
         scale = self.largest or 1.0
         return (self.shortfall or 0.0) / scale, self.bound / scale
 
@@ -77,11 +77,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All rows of a selection, compared with the reference's."""
+    """The comparison of all rows of a selection with those of the reference."""
 
     rows: int
     differing: int
-    judged: tuple[Row, ...]  # the differing rows that were scored, in order
+    judged: tuple[Row, ...]  # the differing rows that were scored again, in order
 
     @property
     def unexplained(self) -> int:
@@ -90,7 +90,7 @@ class Comparison:
 
     @property
     def worst(self) -> Row | None:
-        """The row that uses most of its bound."""
+        """The row that uses the largest share of its bound."""
         return max(self.judged, key=lambda row: row.share, default=None)
 
     def report(self, most: int = 5) -> str:
@@ -103,8 +103,8 @@ class Comparison:
 
 
 def resolution(largest: float, reach: float, shape: tuple[int, int, int], config) -> float:
-    """Return the largest error by which two float32 block scores may be misjudged. `largest` is the
-    larger score.
+    """Return the largest difference of two block scores that float32 may not resolve. `largest`
+    is the larger score.
 
     With `u = 2**-24`, to first order, of each score relatively:
       - a score is a sum over the `G` heads and over `l'/d + l/d - 1` compressed tokens of terms
@@ -129,7 +129,7 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
 
 
 def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> np.ndarray:
-    """Return the reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
+    """Return the selection of the reference in float32, int32 `[B, T, Hkv, n]`, T = S.
 
     Args:
       query: `[B, T, H, D]`.
@@ -183,7 +183,7 @@ def compare(
     compressed_key: jax.Array,
     config: NSAConfig,
 ) -> Comparison:
-    """Compare the selection `chosen` with `wanted`, the reference's.
+    """Compare the selection `chosen` with `wanted`, the selection of the reference.
 
     Args:
       chosen: int32 `[B, T, Hkv, n]`, -1 in empty slots.

@@ -1,5 +1,5 @@
-"""A small language model with NSA or dense attention, and its training. Each framework has its own
-implementation.
+"""A small language model with NSA or dense attention, and its training. Model and training are
+implemented in both frameworks.
 
 | module | content |
 |---|---|

@@ -5,10 +5,11 @@ sampler does.
     python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense
     python -m bench.lm.cached --model=tiny --length=512 --steps=20    # a minute on a CPU
 
-A model learns bytes of the standard library. It then reads held-out text in two ways with the same
-weights: as in training, with all tokens in one call per layer, and from a cache, to which each
-token is appended before it is attended to. The table has one row per dtype of the cache and number
-of tokens per step. Values are in nats per token, except for `other_blocks`:
+A model learns bytes of the standard library. It then reads held-out text in two ways with the
+same weights. The first way is that of training, with all tokens in one call per layer. The second
+way is from a cache, to which each token is appended before it is attended to. The table has one
+row per dtype of the cache and number of tokens per step. Values are in nats per token, except for
+`other_blocks`:
 
 | column | meaning |
 |---|---|
@@ -18,8 +19,8 @@ of tokens per step. Values are in nats per token, except for `other_blocks`:
 | kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
 | other_blocks | share of layers, tokens and key/value heads whose blocks differ from training |
 
-Dense attention trains on FA-2, on a CPU with the backend `math` of torch's SDPA. It reads a cache
-with the default backend of SDPA.
+Dense attention trains on FA-2, or on a CPU with the backend `math` of torch's SDPA. It reads a
+cache with the default backend of SDPA.
 """
 
 import dataclasses
@@ -62,8 +63,8 @@ cli.define_lines(FLAGS)
 
 
 class Whole:
-    """Attention as in training. It returns `(out, blocks)` for all tokens; dense attention has
-    no blocks.
+    """Attention as in training. A call returns `(out, blocks)` for all tokens. Dense attention
+    has no blocks.
     """
 
     def __init__(self, attention: NSAAttention | DenseAttention):
@@ -79,7 +80,7 @@ class Whole:
 
 
 class Dense:
-    """Dense attention of new tokens to those before them, by SDPA."""
+    """Dense attention of new tokens to all tokens up to their own, with SDPA and a cache."""
 
     def __init__(self):
         self.key, self.value = [], []
@@ -97,7 +98,7 @@ class Dense:
 
 
 class Pages:
-    """NSA from a paged cache of `length` tokens per row, in `cache_dtype`.
+    """NSA from a paged cache of `length` tokens per row. The cache has the dtype `cache_dtype`.
 
     Raises:
       ValueError: the layer does not compress by means.
@@ -127,7 +128,7 @@ class Pages:
         flat = flat if self.cache.separate else [x.selected for x in flat]
         given = query.flatten(0, 1), gates.flatten(0, 1), self.cache, self.table, lengths
         out = paged_attention(*given, key=flat[0], value=flat[1]).view(*query.shape[:3], -1)
-        if query.is_cuda and new <= STEP:  # the kernels that read pages choose the blocks
+        if query.is_cuda and new <= STEP:  # the kernels that read pages select the blocks
             inputs = paged_dispatch.Inputs(*given, None, None)
             chosen = paged_attend.with_indices("mosaic", inputs)[1]
             return out, chosen.view(rows, new, *chosen.shape[1:])
@@ -140,8 +141,8 @@ class Pages:
 def read(
     model: LM, tokens: Tensor, step: int | None = None, cache_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the log probabilities `[B, T, vocabulary]` after each of the tokens `[B, T]`, and the
-    blocks `[B, T, Hkv, n]` of each NSA layer.
+    """Return the log probabilities `[B, T, vocabulary]` after each of the tokens `[B, T]`, and
+    the blocks `[B, T, Hkv, n]` that each NSA layer selected.
 
     Args:
       model: A model whose layers are all NSA or all dense.
@@ -252,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
         copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
         row = about | {"cache": str(kind).removeprefix("torch."), "step": step}
         row |= {"loss": loss, "above": loss - first, "copied": copied}
-        for name in rows[0]:  # only of held-out text
+        for name in rows[0]:  # only the batches of held-out text
             parts = [each[name] for each in rows[: len(held_out)]]
             row[name] = None if None in parts else float(np.mean(parts))
         run.rows("cached", FLAGS, [row])

@@ -1,5 +1,5 @@
-"""Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`, which is complete or
-absent. The last two checkpoints of a run are stored.
+"""Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`. The folder is
+complete, or it does not exist. The last two checkpoints of a run are stored.
 
 A folder has the weights and AdamW's moments in one of two forms:
 
@@ -30,15 +30,15 @@ from .learner import Learner
 from .ranks import Ranks
 
 PROGRESS, SHARDS = "progress.json", "shards"
-KEPT = 2  # the previous one is used if the last one is damaged
+KEPT = 2  # the previous checkpoint is used if the last one is damaged
 
 
 class DamagedError(ValueError):
-    """A checkpoint has changed since it was written."""
+    """A checkpoint has changed since it was written, or is incomplete."""
 
 
 def found(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, the one with the most steps first."""
+    """Return the checkpoints in `folder`. The checkpoint with the most steps is first."""
     steps = lambda path: int(path.name.removeprefix("step-"))
     return sorted(folder.glob("step-*"), key=steps, reverse=True)
 
@@ -51,14 +51,15 @@ def latest(folder: Path) -> Path | None:
 def save(
     folder: Path, learner: Learner, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, then remove all except this one and the
-    previous one.
+    """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except this one
+    and the previous one.
 
-    Every rank calls it; either all return or all raise.
+    Every rank must call this function. It returns on all ranks, or raises an error on all of
+    them.
 
     Raises:
-      ValueError: a weight or moment is not finite. Existing checkpoints are unchanged.
-      OSError: a rank could not write, for example to a full disk. Existing checkpoints are
+      ValueError: A weight or moment is not finite. Existing checkpoints are unchanged.
+      OSError: A rank could not write, for example to a full disk. Existing checkpoints are
         unchanged.
     """
     target = folder / f"step-{step:06d}"
@@ -102,12 +103,12 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
 def load_last(
     folder: Path, learner: Learner, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> int:
-    """Read the last checkpoint in `folder` that is not damaged, and return its number of steps.
-
-    A damaged one is reported on stderr. Rank 0 checks; all read the same one.
+    """Read the last checkpoint in `folder` that is not damaged, and return its number of steps. A
+    damaged checkpoint is reported on stderr. Rank 0 checks the checkpoints, and all ranks read
+    the same one.
 
     Raises:
-      ValueError: All are damaged, or a setting differs.
+      ValueError: All checkpoints are damaged, or a setting differs.
     """
     wanted, told = None, []
     with _together(ranks):
@@ -136,9 +137,10 @@ def check(path: Path, settings: dict[str, Any]) -> None:
 
     Raises:
       DamagedError: A file is missing, or has changed.
-      ValueError: it was written under other settings; the message names the first that differs.
+      ValueError: The checkpoint was written under other settings. The message names the first
+        that differs.
     """
-    # Old checkpoints have no checksums.
+    # Checkpoints of old versions have no checksums.
     for name, expected in check_settings(path, settings).get("files", {}).items():
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
@@ -147,7 +149,7 @@ def check(path: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Check a checkpoint as `check` does, without its files of tensors. Return the contents of
+    """Check a checkpoint as `check` does, but not its files of tensors. Return the contents of
     `progress.json`.
     """
     try:

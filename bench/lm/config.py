@@ -1,5 +1,5 @@
-"""The keys that a file of a training run has in addition to the flags of `bench.train`.
-`config_file` reads them. None means the default of the command.
+"""The keys that a file of a training run may have in addition to the flags of `bench.train`.
+`config_file` reads such files. A value of None means the default of the command.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ type Size = Annotated[int, Gt(0)]
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Sizes that replace those of the named model. By default `hidden` grows with `dim`, and
-    `vocabulary` is that of the data."""
+    `vocabulary` is the vocabulary of the data."""
 
     dim: Size | None = None
     layers: Size | None = None
@@ -89,10 +89,10 @@ class TrainConfig:
         return _given(self.train)
 
     def fitted(self, task: Task, vocabulary: int) -> Task:
-        """Return a copy of `task` with a model for tokens below `vocabulary`.
+        """Return a copy of `task` whose model supports all tokens below `vocabulary`.
 
         Raises:
-          ValueError: the vocabulary of the model is too small, or its rows are shorter than a
+          ValueError: The vocabulary of the model is too small, or rows are shorter than a
             selection block.
         """
         block, length = task.model.layer.l_sel, task.training.seq_len

@@ -1,7 +1,8 @@
-"""Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
+"""Reads the settings of training runs from YAML: `bench.train --config NAME_OR_PATH --set
+key=value`.
 
-A value comes from the first of these sources that has it: the flag on the command line, `--set`,
-the file, the default of the command. Keys of the seed system (docs/seed.md) are accepted
+A value comes from the first of the following sources that has it: the flag on the command line,
+`--set`, the file, the default of the command. Keys of the seed system (docs/seed.md) are accepted
 (`SEED_KEYS`). An unknown key or a value of another type is an error.
 """
 
@@ -20,8 +21,8 @@ from .config import TrainConfig
 FOLDER = config_files.FOLDER / "train"
 _KEYS = config_files.load(Path(__file__).with_name("train_keys.yaml"))
 FLAGS, SEED_KEYS, SEED_IGNORED = _KEYS["flags"], _KEYS["seed"], _KEYS["ignored"]
-# Two keys that exclude each other. A later source replaces the key of an earlier one, and both keys
-# in one source are an error.
+# Two keys that exclude each other. A later source replaces the key of an earlier source. Both
+# keys in one source are an error.
 EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 
 
@@ -49,12 +50,13 @@ def read(
     """Read the file `name` and override its values with `changes`, such as "train.lr=3e-4".
 
     Returns:
-      the config, the given values by key, and a line for each key without a meaning here.
+      The config, the given values by key, and a line for each key that has no meaning in this
+      library.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a key is unknown, or a value that no flag has is not of its type or out of range;
-        the message names the file, or `--set`, and the key.
+      ValueError: A key is unknown, or a value without a flag has the wrong type or is out of
+        range. The message names the file or `--set`, and the key.
     """
     values: dict[str, Any] = {}
     told: list[str] = []
@@ -81,7 +83,7 @@ def read(
 
 
 def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
-    """Sets each flag that corresponds to a key, except those of the command line.
+    """Set each flag that corresponds to a key, except flags that the command line sets.
 
     Raises:
       ValueError: the flag cannot have the value.
@@ -114,7 +116,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str, Any]:
-    """Rename the keys of the seed system to the names of this library."""
+    """Return the values with keys of the seed system renamed to the keys of this library."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key in SEED_IGNORED:

@@ -1,5 +1,5 @@
 """Continues the training of converted models, and compares their held-out losses with those of
-the dense model.
+the dense model from which they were converted.
 
     python -m bench.lm.converted --seed 0 --out runs/converted
     python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
@@ -7,13 +7,14 @@ the dense model.
         --runs values,shared,shared:num_selected=64,shared:lora=16
 
 A Llama trains with dense attention for `--steps` steps, on bytes of the standard library or on
-the tokens of a corpus. It is converted by `nsa_torch.huggingface.convert` and trained on for
-`--after` steps, as is the dense model itself, all on the same batches; no text is seen twice.
-The held-out loss, in nats per token, is measured for all positions, within and beyond
+the tokens of a corpus. `nsa_torch.huggingface.convert` converts it. The converted models and the
+dense model are then trained for `--after` further steps, all on the same batches. No text is read
+twice. The held-out loss, in nats per token, is measured for all positions, within and beyond
 num_selected * select_block tokens. Within this length a converted model starts equal to the dense
-one. `recall` and `copied`, also by distance, are as in `bench.lm.recall`, if rows have room for
-them. Evaluations are before the first step, after 1, 2, 4, .. times the preset's `every` steps, and
-at the end. Each appends a line to `converted.jsonl` in the folder `--out`.
+model. `recall` and `copied`, also by distance, are measured as in `bench.lm.recall` if rows are
+long enough. A model is evaluated before the first step, after 1, 2, 4, .. times the preset's
+`every` steps, and at the end. Each evaluation appends a line to `converted.jsonl` in the folder
+`--out`.
 """
 
 import dataclasses
@@ -46,14 +47,16 @@ SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
 )
-HELD = 32  # rows held out, the last of the text
-LORA_RATE = 5  # times the rate of all weights: adapters start at zero and need larger steps
+HELD = 32  # number of held-out rows, which are the last of the text
+# adapters start at zero and need larger steps, so their rate is this multiple of the rate of all
+# weights
+LORA_RATE = 5
 COLUMNS = "loss", "within", "beyond", "recall", "copied"
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of the model, of NSA and of the two trainings."""
+    """The sizes of the model, of NSA and of the two trainings."""
 
     hidden_size: int
     intermediate_size: int
@@ -65,7 +68,7 @@ class Preset:
     batch: int
     steps: int
     after: int
-    every: int  # steps to the first evaluation after the conversion
+    every: int  # number of steps to the first evaluation after the conversion
     lr: float
     after_lr: float
 
@@ -111,11 +114,11 @@ FLAGS = cli.define(
 def rows(
     preset: Preset, seed: int, folder: str | None = None, built: str | None = None
 ) -> Batches:
-    """Return the batches of a preset, of bytes of the `*.py` files in `folder` or of the corpus
-    `built`, in the order of `seed`.
+    """Return the batches of a preset, in the order of `seed`. Their text is the bytes of the
+    `*.py` files in `folder`, or the corpus `built`.
 
     Raises:
-      ValueError: the text is too short to be seen once.
+      ValueError: The text is too short for all steps without repetition.
     """
     steps, width = preset.steps + preset.after, preset.length + 1
     if built is None:
@@ -145,8 +148,9 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def train(model: PreTrainedModel, batches: Batches, steps: range, lr: float) -> Iterator[int]:
-    """Train with AdamW on the batches of `steps`, and yield the number of steps done. The learning
-    rate rises during a tenth of the steps and falls to a tenth.
+    """Train with AdamW on the batches of `steps`, and yield the number of steps done. The
+    learning rate rises to `lr` during the first tenth of the steps and then falls to a tenth of
+    `lr`.
     """
     how: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     trained = [x for x in model.parameters() if x.requires_grad]
@@ -165,7 +169,8 @@ def train(model: PreTrainedModel, batches: Batches, steps: range, lr: float) -> 
 
 
 class Judged:
-    """A model of transformers as `measures` reads a learner. Selections are not observed."""
+    """A model of transformers with the interface of a learner that `measures` needs. Selections
+    are not observed."""
 
     ranks = Ranks()
 
@@ -209,7 +214,7 @@ def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
     """Convert the model in `folder / "dense"`. `run` is a start, with options after colons.
 
     Raises:
-      ValueError: a start or an option is invalid, or peft is not installed.
+      ValueError: A start or an option is invalid, or peft is not installed.
     """
     start, *given = run.split(":")
     pairs = [each.partition("=") for each in given]
@@ -228,7 +233,7 @@ def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
             f"--runs={run} needs peft, which is not installed; run pip install peft"
         )
     peft: Any = importlib.import_module("peft")
-    # peft ignores names that the model does not have, so they are those of its branches
+    # peft ignores names that the model does not have, so these are the names of its branches
     branches = itertools.chain.from_iterable(model.config.layer_spec.key_values)
     projections = ["W_Q", *dict.fromkeys(branches), "out"]
     adapters = peft.LoraConfig(
@@ -257,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dense.save_pretrained(folder / "dense")
-        for run in FLAGS.runs:  # so that a wrong run is refused before the training
+        for run in FLAGS.runs:  # this refuses a wrong run before the training
             converted(folder, run, preset.nsa)
         for _ in train(dense, batches, range(preset.steps), preset.lr):
             pass

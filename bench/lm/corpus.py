@@ -13,8 +13,8 @@ A list (`configs/corpus/python.yaml`) determines the corpus:
 4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
    `tokenizer_bytes` of the training text, or of that of another list (`learns_from`).
 
-The list also has the SHA-256 of the tokenizer and of the tokens. If the result differs, this is an
-error, and nothing is written.
+The list also has the SHA-256 of the tokenizer and of the tokens. If the results differ from
+these, the command ends with an error and writes nothing.
 
 | file | content |
 |---|---|
@@ -73,15 +73,15 @@ class Wheels:
 
     Attributes:
       train: Wheels of the training text: the SHA-256 of each `name==version`.
-      held_out: The same for the held-out text.
+      held_out: Wheels of the held-out text, in the same form.
       vocabulary: Size of the tokenizer's vocabulary.
       file_bytes: Minimum and maximum size of a file.
       package_bytes: Maximum number of bytes per wheel.
       tokenizer_bytes: Number of bytes from which the tokenizer learns.
-      tokenizer: SHA-256 of the tokenizer. None if it is not known yet.
-      tokens: SHA-256 of the tokens. None if it is not known yet.
-      learns_from: The list from whose training text the tokenizer learns. A file names it by a
-        relative path. Defaults to this list.
+      tokenizer: SHA-256 of the tokenizer; None if it is not known yet.
+      tokens: SHA-256 of the tokens; None if it is not known yet.
+      learns_from: The list from whose training text the tokenizer learns. A file names that list
+        by a relative path. Defaults to this list itself.
 
     Raises:
       ValueError: A wheel is in both `train` and `held_out`, or the minimum in `file_bytes` is
@@ -130,10 +130,10 @@ def _with_others(path: Path) -> dict[str, Any]:
 
 
 def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
-    """Return the wheels of `names`; pip downloads missing ones into `folder`.
+    """Return the files of the wheels `names`. pip downloads missing wheels into `folder`.
 
     Raises:
-      ValueError: pip finds no such wheel, or one with another hash.
+      ValueError: pip finds no such wheel, or finds a wheel with another hash.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = _at_hand(names, folder)
@@ -166,7 +166,7 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
     """Yield name and text of the selected files of the wheel at `path`.
 
     Raises:
-      ValueError: the file is no wheel.
+      ValueError: The file is no wheel.
     """
     least, most = given.file_bytes
     left = given.package_bytes
@@ -187,8 +187,9 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
 
 
 def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the documents for training and those held out, each in the order of the hash of their
-    wheel and name. Equal texts count once, held out first.
+    """Return the documents for training, and the held-out documents. Both are in the order of the
+    hash of their wheel and name. Equal texts are used once. A text that is held out is not used
+    for training.
     """
     found, seen = fetched(given.all, folder), set()
     parts: list[list[str]] = []
@@ -235,7 +236,7 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
     """Build the contents of `corpus.json`, the file of the tokenizer, and the tokens.
 
     Raises:
-      ValueError: They differ from the list, or no document is left.
+      ValueError: The hashes differ from those in the list, or no document is left.
     """
     train, held_out = texts(given, folder)
     if not train or not held_out:
@@ -274,7 +275,7 @@ def _same(what: str, expected: str | None, got: str) -> None:
 
 
 def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndarray) -> None:
-    """Write the three files. `out` is complete or absent."""
+    """Write the three files to the new folder `out`. If an error occurs, `out` is not created."""
     halves = tokens.view(np.uint8).reshape(-1, 2).T.tobytes()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".", dir=out.parent))
@@ -289,7 +290,7 @@ def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndar
 
 
 def is_corpus(path: str | Path) -> bool:
-    """Return whether the folder has a corpus, which `read` reads."""
+    """Return whether the folder has a corpus that `read` can read."""
     return (Path(path) / ABOUT).is_file()
 
 

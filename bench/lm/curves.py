@@ -1,4 +1,5 @@
-"""Evaluates the lines of `train.jsonl`: verdicts, tables, and the plot of the loss curves."""
+"""Evaluates the lines of `train.jsonl`. The module makes verdicts, tables, and the plot of the
+loss curves."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +16,14 @@ from .log import Header, Line, Speed, Step, Summary
 # gradients. Measured on the CPU: 7e-7 in float32 and 1.3e-2 in bfloat16 over 100 steps of the tiny
 # model; 5e-5 in float32 over 3 steps of 125m without a warm-up.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
-MARGIN = 0.01  # how much worse NSA may end than dense
+# the relative amount by which the final loss of NSA may exceed that of dense attention
+MARGIN = 0.01
 COLORS = {"nsa": "tab:blue", "dense": "tab:orange"}
 STYLES = {"jax": "-", "torch": "--"}
 
 
 class Verdict(NamedTuple):
-    """A question, and whether `value` is at most `bound`."""
+    """A question, and its answer: whether `value` is at most `bound`."""
 
     question: str
     value: float
@@ -54,13 +56,14 @@ def last[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, L]:
 
 
 def difference(losses: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Compute `|losses - expected| / expected` for each step that both have."""
+    """Compute `|losses - expected| / expected` for each step that both arrays have."""
     steps = min(len(losses), len(expected))
     return np.abs(losses[:steps] - expected[:steps]) / expected[:steps]
 
 
 def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Compute `|jax - torch| / torch` for each step that both have, per attention."""
+    """For NSA and for dense attention, compute `|jax - torch| / torch` for each step that both
+    runs have."""
     found = {}
     for attention in COLORS:
         runs = [f"{framework}-{attention}" for framework in ("jax", "torch")]
@@ -70,7 +73,7 @@ def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def final(losses: np.ndarray) -> float:
-    """Return the mean of the last tenth of the steps."""
+    """Return the mean of the losses over the last tenth of the steps."""
     return float(losses[-max(1, len(losses) // 10) :].mean())
 
 
@@ -81,10 +84,11 @@ def verdicts(
 
     Args:
       lines: the result of `log.read`.
-      tolerance: Bound of the relative difference of two losses of one step. Defaults to that of
-        the dtype. The means of the last tenth of the steps may differ by a fifth of it.
-      margin: how much larger NSA's loss may be, as a share, after the run: on the last tenth of
-        the training batches, and on held-out text.
+      tolerance: Bound of the relative difference between the losses of JAX and torch in one step.
+        Defaults to the bound for the dtype. The means over the last tenth of the steps may differ
+        by a fifth of this bound.
+      margin: The share by which the loss of NSA may exceed that of dense attention, on the last
+        tenth of the training batches and on held-out text.
     """
     curves, ends = losses(lines), last(lines, Summary)
     if tolerance is None:
@@ -111,7 +115,7 @@ def verdicts(
 
 
 def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Return a table of how each run ended, and of the number of its devices."""
+    """Return a table with the end of each run and the number of its devices."""
     curves, ends = losses(lines), last(lines, Summary)
     found = [
         dataclasses.asdict(h)
@@ -130,7 +134,7 @@ def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def devices(header: Header) -> str:
-    """Return the number of devices, and how they share a run."""
+    """Return a text with the number of devices of a run and the way in which they share it."""
     found = header.parallel
     if found is None:
         return "1"
@@ -144,8 +148,8 @@ def speed_table(lines: Sequence[Line]) -> list[dict[str, str]]:
 
 
 class Curve(NamedTuple):
-    """A curve of a figure. `over` is its difference from another curve, which is drawn
-    below.
+    """A curve of a figure. `over` is the difference of this curve from another curve. The
+    difference is drawn below the curves.
     """
 
     losses: np.ndarray
@@ -161,7 +165,7 @@ def draw(
     bound: tuple[float, int | None],
     below_is: str,
 ) -> None:
-    """Draw curves, and below them their differences.
+    """Draw curves, and their differences below them.
 
     Args:
       drawn: The curves.
@@ -200,7 +204,7 @@ def draw(
 
 
 def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
-    """Draw the loss curves of all runs, and below them the differences of JAX and torch."""
+    """Draw the loss curves of all runs, and below them the differences between JAX and torch."""
     curves, headers = losses(lines), last(lines, Header)
     far, drawn = apart(curves), []
     for run, values in curves.items():

@@ -1,4 +1,5 @@
-"""Batches of tokens of real text. A batch depends only on the dataset, the seed and the step.
+"""Provides batches of tokens of real text. A batch depends only on the dataset, the seed and the
+step.
 
 `load` returns the batches of the dataset that `--dataset` names. Each process requests only the
 rows of a batch that it computes. A row is the same in every process, for any number of processes.
@@ -25,15 +26,16 @@ PACKS = ("documents", "none", "once")
 class Batch(NamedTuple):
     """Rows of a batch."""
 
-    tokens: np.ndarray  # integers [rows, length + 1]: inputs and the token after each
-    segment_ids: np.ndarray | None = None  # int32, of `tokens`; None if a row is one sequence
+    tokens: np.ndarray  # integers [rows, length + 1]: the inputs, and the last target
+    # int32, the document of each of `tokens`; None if a row is one sequence
+    segment_ids: np.ndarray | None = None
 
 
 class Batches:
     """Rows of local documents. The last sixteenth of the tokens is held out, unless
     `documents.held_out` gives another number of tokens.
 
-    A batch follows only from the seed and the step, so the step is the position in the data.
+    A batch depends only on the seed and the step. The step is therefore the position in the data.
 
     Args:
       batch: Rows of a batch.
@@ -43,7 +45,7 @@ class Batches:
       documents: The source of the rows. The held-out part may begin within a document.
       pack: "none": windows at random positions in the stream of all tokens. "once": every row of
         the stream once per epoch; held-out rows are evenly spaced, and equal for every seed.
-        "documents": every document once per epoch, with boundaries (`Packed`).
+        "documents": rows with document boundaries, every document once per epoch (`Packed`).
 
     Attributes:
       shape: Rows of a batch, and tokens of a row.
@@ -99,7 +101,7 @@ class Batches:
             self._epoch, self._packed = 0, self._of_epoch(0)
 
     def epochs(self, steps: int) -> float | None:
-        """Return how often a token is seen in `steps` steps on average, or None if this is not
+        """Return how often a token is read in `steps` steps on average, or None if this is not
         known.
         """
         rows, width = self.shape
@@ -120,7 +122,8 @@ class Batches:
         return joined(parts)
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
-        """Return the `rows` of `count` batches of held-out text, which are equal in every call."""
+        """Return the `rows` of `count` batches of held-out text. Every call returns the same
+        batches."""
         if self.pack == "none":
             seeds = [(self.seed, 1, i) for i in range(count)]
             return [self._windows(self.held_out, seed, rows) for seed in seeds]
@@ -148,14 +151,14 @@ class Edited(Batches):
     """`Batches` whose training rows `edit` changes. Held-out rows do not change.
 
     Attributes:
-      numbers: A number that gives each subclass its own random numbers.
+      numbers: A number that makes the random numbers of each subclass different.
     """
 
     numbers: int
 
     def edit(self, row: np.ndarray, random: np.random.Generator) -> None:
-        """Change the tokens of a row in place. `random` follows from the seed, the step and the
-        row's number.
+        """Change the tokens of a row in place. `random` is a generator that depends only on the
+        seed, the step and the row's number.
         """
         raise NotImplementedError
 
@@ -242,7 +245,8 @@ def load(
       length: See `Batches`.
       seed: See `Batches`.
       size: Bytes of "text".
-      pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".
+      pack: See `Batches`. Defaults to "documents", but to "none" for the dataset "text" and to
+        "once" for a corpus.
       tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). Defaults to bytes,
         or to that of the corpus.
       column: Name of the text column, in files with columns and on the Hub.
@@ -253,10 +257,10 @@ def load(
       cache: Folder for the tokens of local files. Defaults to the user's cache.
 
     Raises:
-      FileNotFoundError: there is no such file, and no such dataset on the Hub.
-      ValueError: a file is damaged, empty or too short, or lacks the column, or the tokenizer
-        is not that of the corpus.
-      ConnectionError: the Hub cannot be reached.
+      FileNotFoundError: There is no such file, and no such dataset on the Hub.
+      ValueError: A file is damaged, empty or too short, or lacks the column, or the tokenizer is
+        not that of the corpus.
+      ConnectionError: The Hub cannot be reached.
     """
     if dataset != TEXT and corpus.is_corpus(dataset):
         found = corpus.read(dataset, tokenizer)
@@ -288,8 +292,8 @@ def load(
 
 
 def is_hub(dataset: str) -> bool:
-    """Return whether `dataset` may be a name of the Hub, `owner/name[:config]`. A name that is also
-    a local file is not.
+    """Return whether `dataset` may be a name on the Hub, `owner/name[:config]`. The name of a
+    local file does not count as such a name.
     """
     name = dataset.partition(":")[0]
     parts = name.split("/")

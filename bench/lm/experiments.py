@@ -1,16 +1,17 @@
-"""Experiments on quality, one command each: NSA's variants and dense attention over seeds.
+"""Experiments on quality. Each experiment is one command, which trains variants of NSA and dense
+attention with several seeds.
 
     python -m bench.lm.experiments table_8k --corpus corpus --seeds 0,1 --out runs
     python -m bench.lm.experiments table_8k --corpus corpus --limit 590 --out runs    # continues
     python -m bench.lm.quality runs/52m_8k/*.jsonl
 
-Runs of one seed start from the same weights and see the same rows. A run is one file,
-`<out>/<setting>/<variant>-<seed>.jsonl`, which is written when the run ends. The same command
-again runs the missing runs, so that a call may be interrupted. It contains about a hundred
-lines of steps, and all other lines of `bench.train`. `--jobs 4` runs four at a time and
-distributes them over the GPUs. Two runs on one GPU hide the work of the host between steps.
-Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs were omitted,
-since `--limit` seconds might not suffice.
+Runs of one seed start from the same weights and read the same rows. A run is one file,
+`<out>/<setting>/<variant>-<seed>.jsonl`, which is written when the run ends. If the command is
+interrupted, the same command again runs the missing runs. A file contains about a hundred lines
+of steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time and
+distributes them over the GPUs. If two runs share a GPU, one computes while the host works between
+steps of the other. Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs
+were omitted, since `--limit` seconds might not suffice.
 """
 
 import contextlib
@@ -55,17 +56,18 @@ FLAGS = cli.define(
     seq_len=(int, "Replaces the number of tokens per row."),
 )
 
-# About the size of the held-out text; at most this share of the training text.
+# The approximate size of the held-out text, which is at most this share of the training text.
 HELD_OUT_TOKENS, HELD_OUT_ROWS = 2**17, 32
 HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
-KEPT_EVERY, KEPT_STEPS = 20, 100  # step lines of a record: not more often, about so many
+# the approximate number of lines of steps in a record, and the minimum interval between them
+KEPT_EVERY, KEPT_STEPS = 20, 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A model. `what` describes it, and `changes` has the differences from the default
-    model. `commit` has the code of a variant that was removed.
+    """A variant of the model. `what` describes it, and `changes` has the differences from the
+    default model. If the variant was removed, the commit `commit` still has its code.
     """
 
     what: str
@@ -75,12 +77,12 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The common properties of runs that are compared. Many steps have few rows, since a model
-    learns to copy after a number of steps rather than of tokens.
+    """The common properties of runs that are compared. Runs have many steps with few rows each.
+    The number of steps, not of tokens, determines when a model learns to copy.
 
     Attributes:
       text: A folder of `bench.lm.corpus`, or `data.TEXT`. Defaults to the folder `--corpus`.
-      repeats: Passages of a training row that repeat earlier ones beyond the window.
+      repeats: Number of passages per training row that repeat earlier passages beyond the window.
       tasks: Share of the training rows that contain tasks (`bench.lm.tasks`).
     """
 
@@ -96,8 +98,8 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A question, and the runs that answer it, the first one dense. Experiments of one setting
-    have runs in common.
+    """A question, and the runs that answer it. The first run has dense attention. Experiments of
+    one setting share runs.
     """
 
     question: str
@@ -126,7 +128,7 @@ class Job:
     path: Path
     commit: str | None
     timed: bool
-    deadline: float  # of `time.monotonic`, the same for all processes
+    deadline: float  # a time of `time.monotonic`, the same for all processes
 
     @property
     def name(self) -> str:
@@ -134,7 +136,8 @@ class Job:
 
 
 def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
-    """Return the task of the run. Raises: ValueError: the model does not support its rows."""
+    """Return the task of the run. Raises: ValueError: the model does not support the rows of the
+    run."""
     at = job.setting
     changes = dict(VARIANTS[job.variant].changes)
     if "gate_bias" in changes:
@@ -162,7 +165,8 @@ def _documents(text: str) -> Documents:
 
 
 def batches(job: Job) -> Batches:
-    """Return the rows of the runs of a seed, each once per epoch."""
+    """Return the batches of all runs with the seed of `job`. Each row of the text occurs once per
+    epoch."""
     at = job.setting
     given = at.batch, at.length, job.seed
     if job.text == data.TEXT:
@@ -178,7 +182,7 @@ def batches(job: Job) -> Batches:
 
 
 def run(job: Job) -> tuple[Job, str, float]:
-    """Train and write the file of the run. Returns the status of the end and the seconds."""
+    """Train, and write the file of the run. Return the status of the end and the seconds."""
     began = time.monotonic()
     dtype = "bfloat16" if variants.gpu("torch") else "float32"
     rows = batches(job)
@@ -204,12 +208,14 @@ def run(job: Job) -> tuple[Job, str, float]:
                 evaluated=_evaluated(todo),
                 thorough=True,
             ),
-            loop.Stop(),  # not entered: SIGTERM ends the process at once, nothing is lost
+            # this context is not entered: SIGTERM ends the process at once, and nothing is lost
+            loop.Stop(),
         )
         every = max(KEPT_EVERY, job.setting.steps // KEPT_STEPS)
         lines = [x for x in log.read(path) if kept(x, job.timed, every)]
         if summary.status == "ok":
-            # Whole or not at all, since a file that is there is a run that has ended.
+            # The file is written completely or not at all, since an existing file means that the
+            # run has ended.
             scratch = job.path.with_suffix(".part")
             scratch.unlink(missing_ok=True)
             log.append(scratch, lines)
@@ -220,8 +226,8 @@ def run(job: Job) -> tuple[Job, str, float]:
 
 
 def _evaluated(todo: spec.Task) -> int:
-    """Evaluate on at least two held-out batches, since a passage occurs earlier in one row and
-    not in another.
+    """Evaluate on at least two held-out batches. The measures of copies need passages from more
+    than one row.
     """
     wanted = max(HELD_OUT_TOKENS, HELD_OUT_ROWS * todo.training.seq_len)
     most = HELD_OUT_SHARE * todo.training.steps * todo.tokens()
@@ -229,7 +235,7 @@ def _evaluated(todo: spec.Task) -> int:
 
 
 def kept(line: log.Line, timed: bool, every: int = KEPT_EVERY) -> bool:
-    """Whether a record contains the line. Only some of the steps are recorded."""
+    """Return whether a record contains the line. Only some of the steps are recorded."""
     if isinstance(line, log.Step):
         return line.step % every == 0
     return timed or not isinstance(line, log.Speed)
@@ -240,7 +246,8 @@ _longest = 0.0  # of this process's runs, in seconds
 
 
 def _within_the_limit(job: Job) -> tuple[Job, str, float]:
-    """Call `run` if the longest earlier run suggests that it ends in time."""
+    """Call `run` if the duration of the longest earlier run suggests that this run ends in
+    time."""
     global _longest
     if time.monotonic() + 1.1 * _longest > job.deadline:
         return job, LEFT_OUT, 0.0
@@ -253,10 +260,10 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """Return the missing runs of experiments, seed by seed.
+    """Return those runs of experiments that do not exist yet, seed by seed.
 
     Raises:
-      ValueError: there is no such experiment, variant or seed.
+      ValueError: There is no such experiment, variant or seed.
     """
     changes = {
         "model": FLAGS.model,
@@ -305,7 +312,7 @@ def gpus() -> list[str]:
 
 
 def take_gpu(places: Any) -> None:
-    """Restricts this process to the next GPU of the queue `places`."""
+    """Restrict this process to the next GPU of the queue `places`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = places.get()
 
 

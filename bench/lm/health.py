@@ -1,8 +1,9 @@
 """Measures gates and selections per layer, which show whether every branch is used.
 
-A head here is a unit with separate gates: a query head, or a key/value head whose query heads
-share gates. The query heads of a key/value head always share a selection. Sigmoid gates have no
-fixed sum, so entropy and the largest share use gates divided by their sum.
+In this module a head is a unit with its own gates. It is a query head, or a key/value head whose
+query heads share gates. The query heads of a key/value head always share a selection. Sigmoid
+gates have no fixed sum. The entropy and the largest share therefore use gates divided by their
+sum.
 """
 
 import math
@@ -14,7 +15,8 @@ from nsa_core.types import Branches
 from .data import Batch
 from .learner import Learner
 
-# A head whose gates have a lower entropy and a larger share has collapsed to one branch.
+# A head has collapsed to one branch if its gates have a lower entropy and a larger share than
+# these.
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
 EVEN = math.log(3)  # the entropy of three equal gates
 SMALL = 1e-9
@@ -25,12 +27,13 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
     means over the tokens.
 
     Returns:
-      compressed: Gate of the compressed branch, mean over heads; `selected` and `sliding` likewise.
+      compressed: Gate of the compressed branch, mean over heads. `selected` and `sliding` have
+        the gates of the other branches.
       entropy: Entropy of the gates in nats, mean over heads.
       entropy_min: Entropy of the head with the lowest entropy.
       largest: Share of the largest gate, mean over heads.
       collapsed: Share of the heads with an entropy below 0.1 and a largest share over 0.95.
-      overlap: Share of a query's blocks that the previous query selected too.
+      overlap: Share of a query's blocks that the previous query also selected.
     """
     gates = gates.astype(np.float64)
     shares = gates / np.maximum(gates.sum(axis=-1, keepdims=True), SMALL)
@@ -49,7 +52,7 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
 
 def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
     """Return the measures of each layer for the first row of `batch`, as means over the processes.
-    Every process must call it. Dense attention has none.
+    Every process must call this function. For dense attention there are no measures.
     """
     found = learner.ranks.gather([layer(*each) for each in learner.observe(batch)])
     return [
@@ -59,8 +62,8 @@ def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
 
 
 def overlap(indices: np.ndarray) -> float:
-    """Return the overlap of neighbours' block indices `[T, heads, n]`, which have -1 in empty
-    slots.
+    """Return the overlap between the blocks of adjacent queries. `indices` `[T, heads, n]` has -1
+    in empty slots.
     """
     now, before = indices[1:], indices[:-1]
     filled = now >= 0

@@ -20,11 +20,11 @@ class Hub:
 
     Attributes:
       name: `owner/name` of the dataset.
-      config: Its configuration. `config=None` means the only one.
-      split: Its split.
-      column: Its column of text.
-      revision: A commit or branch of the dataset. `revision=None` means the newest. `pinned`
-        returns a copy with the commit.
+      config: The configuration of the dataset. `config=None` means its only configuration.
+      split: The split of the dataset.
+      column: The column of the text.
+      revision: A commit or branch of the dataset. `revision=None` means the newest commit.
+        `pinned` returns a copy with the commit.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Hub:
         return f"{self.name}:{self.config}" if self.config else self.name
 
     def pinned(self) -> "Hub":
-        """Return a copy whose revision is the current commit, so that a later run finds the same
-        data.
+        """Return a copy whose revision is the current commit. A later run with this copy reads
+        the same data.
 
         Raises:
           ConnectionError: See `take`.
@@ -46,7 +46,8 @@ class Hub:
           ValueError: See `take`.
           ModuleNotFoundError: The extra `data` is not installed.
         """
-        extras.require("data", "datasets")  # brings huggingface_hub
+        # the package datasets requires huggingface_hub
+        extras.require("data", "datasets")
         import huggingface_hub
 
         ask = huggingface_hub.HfApi().dataset_info
@@ -54,15 +55,16 @@ class Hub:
         return dataclasses.replace(self, revision=about.sha)
 
     def take(self, state: dict[str, Any] | None, count: int) -> tuple[list[str], dict | None]:
-        """Return the next `count` documents after `state`, fewer at the end, and the state after
-        them.
+        """Return the next `count` documents after `state`, or fewer at the end, and the state
+        after these documents.
 
-        A state is a position in the form of `datasets`; None means the start.
+        A state is a position in the form of the library `datasets`. None means the start.
 
         Raises:
           ConnectionError: the Hub cannot be reached.
-          FileNotFoundError: it has no such dataset, or not for this account.
-          ValueError: no such config, split or column, or something else than text in it.
+          FileNotFoundError: The Hub has no such dataset, or this account may not read it.
+          ValueError: There is no such config, split or column, or the column has values other
+            than text.
         """
 
         def read() -> tuple[list[str], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""One step of the training of `jax_lm` with optax, on one device or on a mesh.
+"""The learner that trains `jax_lm` with optax, on one device or on a mesh.
 
 Master weights and moments are float32. `jax_parallel` has the layout of weights and rows on
 several devices.
@@ -30,20 +30,21 @@ FEWEST_SEGMENTS = 8  # minimum number of documents per row for which a program i
 
 
 class Rows(NamedTuple):
-    """Micro-batches, on the devices."""
+    """The micro-batches of a batch, on the devices."""
 
     tokens: Any  # [accumulate, B, T + 1]
-    total: jax.Array | np.float32  # []: number of tokens with a loss, of all rows
+    total: jax.Array | np.float32  # []: number of tokens with a loss, summed over all rows
     segment_ids: jax.Array | None  # the shape of `tokens`
 
 
 class Step(NamedTuple):
-    """A training step in two programs, on lists of arrays.
+    """A training step, as two compiled programs on lists of arrays.
 
-    The arguments are lists, since JAX flattens a list in C++ but the state of a module in Python,
-    which can take longer than a step on a GPU: 20 ms per call instead of 1 ms for 694 arrays,
-    measured on a CPU. The step has two programs, so that the host can read the loss, a result of
-    the first program, while the devices run the second program and the first one of the next batch.
+    The arguments are lists, since JAX flattens a list in C++, but the state of a module in
+    Python. Flattening in Python can take longer than a step on a GPU. For 694 arrays it took 20
+    ms per call instead of 1 ms, measured on a CPU. The step has two programs. The host can then
+    read the loss, a result of the first program, while the devices run the second program and the
+    first program of the next batch.
     """
 
     gradients: jax.stages.Compiled  # (weights, rows) to numbers, squares and gradients
@@ -64,19 +65,20 @@ class Begun(NamedTuple):
 
     batch: Batch
     compiled: Step
-    found: Any  # what `compiled.gradients` returned
+    found: Any  # the results of `compiled.gradients`
 
 
 class Program(NamedTuple):
-    """The properties that determine the compiled functions. Learners with equal properties
-    share them.
+    """The properties that determine the compiled functions. Learners with equal properties share
+    these functions.
     """
 
-    graphdef: nnx.GraphDef[LM]  # of the model with a device's part of the heads
+    graphdef: nnx.GraphDef[LM]  # structure of the model with one device's part of the heads
     training: Training
     dtype: jnp.dtype
     layout: Layout | None  # None on one device
-    max_segments: int | None = None  # documents of a row at most; None if rows have none
+    # maximum number of documents per row; None if rows have no documents
+    max_segments: int | None = None
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """Return AdamW without the learning rate and the clipping."""
@@ -89,7 +91,7 @@ class Program(NamedTuple):
         )
 
     def shown(self, tree):
-        """Within `jit`, convert the tree to a form that every process can read."""
+        """Within `jit`, convert `tree` to a form that every process can read."""
         return tree if self.layout is None else self.layout.shown(tree)
 
     def pinned(self, tree):
@@ -106,8 +108,8 @@ def _cast(tree, dtype):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """Return the losses `[B, T]` of some rows in nats, 0 for a target without a loss. On a mesh the
-    rows are those of a device.
+    """Return the losses `[B, T]` of some rows in nats. A target without a loss has 0. On a mesh
+    the rows are those of one device.
     """
     layout = program.layout
     prepare = functools.partial(
@@ -203,8 +205,8 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
 def _gradients(program: Program, params, rows: Rows):
     """Return three results: the loss and the norm of the gradient, the squared norms of the
-    gradients of each weight, and the gradients. These are a list, or one array if every one of
-    several devices has all weights."""
+    gradients of each weight, and the gradients. The gradients are a list, or one array if there
+    are several devices and each has all weights."""
     layout = program.layout
     if layout is not None and layout.data_only:
         compute = layout.summed_gradients(functools.partial(_part, program))
@@ -228,13 +230,13 @@ def _leaves(grads, params) -> list[jax.Array]:
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
-    """Return weights and moments after a step. They are unchanged if the loss or the norm is not
-    finite.
+    """Return weights and moments after a step. If the loss or the norm is not finite, return them
+    unchanged.
     """
     norm, clip = numbers[1], program.training.clip
     # The same as optax.clip_by_global_norm, which would compute the norm again.
     grads = jax.tree.map(lambda x: jnp.where(norm < clip, x, x / norm * clip), grads)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict
+    with jax.numpy_dtype_promotion("standard"):  # the result of optax has weaker types
         updates, new_state = program.optimizer().update(grads, state, params)
     updates = jax.tree.map(lambda x: -rate * x, updates)
     new = optax.apply_updates(params, updates), new_state
@@ -259,7 +261,7 @@ class Learner:
       initial: File of `nsa_interop.weights` with the initial weights.
       implementation: For NSA as in `nsa_jax.attention`; for dense attention "xla" or "cudnn".
       parallel: The layout on several devices. Defaults to one device.
-      ranks: The processes of the run. Defaults to this one.
+      ranks: The processes of the run. Defaults to only this process.
     """
 
     def __init__(
@@ -279,7 +281,8 @@ class Learner:
             task.training.batch, parallel.accumulate, ranks.rank, ranks.size
         )
         options = dict(dtype=self.dtype, implementation=implementation)
-        # All weights come from the file. None are drawn, since drawing would be compiled.
+        # All weights come from the file. No weights are drawn at random, since JAX would compile
+        # the drawing.
         self.graphdef, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
         graphdef = self.graphdef
         if self.layout is not None:
@@ -301,7 +304,8 @@ class Learner:
           batch: The rows of this process (`share`).
           step: Index of the step, which determines the learning rate.
           following: The batch of the next step, if it is known. The devices then begin with its
-            gradients before the host reads the loss, so that they do not wait for the host.
+            gradients before the host reads the loss. The devices therefore do not wait for the
+            host.
 
         Raises:
           DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.
@@ -312,7 +316,7 @@ class Learner:
         _, compiled, (numbers, squares, grads) = begun
         rate = np.float32(self.training.rate(step))
         self.leaves = compiled.update(self.leaves, grads, numbers, rate)
-        del begun, grads  # makes room for the next ones
+        del begun, grads  # frees memory for the next gradients
         if following is not None:
             self._begun = self._begin(following)
         loss, norm = map(float, np.asarray(numbers))
@@ -336,7 +340,7 @@ class Learner:
         Args:
           batch: The rows of this process (`share`).
           categories: The category of each target, integers `[rows, T]`. Categories that are not
-            below `count` are left out.
+            below `count` are left out of the sums.
           count: Number of categories.
         """
         rows = self._rows(batch)._replace(total=np.float32(1))
@@ -355,8 +359,8 @@ class Learner:
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each layer the gates `[T, gate heads, 3]` and block indices
-        `[T, key/value heads, n]` of a row of process 0's `batch`. Dense attention has none. Every
-        process must call it."""
+        `[T, key/value heads, n]` of a row of process 0's `batch`. Dense attention has none of
+        these. Every process must call this method."""
         if not self.observed:
             return []
         tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
@@ -375,8 +379,8 @@ class Learner:
                 weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
-        """Read what `save` of any learner wrote after `step` steps."""
-        from . import shards  # whose imports take a second
+        """Read weights and moments that `save` of any learner wrote after `step` steps."""
+        from . import shards  # importing this takes a second
 
         with shards.whole(folder) as whole:
             params, mean, square = (
@@ -396,20 +400,20 @@ class Learner:
         return self._tree.unflatten(self.leaves)[1]
 
     def keep(self, params: nnx.State, state: Any) -> None:
-        """Continue from these weights and moments."""
+        """Use these weights and moments from now on."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
-        self.weights = len(jax.tree.leaves(params))  # come first
-        self.compiled: Step | None = None  # for rows as those of the first step
+        self.weights = len(jax.tree.leaves(params))  # weights come first
+        self.compiled: Step | None = None  # compiled for rows with the shapes of the first step
         self._begun: Begun | None = None
 
     def _precision(self):
-        # JAX would compute products of float32 in TF32 on a GPU, which torch does not.
+        # On a GPU JAX would compute products of float32 in TF32. torch does not.
         exact = self.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if exact else None)
 
     def _read(self, path: Path) -> nnx.State:
-        # New arrays for all entries. The marks of the layer's kind (`nsa_jax.nn.Kind`) are in no
-        # file, and a step donates its arrays, which therefore must not be shared.
+        # Make new arrays for all entries. No file has the marks of the layer's kind
+        # (`nsa_jax.nn.Kind`). A step donates its arrays, so that they must not be shared.
         module = nnx.merge(
             self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
@@ -431,8 +435,8 @@ class Learner:
             told = self.ranks.gather([total, int(share.begins(batch).sum(axis=1).max())])
             total = max(1, sum(tokens for tokens, _ in told))
             documents = max(documents for _, documents in told)
-            # The maximum is equal in all processes, since they run one program. It never shrinks,
-            # since a program also serves fewer documents.
+            # All processes use the same maximum, since they run one program. The maximum never
+            # decreases, since a program also serves fewer documents.
             if documents > (self.program.max_segments or 0):
                 power = 1 << (documents - 1).bit_length()
                 self.program = self.program._replace(max_segments=max(FEWEST_SEGMENTS, power))
@@ -447,8 +451,8 @@ class Learner:
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
         """Return the names of values that are not finite: the loss, the first gradient and the
-        first weight, in the order of the model. A gradient also counts if its square overflows
-        float32. `squares` has the squared norms of the gradients.
+        first weight, in the order of the model. A gradient also counts as not finite if its
+        square overflows float32. `squares` has the squared norms of the gradients.
         """
         found = [] if np.isfinite(loss) else ["loss"]
         params = self.params

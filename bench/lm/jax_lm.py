@@ -1,7 +1,7 @@
 """The language model in Flax NNX.
 
-Blocks, norms and head compute in `dtype`. The embedding is looked up in float32, and softmax and
-loss are computed in float32.
+Blocks, norms and head compute in the dtype of the model. The embedding is looked up in float32,
+and softmax and loss are computed in float32.
 """
 
 import dataclasses
@@ -37,12 +37,13 @@ def _linear(size_in: int, size_out: int, dtype, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class DenseAttention(nnx.Module):
-    """Causal attention to all keys. `implementation` is that of `jax.nn.dot_product_attention`."""
+    """Causal attention to all keys. `implementation` is an argument of
+    `jax.nn.dot_product_attention`."""
 
     project: Any = NSAAttention.project
 
     def __init__(self, spec: LayerSpec, *, dtype, implementation, rngs: nnx.Rngs):
-        # For `project`: one key and value for all branches, and no gates.
+        # This spec makes `project` compute one key and value for all branches, and no gates.
         self.spec = dataclasses.replace(spec, kv="shared", gate="selected", phi="avg")
         self.implementation = implementation
         groups = spec.n_kv_groups
@@ -102,7 +103,7 @@ class Block(nnx.Module):
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, **packed: Any):
-        """`packed` has the arguments of the attention for packed rows."""
+        """Apply the block to `x`. `packed` has the arguments of attention for packed rows."""
         x = x + self._sum(self.attention(self.norm_attention(x), **packed)[0])
         return x + self._sum(self.mlp(self.norm_mlp(x)))
 
@@ -125,7 +126,8 @@ class Block(nnx.Module):
 
 
 class LM(nnx.Module):
-    """Logits `[B, T, vocabulary]` in `dtype` of integer tokens `[B, T]` (`ModelSpec`)."""
+    """The model of a `ModelSpec`. It maps integer tokens `[B, T]` to logits `[B, T, vocabulary]`
+    in `dtype`."""
 
     def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
         for name in TORCH_ONLY:
@@ -158,7 +160,8 @@ class LM(nnx.Module):
           tokens: Integers `[B, T]`.
           segment_ids: int32 `[B, T]`, the document of each token. `segment_ids=None` means one
             sequence per row.
-          prepare: Computes the weights of a block from the stored ones when the block runs.
+          prepare: Function that computes the weights of a block from the stored weights when the
+            block runs.
           again: Whether the backward pass calls `prepare` again, instead of storing its results.
           max_segments: See `varlen_metadata`.
         """
@@ -166,7 +169,8 @@ class LM(nnx.Module):
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
         packed: dict[str, Any] = {}
         if segment_ids is not None and self.spec.attention == "nsa":
-            # Built once, so that neither the blocks nor their backward passes build it.
+            # The metadata is built once here, so that neither the blocks nor their backward
+            # passes build it.
             limit = {"max_segments": max_segments}
             packed["varlen"] = varlen_metadata(
                 segment_ids, config=self.spec.layer.config, **limit
@@ -179,8 +183,8 @@ class LM(nnx.Module):
 
         if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)
-        # No scan: it would copy what the backward pass reads into arrays of all blocks, twice
-        # the memory of a step.
+        # The loop is no scan. A scan would copy the data for the backward pass into arrays of all
+        # blocks, which doubles the memory of a step.
         for stored in states:
             x = block(x, stored)
         return self.head(self.norm(x))

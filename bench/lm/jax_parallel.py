@@ -1,9 +1,9 @@
 """The layout of weights and rows on a mesh of `(data, fsdp, tensor)` devices in JAX.
 
-Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp`. They are gathered when a
-block runs, in the dtype of the computation, and their gradients are summed and divided again in
-float32. Over `tensor` the heads and the MLP are divided: each device has some key/value heads with
-their query heads. Attention and its kernels therefore run as on one device (`shard_map`).
+Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp`. When a block runs, its
+weights are gathered in the dtype of the computation. Their gradients are summed and divided again
+in float32. The heads and the MLP are divided over `tensor`. Each device has some key/value heads
+with their query heads. Attention and its kernels therefore run as on one device (`shard_map`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = DATA, FSDP
 # Name of gathered weights, which the backward pass gathers again instead of storing them.
 GATHERED = "gathered weights"
-# Parts of attention whose weights all heads share.
+# The parts of attention whose weights all heads share.
 OF_ALL_HEADS = frozenset(
     ("gate", "phi_k_mlp", "phi_v_mlp", "phi_k_conv", "phi_v_conv", "q_norm", "k_norm")
 )
@@ -33,8 +33,8 @@ KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
 def spec_of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
-    """Return the partition spec of the weight `x` at `path` of a state, or of its moments. Every
-    device has all of a small weight.
+    """Return the partition spec of the weight `x` at `path` of a state, or of the moments of this
+    weight. Small weights are not divided.
     """
     *parents, name = _names(path)
     if not x.ndim:
@@ -42,7 +42,7 @@ def spec_of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
     if name == "embedding":
         return PartitionSpec(None, FSDP)
     if parents[-2:] == ["attention", "gate"] and name == "bias":
-        return PartitionSpec(TENSOR)  # that of each device's heads
+        return PartitionSpec(TENSOR)  # the model of each device's heads
     if name != "kernel" or "fc1" in parents or "fc2" in parents:
         return PartitionSpec()
     if parents[-1] == "head":
@@ -64,8 +64,9 @@ class Layout:
         neighbours.
 
         Raises:
-          ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
-            divided, or projections divided by heads have biases or a convolution.
+          ValueError: There are fewer devices, or several processes have more devices, or `dim`
+            cannot be divided, or projections that are divided by heads have biases or a
+            convolution.
         """
         if parallel.tensor > 1 and model.layer.bias:
             raise ValueError(f"bias must be False if tensor={parallel.tensor}, got True")
@@ -95,7 +96,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
 
     def part(self, model: ModelSpec) -> ModelSpec:
-        """Return the model of a device, with its part of the heads."""
+        """Return the model of one device, with the device's part of the heads."""
         layer, tensor = model.layer, self.mesh.shape[TENSOR]
         heads = dict(n_heads=layer.n_heads // tensor, n_kv_groups=layer.n_kv_groups // tensor)
         layer = dataclasses.replace(layer, **heads)
@@ -114,8 +115,8 @@ class Layout:
         return jax.lax.with_sharding_constraint(tree, shardings)
 
     def rows(self, x: np.ndarray) -> jax.Array:
-        """Return micro-batches `[accumulate, B, ...]` of all processes, from the rows `x` of this
-        one.
+        """Return micro-batches `[accumulate, B, ...]` of all processes, given the rows `x` of
+        this process.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ROWS))
         return jax.make_array_from_process_local_data(sharding, x)
@@ -127,8 +128,8 @@ class Layout:
             names, axes = set(_names(path)), set(ROWS)
             if OF_ALL_HEADS & names and "attention" in names:
                 axes.add(TENSOR)
-            # Declared as varying before the cast, so that gradients are summed over devices in
-            # float32.
+            # The weights are declared as varying before the cast, so that gradients are summed
+            # over devices in float32.
             x, spec = _varying(x, axes), spec_of(path, x)
             if FSDP not in spec:
                 return x.astype(dtype)
@@ -150,11 +151,12 @@ class Layout:
         return self.mesh.size == self.mesh.shape[DATA]
 
     def summed_gradients(self, compute: Any) -> Any:
-        """Return a function that computes the gradients of `summed` as one array, whose last number
-        is the loss. It needs only one all-reduce, and is valid only if `data_only`.
+        """Return a function that computes the gradients of `summed` as one array. The last number
+        of this array is the loss. The function needs only one all-reduce, and is valid only if
+        `data_only` is true.
 
-        If XLA sums the gradient of each weight, it copies them into buffers of 30 MB, and back
-        after the all-reduce of each buffer.
+        If XLA summed the gradient of each weight, it would copy the gradients into buffers of 30
+        MB, and back after the all-reduce of each buffer.
         """
 
         def local(params, *inputs):
@@ -180,16 +182,16 @@ class Layout:
 
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
-    """Within `shard_map`, declare that `x` differs between the devices along `axes`. Its
-    gradient is then that of one device. JAX sums the gradient of an array that is equal on all
-    devices."""
+    """Within `shard_map`, declare that `x` differs between the devices along `axes`. The gradient
+    of `x` is then the gradient of one device. Without this declaration, JAX would sum the
+    gradients of all devices."""
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x, axis: int, dtype):
-    """Gather all rows or columns of a divided weight, in `dtype`."""
+    """Gather all rows or columns of a divided weight `x`, in `dtype`."""
     return jax.lax.all_gather(x.astype(dtype), FSDP, axis=axis, tiled=True)
 
 
@@ -214,6 +216,7 @@ def _global(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    """Return a path into an `nnx.State` as names, without the entries for values of variables."""
+    """Return a path into an `nnx.State` as names. The entries of the path for values of variables
+    are left out."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return [name for name in names if name != "value"]

@@ -1,7 +1,7 @@
 """The lines of `train.jsonl`. Times are in milliseconds, losses in nats per token.
 
-Framework and attention identify a run. A resumed run appends, and a later line for a step
-replaces an earlier one.
+Framework and attention identify a run. A resumed run appends lines. A later line for a step
+replaces an earlier line.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ def _line[T](cls: type[T]) -> type[T]:
 
 @_line
 class Line:
-    """The fields of every line. `implementation` is the one that ran. For NSA it is that of the
-    forward pass.
+    """The fields of every line. `implementation` is the implementation that ran. For NSA it is
+    the implementation of the forward pass.
     """
 
     kind: ClassVar[str]
@@ -49,7 +49,7 @@ class Header(Line):
     training: dict[str, Any]
     dtype: str
     first_step: int  # above 0 if the run was resumed
-    flops: int  # of a step (`spec.flops`)
+    flops: int  # useful FLOPs of a step (`spec.flops`)
     input_sha256: str
     device: str
     versions: dict[str, Any]
@@ -57,12 +57,12 @@ class Header(Line):
     dirty: bool | None
     time: str  # UTC
     parallel: dict[str, Any] | None = None  # `parallel.Parallel`; None on one device
-    epochs: float | None = None  # how often the run sees a token; None if not known
+    epochs: float | None = None  # how often the run reads every token; None if not known
 
 
 @_line
 class Step(Line):
-    """One step. The loss is that before the step, and the gradient norm is that before
+    """One step. The loss was computed before the weights changed, and the gradient norm before
     clipping.
     """
 
@@ -116,7 +116,8 @@ class Speed(Line):
     p80_ms: float | None = None
     samples: int = 0
     tokens_per_s: float | None = None
-    peak_bytes: int | None = None  # torch: its allocator's; JAX: the compiler's plan of a step
+    # in torch from its allocator, in JAX from the compiler's plan of a step
+    peak_bytes: int | None = None
     flops: int | None = None
     mfu: float | None = None
     mfu_is: str = ""
@@ -125,33 +126,34 @@ class Speed(Line):
     commit: str | None
     dirty: bool | None
     time: str
-    devices: int = 1  # that share the step; `peak_bytes` is per device
+    devices: int = 1  # devices that share the step; `peak_bytes` is per device
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
-        """Median, p20 and p80, the same as in `records.Record`."""
+        """The median, p20 and p80, as in `records.Record`."""
         return records.times_of(self)
 
 
 @_line
 class Summary(Line):
-    """How a run ended."""
+    """The end of a run."""
 
     kind: ClassVar[str] = "summary"
     status: Literal["ok", "stopped", "diverged"]
     reason: str = ""
-    steps: int  # done
+    steps: int  # number of steps done
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None if rows are too short
     copied_gain: float | None = None  # the same
-    copied_at: dict[str, Any] | None = None  # by the distance of the passage and its copy
+    # the same measures, by the distance between passage and copy
+    copied_at: dict[str, Any] | None = None
     # By layer: how often the selection contains the source of a copy, and how often a random
-    # selection would (`measures.hit`).
+    # selection would contain it (`measures.hit`).
     hits: list[Any] | None = None
     # By layer, head and half of the rows, for a passage just beyond the window: how often its
-    # block is selected, and the same if another text replaces the passage (`measures.copies`).
+    # block is selected, and how often if another text replaces the passage (`measures.copies`).
     heads: list[Any] | None = None
-    # For rows with tasks (`tasks.measured`).
+    # The measures of rows with tasks (`tasks.measured`).
     records_at: dict[str, Any] | None = None
     needle: dict[str, Any] | None = None
 
@@ -169,7 +171,7 @@ def read(path: str | Path) -> list[Line]:
     """Return the lines of the file at `path`.
 
     Raises:
-      ValueError: a line is damaged; the message names file and line.
+      ValueError: A line is damaged. The message names file and line.
     """
     return [_checked(data, where) for where, data in records.read_lines(path)]
 

@@ -1,4 +1,5 @@
-"""One training run: its steps, their lines in `train.jsonl`, checkpoints, and its end."""
+"""Runs the training of one model. The module runs the steps, writes their lines to `train.jsonl`,
+makes checkpoints and ends the run."""
 
 import dataclasses
 import functools
@@ -21,12 +22,12 @@ ON_THE_WAY = 4  # evaluations before the end use one in four held-out batches
 
 
 class Stop:
-    """While entered, SIGTERM or Ctrl-C asks the run to stop after the step that it is in; a second
-    Ctrl-C ends it at once.
+    """A context in which SIGTERM or Ctrl-C asks the run to stop after its current step. A second
+    Ctrl-C ends the run at once.
 
     Attributes:
       asked: Whether this process received a signal.
-      by: Name of the signal. SIGTERM if only another rank received one.
+      by: Name of the signal. It is SIGTERM if only another rank received a signal.
     """
 
     by = signal.SIGTERM.name
@@ -55,7 +56,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run, and the locations of its files.
+    """A training run, and the locations of its files.
 
     Attributes:
       variant: The attention and its framework.
@@ -68,9 +69,9 @@ class Run:
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: Settings of the observed values, whose files are next to `path`.
-      evaluate_every: Steps between evaluations of held-out text, of every fourth batch.
-        `evaluate_every=None` means only at the end.
-      evaluated: batches of held-out text.
+      evaluate_every: Steps between evaluations on held-out text. Such an evaluation uses every
+        fourth held-out batch. `evaluate_every=None` means only at the end.
+      evaluated: number of batches of held-out text.
       thorough: See `measures.copies`.
     """
 
@@ -96,7 +97,7 @@ class Run:
             log.append(self.path, [line])
 
     def checkpoint(self) -> Path | None:
-        """Return the last checkpoint, or None."""
+        """Return the last checkpoint of this run, or None."""
         return checkpoint.latest(self.folder)
 
     def held_out(self) -> measures.HeldOut:
@@ -114,13 +115,13 @@ def run(run: Run, stop: Stop) -> log.Summary:
     """Train from the last checkpoint, if there is one, and write all lines. Every rank must
     call it, and all ranks end in the same way.
 
-    The status is `ok` after all steps. It is `stopped` after a signal, with a checkpoint of the
-    steps done. It is `diverged` if a loss or gradient is not finite: existing checkpoints remain,
-    and no later one is written.
+    The status of the summary is `ok` after all steps. After a signal the status is `stopped`, and
+    there is a checkpoint of the steps done. If a loss or gradient is not finite, the status is
+    `diverged`. Existing checkpoints then remain, and no later checkpoint is written.
 
     Raises:
-      ValueError: the checkpoint was written under other settings.
-      LostError: another rank is gone.
+      ValueError: The checkpoint was written under other settings.
+      LostError: Another rank has ended or does not answer.
     """
     with run.ranks.together():
         variant, task = run.variant, run.task
@@ -154,7 +155,7 @@ def run(run: Run, stop: Stop) -> log.Summary:
         with watch.Watch(run.path.parent, run.name, run.ranks, run.watched) as watched:
             summary = steps(run, learner, first, stop, times_ms, watched)
         run.write(summary)
-        if len(times_ms) > 1:  # the first compiles
+        if len(times_ms) > 1:  # the first step compiles
             found = speed.ok(timing.Timing.of(times_ms[1:], "host"), learner)
             run.write(speed.line(variant, task, run.commit, found))
         return summary
@@ -169,7 +170,8 @@ def steps(
     watched: watch.Watch,
 ) -> log.Summary:
     """Run the steps from `first` on, evaluate the model, and return the summary. Each step appends
-    to `times_ms` the time since the end of the previous one, without checkpoints and observations.
+    to `times_ms` the time since the end of the previous step, without checkpoints and
+    observations.
     """
     name, total, rate = run.variant.name, run.task.training.steps, run.task.training.rate
     summary = functools.partial(log.Summary, **name)
@@ -197,7 +199,8 @@ def steps(
     with watch.progress(run.name, first, total, silent) as shown:
         since = time.perf_counter()
         for step in range(first, total):
-            # Ranks receive signals at different steps. All stop at a step at which any was asked.
+            # Ranks receive signals at different steps. All ranks stop at the same step, as soon
+            # as one of them was asked to stop.
             if run.ranks.any(stop.asked):
                 where = "not saved" if run.save_every is None else f"saved to {save(step)}"
                 reason = f"{stop.by} after {step} steps, {where}"
@@ -240,7 +243,7 @@ def steps(
             if saves:
                 try:
                     save(done)
-                except OSError as error:  # such as a full disk, which must not end the run
+                except OSError as error:  # an error such as a full disk must not end the run
                     text = (
                         f"the checkpoint after {done} steps was not written, and "
                         f"{run.checkpoint()} remains: {error}"

@@ -1,6 +1,8 @@
-"""Measures a model on held-out text: the loss by kind of target, and the use of copies.
+"""Measures a model on held-out text. The measures are the loss by kind of target, and the use of
+copies.
 
-A target is a token that is predicted. Its kind depends on the n-gram that ends with it:
+A target is a token that is predicted. The kind of a target depends on the n-gram that ends with
+the target:
 
     new     the n-gram did not occur earlier in the row
     near    its last occurrence is within the sliding window
@@ -27,12 +29,15 @@ from .recall import PASSAGE
 KINDS = ("new", "near", "far")
 PARTS = ("first quarter", "second quarter", "second half")
 CATEGORIES = len(KINDS) * len(PARTS)
-# Length of the n-grams: three tokens of a vocabulary, or eight bytes.
+# Length of the n-grams: three tokens of a tokenizer, or eight bytes.
 ORDER, BYTES_ORDER = 3, 8
-DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)  # in tokens from a passage to its copy
-BEYOND = 2 * PASSAGE  # tokens between the window and the passage that heads have to find
-OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is observed; the second if thorough
-KNOWN = 7  # tokens of a copy before the first query whose selection is judged
+# distances in tokens from a passage to its copy
+DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)
+# number of tokens between the window and the passage that heads have to find
+BEYOND = 2 * PASSAGE
+# number of rows with a copy whose selection is observed; the second number applies if `thorough`
+OBSERVED_ROWS = 4, 32
+KNOWN = 7  # number of tokens of a copy before the first query whose selection is judged
 
 
 def loss(learner: Learner, batch: Batch) -> float:
@@ -47,9 +52,9 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
 
     Args:
       batch: The rows.
-      order: Length of the n-gram that ends with the target. Earlier occurrences in other rows
-        are ignored, and in packed rows also those in other documents.
-      window: An occurrence is near if it is fewer tokens before the target.
+      order: Length of the n-gram that ends with the target. Occurrences in other rows do not
+        count, nor do those in other documents of a packed row.
+      window: An occurrence is near if it is fewer than this number of tokens before the target.
     """
     tokens, segments = batch
     found = np.zeros((len(tokens), tokens.shape[1] - 1), np.int8)
@@ -80,8 +85,9 @@ def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
 
 
 def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """Return mean losses by name: of all targets, of each kind, and of each part of the row. `sums`
-    and `counts` have one entry per category. Means of no target are omitted.
+    """Return mean losses by name. There is one mean over all targets, one per kind, and one per
+    part of the row. `sums` and `counts` have one entry per category. A mean without targets is
+    omitted.
     """
     sums, counts = (x.reshape(len(KINDS), len(PARTS)) for x in (sums, counts))
     named = {"loss": (sums.sum(), counts.sum())}
@@ -101,7 +107,8 @@ class HeldOut:
 
     @classmethod
     def of(cls, batches: Sequence[Batch], window: int, vocabulary: int) -> "HeldOut":
-        """Return `batches` with their categories. `window` and `vocabulary` are the model's."""
+        """Return `batches` with their categories. `window` and `vocabulary` belong to the
+        model."""
         return cls(batches, [categories(x, window, vocabulary) for x in batches])
 
     def every(self, count: int) -> "HeldOut":
@@ -109,7 +116,7 @@ class HeldOut:
         return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
-        """Return the means (`of`) of the current model. Every process must call it."""
+        """Return the means (`of`) for the current model. Every process must call this method."""
         counts = np.zeros(CATEGORIES)
         for which in self.categories:
             counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
@@ -117,7 +124,7 @@ class HeldOut:
 
     def sums(self, learner: Learner, count: int) -> np.ndarray:
         """Return the sums of losses by category, for categories below `count`. Every process must
-        call it.
+        call this method.
         """
         found = np.zeros(count)
         for batch, which in zip(self.batches, self.categories, strict=True):
@@ -133,17 +140,17 @@ def copies(
     seed: tuple[int, ...],
     thorough: bool = False,
 ) -> dict[str, Any]:
-    """Measure with `recall` how much an earlier passage helps on held-out text, and with `hit`
-    how often selections contain it. Return fields of `log.Summary`, or none if rows are too short.
-    Every process must call it.
+    """Measure how much an earlier passage helps on held-out text (`recall`), and how often
+    selections contain that passage (`hit`). Return fields of `log.Summary`, or no fields if rows
+    are too short. Every process must call this function.
 
     Args:
       learner: The learner.
       held_out: Batches of held-out text.
       layer: Sizes of the attention layer.
       seed: Seed of the positions of passages.
-      thorough: Whether to measure by distance and by head too, on more rows. This needs minutes on
-        a CPU.
+      thorough: Whether to measure also by distance and by head, on more rows. This takes minutes
+        on a CPU.
     """
     whole = joined(list(held_out))
     starts = recall.passages(whole, layer.w, seed)
@@ -172,12 +179,12 @@ def copies(
     observed = np.linspace(0, count - 1, looked_at).astype(int).tolist()
 
     def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
-        """Return the hits `[rows, layers, heads, 2]` of the observed rows that have any."""
+        """Return the hits `[rows, layers, heads, 2]` of those observed rows that have hits."""
         found = [
             [hit(x, int(starts[row]), layer.config) for _, x in learner.observe(batch, row)]
             for row in observed
         ]
-        # a row has a hit in every layer, or in none
+        # a row has values in every layer, or in none
         return np.array([x for x in found if x and x[0] is not None], dtype=float)
 
     at_random = hits(rows.read, starts)
@@ -197,10 +204,10 @@ def copies(
 
 
 def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None:
-    """Measure how often the queries in a copy select the block that has their next token.
+    """Measure how often the queries in a copy select the block that contains the next token.
 
-    The row has T + 1 tokens and ends in a copy of an earlier passage. The next token of a query is
-    in that passage.
+    The row has T + 1 tokens and ends in a copy of an earlier passage. The token that follows a
+    query also occurs in that passage.
 
     Args:
       indices: Blocks that each query selects, `[T, heads, n]`, -1 in empty slots.
@@ -208,8 +215,8 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
       config: The config of the selection.
 
     Returns:
-      `[heads, 2]`: the share of each head, and the share of a random selection. Only queries count
-      for which the block is not a forced one. None if there is no such query.
+      `[heads, 2]`: the share of each head, and the share of a random selection. Only queries
+      count for which the block is not forced. The result is None if there is no such query.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
@@ -224,8 +231,9 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 def free_choice(
     query: np.ndarray, wanted: np.ndarray, config: NSAConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each query position whether its selection may omit the block `wanted`, because it
-    is not a forced block, and the chance that a random selection contains such a block.
+    """For each query position, return whether its selection may omit the block `wanted`, because
+    that block is not forced. Also return the chance that a random selection contains such a
+    block.
     """
     own, forced = query // config.select_block, config.num_initial + config.num_local
     free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
@@ -234,7 +242,8 @@ def free_choice(
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
-    """Return the hits of the head that finds copies best, and its hits with another text.
+    """Return the hits of the head that finds copies best, and the hits of this head with another
+    text.
 
     One half of the rows determines the best head, and the other half measures it, so that the
     result is unbiased.

@@ -1,16 +1,17 @@
-"""Cuts all tokens of an epoch into rows: as one stream (`Stream`), or as documents in random order
-with boundaries (`Packed`).
+"""Divides all tokens of an epoch into rows. The tokens are one stream (`Stream`), or documents in
+random order with boundaries (`Packed`).
 """
 
 import numpy as np
 
 
 class Stream:
-    """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without boundaries.
+    """All tokens once, as rows of `width` tokens without boundaries. The order of the rows is
+    drawn from `seed`.
 
-    In the stream, a row begins with the last token of the row before it, so that a token is
-    predicted at most once. The stream begins at a random position, also drawn from `seed`, such
-    that only a part of a row is left over.
+    In the stream, a row begins with the last token of the row before it. A token is therefore
+    predicted at most once. The stream begins at a random position, also drawn from `seed`. This
+    position leaves over less than one row.
 
     Args:
       tokens: integers `[total]`.
@@ -29,20 +30,21 @@ class Stream:
         self.order = random.permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """Return the tokens `[rows, width]` at the positions `indices` in the order, each below
-        `count`.
+        """Return the tokens `[rows, width]` of the rows at the positions `indices` in the order.
+        Each index is below `count`.
         """
         first = self.begin + self.order[indices] * (self.width - 1)
         return self.tokens[first[:, None] + np.arange(self.width)], None
 
 
 class Packed:
-    """All documents once, in an order drawn from `seed`, as rows of `width` tokens.
+    """All documents once, as rows of `width` tokens. The order of the documents is drawn from
+    `seed`.
 
-    A row begins with the last token of the row before it, so that every token except the first is
-    the target of another one once. Tokens at the end that fill no row are dropped. A document that
-    is longer than the rest of its row continues in the next row. The rows are shuffled, so that a
-    long document does not fill a batch.
+    A row begins with the last token of the row before it. Every token except the first is
+    therefore a target exactly once. Tokens at the end that fill no row are dropped. A document
+    that is longer than the rest of its row continues in the next row. The rows are shuffled, so
+    that a long document does not fill a batch.
 
     Args:
       tokens: integers `[total]`.
@@ -57,14 +59,14 @@ class Packed:
         self.tokens, self.width = tokens, width
         order = np.random.default_rng((*seed, 0)).permutation(len(starts) - 1)
         lengths = np.diff(starts)[order]
-        self.ends = np.cumsum(lengths)  # of the documents in their new order
+        self.ends = np.cumsum(lengths)  # boundaries of the documents in their new order
         self.moved = starts[:-1][order] - (self.ends - lengths)
         total = int(self.ends[-1]) if len(order) else 0
         self.count = max(0, (total - 1) // (width - 1))
         self.order = np.random.default_rng((*seed, 1)).permutation(self.count)
 
     def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows at the positions `indices` in the order, each below `count`.
+        """Return the rows at the positions `indices` in the order. Each index is below `count`.
 
         Returns:
           tokens: `[rows, width]`.

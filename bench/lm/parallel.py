@@ -1,4 +1,4 @@
-"""How a run is spread over processes and devices."""
+"""Describes how a run is divided over processes and devices."""
 
 import dataclasses
 from typing import Literal
@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("none", "ddp", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """A layout, which changes no loss beyond rounding.
+    """The division of a run over devices. It changes losses only by rounding.
 
     Attributes:
       kind: "none": one device. "ddp": every device has all weights. "fsdp": every device has a
@@ -25,7 +25,7 @@ class Parallel:
       safe: the argument of `torch_parallel.DDPLearner`.
 
     Raises:
-      ValueError: the devices do not allow this layout.
+      ValueError: The number of devices does not allow this layout.
     """
 
     kind: Kind = "none"

@@ -1,15 +1,16 @@
-"""Compares NSA with dense attention over several seeds, and reports whether it is as good, with
-bounds.
+"""Compares NSA with dense attention over several seeds, and reports with error bounds whether NSA
+is as good.
 
     python -m bench.lm.experiments table_8k --corpus corpus --out runs
     python -m bench.lm.quality runs/52m_8k/*.jsonl
     python -m bench.lm.quality runs/*/train.jsonl         # of bench.train, a seed each
 
-Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Dense
-attention's means are given (of the first dense run, where they differ in more than the seed), and
-of all others the mean difference of the pairs, its standard error `s / sqrt(n)`, and how many of
-these it is away from 0 (t, of n - 1 degrees of freedom; from three seeds on). Losses are in nats
-a token:
+Runs of a seed start from the same weights and read the same batches. A run of NSA and the run of
+dense attention with the same seed are therefore a pair. For dense attention the table has means.
+If there are several kinds of dense runs, the first kind is used. For every other kind the table
+has the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on it
+also has t, which is the mean difference divided by the standard error, with n - 1 degrees of
+freedom. Losses are in nats per token:
 
     new, near, far   of held-out targets by earlier tokens in the row (`bench.lm.measures`)
     end              of all of them, after the last step
@@ -76,7 +77,7 @@ USUAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A run that has ended; `values` of the measures that it has, by name."""
+    """A run that has ended. `values` has its measures by name."""
 
     header: Header
     values: Mapping[str, float]
@@ -109,7 +110,8 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Kinds that can be compared, the dense ones first, and the first dense one."""
+    """Kinds of runs that can be compared, the dense kinds first. `dense` is the first dense
+    kind."""
 
     name: str
     kinds: Sequence[Kind]
@@ -123,11 +125,11 @@ class Group:
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """The measure of a kind minus that of dense attention, over `pairs` seeds. `dense` is the
-    mean of the latter.
+    mean of dense attention.
     """
 
     mean: float
-    error: float  # NaN of one pair
+    error: float  # NaN for a single pair
     pairs: int
     dense: float
     least: float  # of the pairs
@@ -139,8 +141,8 @@ class Difference:
         return self.mean / self.error if self.error else math.nan
 
     def reach(self, share: float) -> float:
-        """Return the distance above the mean below which the true value is with this
-        probability.
+        """Return a distance. With the probability `share`, the true value is below the mean plus
+        this distance.
         """
         from scipy import special
 
@@ -148,17 +150,17 @@ class Difference:
 
     @property
     def upper(self) -> float:
-        """The one-sided bound."""
+        """The upper end of the one-sided interval."""
         return self.mean + self.reach(CONFIDENCE)
 
     @property
     def half(self) -> float:
-        """Half of the two-sided interval."""
+        """Half the width of the two-sided interval."""
         return self.reach((1 + CONFIDENCE) / 2)
 
     def __format__(self, spec: str) -> str:
-        """Return the mean, and its error where there is one, in the form `.3f`, or with t in
-        the form `.3f and t`. For dense attention, return only its mean.
+        """Return the mean as text in a form such as `.3f`, with its error if there is one. The
+        form `.3f and t` adds t. For dense attention, return only the mean.
         """
         form, _, with_t = spec.partition(" and ")
         if self.none:
@@ -173,8 +175,8 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
     """Group the runs of files, given by name.
 
     Raises:
-      ValueError: a run did not end; a seed twice of one kind; runs without dense attention's of
-        the same seed that are alike but for attention.
+      ValueError: A run did not end, a seed occurs twice in one kind, or there is no run of dense
+        attention with the same seed and settings.
     """
     grouped: dict[str, list[tuple[str, Ended]]] = {}
     for name, lines in found.items():
@@ -187,10 +189,12 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
 
 
 def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
-    """Return the runs of files with one run each, which differ only in the seed.
+    """Return the kind of the runs in these files. Each file has one run, and the runs must differ
+    only in the seed.
 
     Raises:
-      ValueError: a file does not contain one finished run, or has the seed of another.
+      ValueError: A file does not contain one finished run, or its run has the same seed as
+        another run.
     """
 
     def runs():
@@ -241,17 +245,15 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
 
 
 def _area(header: Header, lines: Sequence[Line]) -> float | None:
-    """Return the mean of the training losses after the warm-up, of the steps that the lines
-    have.
-    """
+    """Return the mean of the training losses in `lines` after the warm-up."""
     steps = {line.step: line.loss for line in lines if isinstance(line, Step)}
     found = [loss for step, loss in steps.items() if step >= header.training.get("warmup", 0)]
     return float(np.mean(found)) if found else None
 
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
-    """Return the step at which near targets cost `COPIED` less than new ones, between
-    evaluations.
+    """Return the step at which the loss of near targets is `COPIED` lower than that of new
+    targets. The step is interpolated between evaluations.
     """
     gaps = [(0, 0.0)]  # before training
     for x in evaluations:
@@ -264,7 +266,7 @@ def _copying(evaluations: Sequence[Evaluation]) -> float | None:
 
 
 def _alike(header: Header) -> str:
-    """Return the settings that compared runs must share."""
+    """Return those settings of a run that compared runs must share."""
     training = {k: v for k, v in header.training.items() if k not in OWN}
     model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
     return repr((header.framework, header.dtype, header.input_sha256, training, model))
@@ -332,17 +334,17 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
 
 
 def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """Return the mean and its standard error, which is NaN of one value."""
+    """Return the mean and its standard error. For a single value the error is NaN."""
     several = len(values) > 1
     error = float(values.std(ddof=1) / len(values) ** 0.5) if several else math.nan
     return float(values.mean()), error
 
 
 def verdicts(group: Group, kind: Kind) -> list[Verdict]:
-    """Whether a kind of NSA keeps `BOUNDS`, in their order.
+    """Return for each of `BOUNDS`, in order, whether a kind of NSA is within the bound.
 
     Raises:
-      NotImplementedError: there are too few pairs to say, or a measure is missing.
+      NotImplementedError: There are too few pairs for a verdict, or a measure is missing.
     """
     if len(kind.runs) < LEAST_PAIRS:
         raise NotImplementedError(
@@ -370,10 +372,11 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
 
 
 def selection(group: Group, kind: Kind) -> list[Verdict]:
-    """Whether selections of NSA find copies. There is no verdict if chance is high.
+    """Return whether selections of NSA find copies. There is no verdict if a random selection
+    would often find them.
 
     Raises:
-      NotImplementedError: there are too few runs to say.
+      NotImplementedError: There are too few runs for a verdict.
     """
     if not _chance_is_low(kind):
         return []
@@ -390,25 +393,26 @@ def selection(group: Group, kind: Kind) -> list[Verdict]:
 
 
 def _chance_is_low(kind: Kind) -> bool:
-    """Whether chance is low enough for hits to be meaningful."""
+    """Return whether a random selection has so few hits that hits are meaningful."""
     return bool(len(kind.hits) and kind.hits[..., 1].mean() < CHANCE)
 
 
 def _over_chance(kind: Kind) -> np.ndarray:
-    """For each run, the hits for passages at random positions minus chance, in the layer with
-    the highest mean."""
+    """For each run, return the hits for passages at random positions minus chance, in the layer
+    with the highest mean."""
     over = kind.hits[..., 0] - kind.hits[..., 1]
     return over[:, over.mean(axis=0).argmax()]
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """Return the hits of the best head of each run that has them, less those with another text."""
+    """For each run that has them, return the hits of the best head minus its hits with another
+    text."""
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 
 def _copies_from(kind: Kind) -> str | None:
-    """Return the mean step at which runs begin to copy, of those that do; none of bytes, which cost
-    too little for `COPIED`.
+    """Return the mean step at which runs begin to copy, over the runs that do. For bytes there is
+    no such step, since losses per byte are too small for `COPIED`.
     """
     runs = [
         x.values
@@ -423,7 +427,7 @@ def _copies_from(kind: Kind) -> str | None:
 
 
 def _held(over: np.ndarray) -> str:
-    """Return whether selections hold copied passages, by hits over others."""
+    """Return whether selections contain copied passages, judged by hits minus other hits."""
     if len(over) < LEAST_FOUND:
         return "not decided"
     mean, error = _mean_and_error(over)
@@ -432,7 +436,7 @@ def _held(over: np.ndarray) -> str:
 
 
 def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
-    """Return the verdict from the bounds."""
+    """Return the verdict that follows from the bounds."""
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
     if broken:
         return f"no: {', '.join(broken)}"
@@ -456,7 +460,7 @@ def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
 def line(group: Group, kind: Kind) -> dict[str, Any]:
     """Return the values of a kind for the tables `quality_..` of `tables.yaml`."""
     runs, hits = kind.runs.values(), kind.hits
-    alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
+    alike = len({x.header.device for x in runs}) == 1  # times of different devices have no mean
     times = [x.ms for x in runs if x.ms is not None and alike]
     best = [x.found for x in runs if x.found is not None]
     seen = [x.header.epochs for x in runs]
@@ -500,7 +504,7 @@ def _with_distances(group: Group) -> Group:
 
 
 def _shown(name: str, group: Group) -> Group:
-    """Return the group with the kinds that have a row in a table."""
+    """Return the group with only those kinds that have a row in the table `name`."""
     enough = lambda kinds, least: [kind for kind in kinds if len(kind.runs) >= least]
     kinds = group.kinds
     if name == "distances":
@@ -510,7 +514,8 @@ def _shown(name: str, group: Group) -> Group:
     elif name == "bounds":
         kinds = enough(group.nsa, LEAST_PAIRS)
     elif name == "summary":
-        # The most pairs. Losses of models without recall show only when one learns to copy.
+        # The kinds with the most pairs are shown. Losses of models without recall depend only on
+        # the step at which a model learns to copy.
         kinds = enough(group.nsa, max([2, *(len(kind.runs) for kind in group.nsa)]))
         recall = ((kind, difference(kind, group.dense, "recall")) for kind in kinds)
         least = LEAST_RECALL

@@ -1,7 +1,7 @@
 """Exchanges short messages between the processes of a run.
 
-The messages are flags and short texts, which are exchanged on the host. Tensors have their own
-collectives.
+The messages are flags and short texts, which are exchanged on the host. Tensors are exchanged by
+other collectives.
 """
 
 import contextlib
@@ -16,29 +16,29 @@ TIMEOUT_S = 900.0
 
 
 class LostError(RuntimeError):
-    """Another process of the run ended, or did not answer in time."""
+    """The error that another process of the run ended or did not answer in time."""
 
 
 class Ranks:
-    """A single process. Its methods are the interface of all kinds of processes."""
+    """A run with a single process. Its methods are the interface for all kinds of runs."""
 
     rank, size, timeout_s = 0, 1, TIMEOUT_S
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in the order of ranks. A value must be valid JSON. Every
-        rank must call it.
+        """Return the `value` of each rank, in the order of ranks. A value must be valid JSON.
+        Every rank must call this method.
 
         Raises:
-          LostError: a rank is gone.
+          LostError: A rank has ended or does not answer.
         """
         return [value]
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. Every rank must call it."""
+        """Return whether the flag is set on any rank. Every rank must call this method."""
         return any(self.gather(bool(flag)))
 
     def first(self, value: Any) -> Any:
-        """Return the value from rank 0."""
+        """Return the `value` of rank 0."""
         return self.gather(value)[0]
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -53,9 +53,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def debug_level(name: str) -> Iterator[None]:
-    """Return a context in which torch creates process groups with this debug level. Collectives of
-    a group of level "DETAIL" are compared between the ranks before they run. With "OFF" they are
-    not."""
+    """Return a context in which torch creates process groups with the debug level `name`.
+    Collectives of a group with the level "DETAIL" are compared between the ranks before they run.
+    With "OFF" they are not compared."""
     import torch.distributed as dist
 
     before = dist.get_debug_level()
@@ -85,7 +85,7 @@ class TorchRanks(Ranks):
                     "--parallel with torch needs the processes of torchrun, got a single process; "
                     "start torchrun --nproc-per-node=N -m bench.train .."
                 )
-            # Messages use gloo, so that they do not wait for the GPU.
+            # Messages use gloo and therefore do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             if on_gpu:
                 torch.cuda.set_device(dist.get_node_local_rank())

@@ -8,14 +8,15 @@ by a passage q of another row:
     `control`   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
     `unread`    .. q_1 .. q_64 .. .. .. .. .. .. p_1 .. p_64
 
-Two differences of the mean loss of the last 64 tokens, in nats per token, are measured:
+Two differences of mean losses of the last 64 tokens, in nats per token, are measured:
 
     recall      loss in `control` - loss in `read`
     copied      loss in `unread` - loss in `read`
 
 For `copied`, both rows end in the same 64 tokens after the same preceding tokens, and only the
-earlier passage differs. The whole difference therefore comes from the earlier passage. It is beyond
-the sliding window, so that only compressed and selected tokens can reach it.
+earlier passage differs. The whole difference therefore comes from the earlier passage. The
+earlier passage is beyond the sliding window. Only the compressed and the selected branch can
+therefore reach it.
 
 `recall` also includes that p fits the text of its row better than q does. A model that only counts
 the tokens of the preceding window already gains 0.5 for rows of 2k tokens and 0.2 for rows of 8k
@@ -32,7 +33,8 @@ PASSAGE = 64  # tokens
 
 
 class Copies(NamedTuple):
-    """The three kinds of rows, each with one row per row of the original batch, in its order."""
+    """The three kinds of rows. Each kind has one row per row of the original batch, in the same
+    order."""
 
     read: Batch
     control: Batch
@@ -40,7 +42,7 @@ class Copies(NamedTuple):
 
 
 def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | None:
-    """Return a random position in each row of `batch`, at which the passage begins.
+    """Return a random position per row of `batch`, at which the passage begins.
 
     Args:
       batch: The rows.
@@ -48,7 +50,8 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | N
       seed: Seed of the positions.
 
     Returns:
-      Integers `[rows]`, or None if rows are packed or too short, or if there is only one row.
+      Integers `[rows]`. The result is None if rows are packed or too short, or if there is only
+      one row.
     """
     rows, width = batch.tokens.shape
     places = width - 2 * PASSAGE - window

@@ -1,4 +1,4 @@
-"""A loss that trains the selection. The loss of the model does not train the selection, since the
+"""A loss that trains the selection of blocks. The loss of the model does not train it, since the
 choice of blocks has no gradient.
 
 The block scores of the compressed branch should predict where the selected branch would attend if
@@ -20,13 +20,13 @@ from nsa_torch import functional
 from nsa_torch.module import NSAAttention
 from nsa_torch.select import map_to_blocks
 
-EVERY = 7  # one query in seven is used; 7 does not divide the size of a block
+EVERY = 7  # one query in seven is used, since 7 does not divide the size of a block
 SMALL = 1e-9
 
 
 def loss(attention: NSAAttention, x: Tensor) -> Tensor:
-    """Return the loss (float32, a scalar) for the input `x` [B, T, dim] of a layer, with one
-    sequence per row.
+    """Return the loss, a float32 scalar, for the input `x` [B, T, dim] of a layer. Each row must
+    be one sequence.
     """
     spec, config = attention.spec, attention.spec.config
     length = x.shape[1]
@@ -43,8 +43,8 @@ def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     blocks = config.num_blocks(length)
 
     def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
-        """Return the probabilities [B, g, h, t, keys]. A key is visible from the position `last`
-        on, which is `[keys]`.
+        """Return the probabilities [B, g, h, t, keys]. Queries from the position `last` `[keys]`
+        on attend to a key.
         """
         logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
         return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)

@@ -46,13 +46,13 @@ DESCRIBED = {
 
 
 def key(part: str, name: str) -> str:
-    """Return the name of a tensor in shards."""
+    """Return the name that a tensor has in shards."""
     return f"{part}/{name}"
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads shards. Their metadata is a pickle, which may name only classes that describe tensors,
-    so that a checkpoint cannot run code.
+    """Reads shards. The metadata of shards is a pickle. The reader accepts only classes that
+    describe tensors in it, so that a checkpoint cannot run code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
@@ -80,7 +80,8 @@ class _Description(pickle.Unpickler):
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return weights and moments of a checkpoint in either form by `key`, on the CPU."""
+    """Return weights and moments of a checkpoint in either form, on the CPU. The result is keyed
+    by `key`."""
     path = folder / checkpoint.SHARDS
     if not path.exists():
         parts = {part: load_file(folder / f"{part}.safetensors") for part in PARTS}
@@ -92,14 +93,16 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
         for name, about in known.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # torch warns that there is no process group, as intended
+    # torch warns that there is no process group, which is intended here
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
 
 def tensors_of(learner: Learner) -> dict[str, Tensor]:
-    """Return weights and moments of `learner` by `key`. Those of a sharded learner are DTensors."""
+    """Return weights and moments of `learner`, keyed by `key`. The tensors of a sharded learner
+    are DTensors."""
     found = {}
     named = learner.master.named_parameters()
     for (name, parameter), trained in zip(named, learner.trained, strict=True):
@@ -112,8 +115,8 @@ def tensors_of(learner: Learner) -> dict[str, Tensor]:
 
 
 def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Set weights and moments of `learner` to `tensors`, which are whole or sharded like its own.
-    The next step is the one after `step` steps.
+    """Set weights and moments of `learner` to `tensors`, which are whole or sharded like those of
+    the learner. The learner continues after `step` steps.
     """
     named = dict(learner.master.named_parameters())
 
@@ -135,7 +138,8 @@ def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard the whole `tensor` like `like`, unless `tensor` is sharded or `like` is not."""
+    """Return `tensor` sharded like `like`. Return it unchanged if it is already sharded or if
+    `like` is not sharded."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     whole = tensor.to(like.device)
@@ -144,13 +148,14 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard, or the tensor if it has none, in the same memory."""
+    """Return this process's shard of a tensor, or the tensor if it is not sharded. The memory is
+    the same."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded(mine: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor like `like` whose shard in this process is `mine`, in the same memory, or
-    `mine` if `like` is not sharded.
+    """Return a DTensor like `like` whose shard in this process is `mine`, in the same memory. If
+    `like` is not sharded, return `mine`.
     """
     if not isinstance(like, DTensor):
         return mine

@@ -10,7 +10,8 @@ from .data import Batch, joined
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of one of `ranks` processes: its slice of each micro-batch, in their order.
+    """The rows of one of `ranks` processes. They are the process's slice of each micro-batch, in
+    the order of micro-batches.
 
     A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows that
     are computed together therefore do not depend on the number of processes.
@@ -50,7 +51,8 @@ class Share:
         return [slice(start, start + self.rows) for start in starts]
 
     def of(self, fetch: Callable[[slice], Batch]) -> Batch:
-        """Return the rows of all micro-batches, one after the other."""
+        """Fetch the rows of this process from each micro-batch. Return them one after the
+        other."""
         return joined([fetch(rows) for rows in self.slices()])
 
     def rows_of(self, whole: np.ndarray) -> np.ndarray:
@@ -71,8 +73,8 @@ def split(batch: Batch, count: int) -> list[Batch]:
 
 
 def counted(batch: Batch) -> np.ndarray | None:
-    """Return whether each token predicts a token of its own document, bool `[rows, length]`. None
-    means that all do.
+    """Return whether each token predicts a token of its own document, bool `[rows, length]`.
+    Return None if all tokens do.
     """
     ids = batch.segment_ids
     if ids is None:
@@ -87,7 +89,8 @@ def count(batch: Batch) -> int:
 
 
 def begins(batch: Batch) -> np.ndarray:
-    """Return whether a document, or padding, begins at a token of the inputs, `[rows, length]`."""
+    """Return whether a document, or padding, begins at each token of the inputs, bool `[rows,
+    length]`."""
     assert batch.segment_ids is not None
     ids = batch.segment_ids[:, :-1]
     return np.diff(ids, axis=1, prepend=ids[:, :1] - 1) != 0

@@ -1,4 +1,5 @@
-"""Draws the loss curves of runs of one task on different numbers of devices, and their differences.
+"""Draws the loss curves of runs of one task on different numbers of devices, and the differences
+of these curves.
 
     python -m bench.lm.side_by_side figure.svg one/train.jsonl two/train.jsonl ..
 
@@ -17,7 +18,7 @@ from .log import Header, Line
 
 
 def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Write the figure to `path`. `found` has the lines of each file by name.
+    """Write the figure to `path`. `found` has the lines of each file, by the name of the file.
 
     Raises:
       ValueError: A file has several runs or none, or the runs have different values of

@@ -10,14 +10,14 @@ from pathlib import Path
 from nsa_core import extras
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
-ROWS = 1024  # of a parquet file, read at a time
+ROWS = 1024  # rows of a parquet file that are read at a time
 
 
 def files(pattern: str) -> list[Path]:
     """Return the files that a path, a folder or a glob names, in sorted order.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: No file matches.
       ValueError: One of them has an unknown kind.
     """
     path = Path(pattern)
@@ -107,7 +107,7 @@ def text_of(value: object, where: object, column: str) -> str:
     """Return the text in a column.
 
     Raises:
-      ValueError: the value is not text.
+      ValueError: The value is not text.
     """
     if not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} must be text, got {value!r:.60}")

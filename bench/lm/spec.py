@@ -1,4 +1,4 @@
-"""Describes the model, its optimizer and the work of a step, without a framework."""
+"""Describes the model, its optimizer and the work of a step. The module imports no framework."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ type Attention = Literal["nsa", "dense"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of tokens: embedding, `layers` blocks, RMSNorm, linear head.
+    """A decoder of tokens. It has an embedding, `layers` blocks, an RMSNorm and a linear head.
 
-    A block is `x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP is SwiGLU.
+    A block computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. The MLP is SwiGLU.
 
     Attributes:
-      layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding and
-        `key_taps`, and keys and values once instead of once per branch.
+      layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding
+        and `key_taps`, but one key and value per token instead of one per branch.
       attention: "nsa" or "dense".
       layers: Number of blocks.
       hidden: Width of the MLP.
@@ -31,7 +31,7 @@ class ModelSpec:
       norm_eps: Epsilon of the norms.
       dense_first: Number of first blocks with dense attention in a model with NSA. Torch only.
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
-        attention. 0 means none. Torch only.
+        attention. With 0 there are no such blocks. Torch only.
       selection_loss: Weight of `selection.loss`, which trains the selection. Torch only, and only
         for rows of one sequence.
 
@@ -68,8 +68,8 @@ class ModelSpec:
             )
 
     def as_dict(self) -> Values:
-        """Return all values by name, for the metadata of a checkpoint. Values of `UNSTATED` are
-        omitted if they are the default.
+        """Return all values by name, for the metadata of a checkpoint. Values named in `UNSTATED`
+        are omitted if they are the default.
         """
         own = dataclasses.asdict(self)
         for name in UNSTATED:
@@ -86,7 +86,8 @@ class ModelSpec:
         return sum(map(self.is_dense, range(self.layers)))
 
     def products(self) -> int:
-        """Return the multiply-adds per token with weights, so without those of attention."""
+        """Return the number of multiply-adds per token with weights. The products of attention
+        are not counted."""
         at = self.layer
         inner = at.gate_width * (at.d_k + 3)
         inputs = {"head": 3 * at.dim, "selected": 0}.get(at.gate, inner)
@@ -113,7 +114,8 @@ MODELS: Values = {name: x | {"layer": LayerSpec(**x["layer"])} for name, x in _S
 def model(
     name: str, attention: Attention, phi: Any = "avg", gate: Any = "sigmoid"
 ) -> ModelSpec:
-    """Return the model called `name` in `MODELS`; `phi` and `gate` as in `LayerSpec`."""
+    """Return the model called `name` in `MODELS`. `phi` and `gate` are the same as in
+    `LayerSpec`."""
     sizes = MODELS[name]
     layer = dataclasses.replace(sizes["layer"], phi=phi, gate=gate)
     return ModelSpec(layer, attention, sizes["layers"], sizes["hidden"])
@@ -121,7 +123,8 @@ def model(
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The training: AdamW on all weights, with weight decay only on matrices.
+    """The settings of the training. AdamW updates all weights, with weight decay only on
+    matrices.
 
     Attributes:
       steps: Number of optimizer steps.
@@ -225,9 +228,9 @@ class Task:
 
 
 class DivergedError(ArithmeticError):
-    """A loss or gradient that is not finite; the weights are those before the step."""
+    """The error that a loss or gradient is not finite. The weights are those before the step."""
 
     def __init__(self, step: int, loss: float, grad_norm: float, first: str = ""):
-        """`first` names the first value of each kind that is not finite."""
+        """Make the error. `first` names the first value of each kind that is not finite."""
         found = f"; first: {first}" if first else ""
         super().__init__(f"step {step}: {loss=} and {grad_norm=} must be finite{found}")

@@ -1,4 +1,5 @@
-"""Measures the cost of a training step: time, memory, and share of the device's peak."""
+"""Measures the cost of a training step: its time, its memory, and its share of the device's peak
+rate."""
 
 import dataclasses
 import itertools
@@ -15,7 +16,8 @@ from .log import Speed
 def line(
     variant: variants.Variant, task: spec.Task, commit: str | None, found: dict[str, Any]
 ) -> Speed:
-    """Return the line of a measurement: a status with its reason, or the fields of `ok`."""
+    """Return the line of a measurement. `found` is a status with its reason, or the fields of
+    `ok`."""
     found, device = dict(found), variants.device(variant.framework)
     devices = variant.parallel.devices
     if found["status"] == "ok":
@@ -65,7 +67,7 @@ def measure(
     try:
         learner = variants.learner(variant, task, scratch)
         count = itertools.cycle(range(task.training.steps))
-        for _ in range(2):  # compiles, and lays out memory
+        for _ in range(2):  # this step compiles, and determines the layout of memory
             learner.step(batches.train(0), next(count))
         waiting = [batches.train(i) for i in range(4)]
         found = timing.time_host(
@@ -78,7 +80,7 @@ def measure(
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if out_of_memory(error):
             return {"status": "oom", "reason": reason}
-        # Dense attention belongs to a library, which may refuse with any exception.
+        # Dense attention is code of another library, which may refuse with any exception.
         if isinstance(error, NotImplementedError) or variant.attention == "dense":
             return {"status": "unsupported", "reason": reason}
         return {"status": "error", "reason": reason}

@@ -1,4 +1,5 @@
-"""Defines the flags of a run on several devices and of its observation, and evaluates them."""
+"""Defines the flags for runs on several devices and for observing a run, and evaluates these
+flags."""
 
 from typing import Any
 
@@ -9,7 +10,7 @@ from . import watch
 from .parallel import KINDS, Parallel
 from .ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
 
-# As `cli.define` takes them.
+# Flags in the form that `cli.define` accepts.
 DEFINED: dict[str, Any] = dict(
     parallel=(
         "none",
@@ -52,7 +53,7 @@ DEFINED: dict[str, Any] = dict(
 
 
 def ranks(given: flags.FlagValues, framework: str) -> Ranks:
-    """Return the processes of this run. All of them must call it.
+    """Return the processes of this run. Every process must call this function.
 
     Raises:
       ValueError: A flag has no effect with the other flags, or a launcher started several processes

@@ -1,10 +1,10 @@
-"""Batches of a dataset that is streamed over the network.
+"""Provides batches of a dataset that is streamed over the network.
 
 The stream is read in blocks of `buffer` documents (the shuffle buffer). The documents of a block
 are packed in random order, and the rows of the block are shuffled. A row depends only on the seed
-and its index, but the stream must be read up to the block of the row to find it. The position of
-each block in the stream is therefore noted, in memory and in a folder. A resumed run then reads no
-document before its block.
+and its index. To find the row, however, the stream must be read up to the row's block. The
+position of each block in the stream is therefore noted, in memory and in a folder. A resumed run
+then reads no document before the block at which it continues.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ HELD_OUT_EVERY = 16
 
 
 class Position(NamedTuple):
-    """The position at which a block begins."""
+    """The position in the stream at which a block begins."""
 
     block: int = 0
     row: int = 0  # first row of the block, counted over the run
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 class Streamed(Batches):
-    """Rows of a stream; every sixteenth document is held out.
+    """The rows of a stream. Every sixteenth document is held out.
 
     Only the held-out documents of the first block are used. After the last document the stream
     begins again, and its blocks are shuffled in another order. The remainder of a block that fills
@@ -56,16 +56,16 @@ class Streamed(Batches):
       batch: See `Batches`.
       length: See `Batches`.
       seed: See `Batches`.
-      pack: "documents" means that rows have boundaries of documents, "none" that they do not. The
-        tokens are the same.
-      buffer: Documents of a block, which are in memory.
-      notes: Folder for the positions of blocks. By default they are only in memory.
+      pack: "documents" means that rows have document boundaries, and "none" that they do not. The
+        tokens are the same in both cases.
+      buffer: Number of documents per block. A block is held in memory.
+      notes: Folder for the positions of blocks. By default the positions are only in memory.
 
     Raises:
       ConnectionError: See `hub.Hub.take`.
       FileNotFoundError: See `hub.Hub.take`.
-      ValueError: See `hub.Hub.take`. Also if an argument is invalid or if the documents do not fill
-        a row.
+      ValueError: See `hub.Hub.take`. `ValueError` is also raised if an argument is invalid or if
+        the documents do not fill a row.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Streamed(Batches):
         seed = self.seed, 2, at.block
         packed = Packed(training.tokens, training.starts, seed, self.shape[1])
         end = Position(at.block + 1, at.row + packed.count, at.epoch, at.document + len(texts))
-        if len(texts) < self.buffer:  # the last of its epoch
+        if len(texts) < self.buffer:  # this is the last block of its epoch
             end = end._replace(epoch=at.epoch + 1, document=0)
             if end.row == min(x.row for x in self.known if x.epoch == at.epoch):
                 raise ValueError(
@@ -176,7 +176,8 @@ class Streamed(Batches):
         os.replace(scratch, self.notes / f"{at.block:06d}.json")
 
     def _noted(self) -> list[Position]:
-        """Return the positions in the folder, up to the first that is missing or damaged."""
+        """Return the positions that are noted in the folder, up to the first that is missing or
+        damaged."""
         found: list[Position] = []
         while self.notes is not None:
             try:

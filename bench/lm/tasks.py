@@ -1,13 +1,15 @@
-"""Adds tasks to rows of text, and measures how many tasks a model solves by their distance.
+"""Adds tasks to rows of text, and measures how many tasks a model solves, by the distance in a
+task.
 
-A row is cut into slots of 64 tokens, at a random offset. Some slots form pairs, whose distance is
-log-uniform. Most pairs contain the same record in both slots, at a random position in each:
+A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs, whose
+distance is log-uniform. Most pairs contain the same record in both slots, at a random position in
+each slot:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
-Keys and values are random. A model can therefore predict the value of the copy only if it finds the
-source among all records of the row (multi-query associative recall, arXiv 2312.04927). In every
-fifth pair the second slot repeats the text of the first instead.
+Keys and values are random. A model can therefore predict the value in the copy only if it finds
+the source among all records of the row (multi-query associative recall, arXiv 2312.04927). Every
+fifth pair has no record. Its second slot repeats the text of the first slot.
 """
 
 from typing import Any
@@ -23,7 +25,7 @@ from .recall import PASSAGE
 
 # The last 64 tokens of the vocabulary are keys and values. The token before them is the marker.
 SYMBOLS = 64
-RECORD = 4  # tokens of a record
+RECORD = 4  # number of tokens of a record
 ROWS = 64  # number of measured rows
 NEEDLE_ROWS, NEEDLE_DEPTHS = 16, (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 NEEDLE_LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -38,7 +40,7 @@ def records(random: np.random.Generator, count: int, vocabulary: int) -> np.ndar
 
 
 def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.ndarray:
-    """Write tasks over parts of `row`, in place. The number of pairs is a third of the number of
+    """Replace parts of `row` by tasks, in place. The number of pairs is a third of the number of
     slots.
 
     Returns:
@@ -99,7 +101,8 @@ class Tasks(Edited):
 
 
 def measured(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, Any]:
-    """Return the fields `records_at` and `needle` of `log.Summary`. Every process must call it."""
+    """Return the fields `records_at` and `needle` of `log.Summary`. Every process must call this
+    function."""
     return {
         "records_at": records_at(learner, batches, layer),
         "needle": needle(learner, batches),
@@ -110,11 +113,12 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
     """Measure held-out rows with tasks.
 
     Returns:
-      Measures by distance in tokens from source to copy. The name of an entry is a power of two,
-      and its distances reach up to the next one; "64" includes shorter ones. `solved` is the share
-      of values that are solved, and `loss` the mean loss of the values. For NSA `hit` is how often
-      the best head selects the block of the source, and `chance` how often a random selection
-      would. One half of the rows determines the best head, and the other half measures it.
+      Measures by distance in tokens from source to copy. The name of an entry is a power of two.
+      Its distances begin at this number and end before the next power of two; "64" includes
+      shorter distances. `solved` is the share of values that are solved, and `loss` is the mean
+      loss of the values. For NSA `hit` is how often the best head selects the block of the
+      source, and `chance` is how often a random selection would. One half of the rows determines
+      the best head, and the other half measures it.
     """
     random = np.random.default_rng((batches.seed, 8))
     rows = batches.evaluation(max(2, ROWS // batches.shape[0]))
@@ -155,7 +159,7 @@ def _hits(
 ) -> np.ndarray | None:
     """Return `[records, 1 + layers x heads]` for a row: the chance that a random selection contains
     the block of the source, then whether each head of each layer selects it. A record whose block
-    is always selected has NaN. Return None if the model has no selection.
+    is always selected has NaN. If the model selects no blocks, return None.
     """
     indices = [x for _, x in learner.observe(batch, row)]
     if not indices:
@@ -169,9 +173,10 @@ def _hits(
 
 
 def needle(learner: Learner, batches: Tasks) -> dict[str, list[float]]:
-    """Measure held-out rows with a single record, whose copy is at the end of the row. Return how
-    often its value is solved: by length of the row, for each of `NEEDLE_DEPTHS`. Depth 0 is a
-    source at the beginning of the row. Rows are up to twice as long as those of the training.
+    """Measure held-out rows with a single record, whose copy is at the end of the row. For each
+    length of a row and each of `NEEDLE_DEPTHS`, return how often the value is solved. Depth 0
+    means a source at the beginning of the row. Rows are up to twice as long as the rows in
+    training.
     """
     found = {}
     count = max(1, NEEDLE_ROWS // batches.shape[0])

@@ -1,5 +1,5 @@
-"""Converts text to tokens, which are bytes or tokens of a `tokenizers` file. Caches the tokens of
-local files in a folder.
+"""Converts text to tokens, which are bytes or tokens of a `tokenizers` file. The module also
+caches the tokens of local files in a folder.
 """
 
 import array
@@ -19,20 +19,21 @@ import platformdirs
 from nsa_core import extras
 
 SCHEMA = 1
-TOGETHER = 256  # documents per call of a tokenizer
+TOGETHER = 256  # number of documents per call of a tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Documents one after the other.
+    """The tokens of documents, one document after the other.
 
     Attributes:
       name: name of the dataset, for messages.
       tokens: integers `[total]`, in memory or in a file.
-      starts: int64 `[documents + 1]`: where each begins, and the end.
+      starts: int64 `[documents + 1]`: the index at which each document begins, and the end.
       vocabulary: size of the vocabulary.
       sha256: The hash of the tokens and the boundaries.
-      held_out: The number of last tokens that are held out; None if the reader decides.
+      held_out: The number of tokens at the end that are held out. None means that the reader
+        decides.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Documents:
 
 
 class Bytes:
-    """The bytes of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8."""
 
     name, vocabulary = "bytes", 256
 
@@ -56,7 +57,7 @@ def tokenizer_file(path: str | Path) -> bytes:
     """Return the contents of the file of a tokenizer.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: There is no such file.
     """
     try:
         return Path(path).read_bytes()
@@ -73,7 +74,7 @@ class FromFile:
 
     Args:
       data: The contents of the tokenizer's file.
-      path: The file, for messages.
+      path: The path of that file, for messages.
 
     Raises:
       ValueError: The library cannot read `data`, or there are no tokens.
@@ -86,7 +87,7 @@ class FromFile:
             raise extras.missing("data", error) from error
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower exception
             raise ValueError(
                 f"tokenizer must be a tokenizer.json file (Hugging Face tokenizers), got {path}: "
                 f"{error}"
@@ -110,12 +111,13 @@ type Tokenizer = Bytes | FromFile
 
 
 def tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer in the file at `path`, or that of bytes if `path` is None."""
+    """Return the tokenizer in the file at `path`. If `path` is None, return the tokenizer of
+    bytes."""
     return Bytes() if path is None else FromFile(tokenizer_file(path), path)
 
 
 def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document that has any.
+    """Yield the tokens of each document that has at least one token.
 
     Raises:
       ValueError: A text cannot be encoded in UTF-8, for example half of a surrogate pair.
@@ -130,7 +132,7 @@ def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
 
 
 def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
-    """Return the documents of `texts` in memory."""
+    """Return the tokens of all `texts`, in memory."""
     parts = list(encoded(texts, by))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
     starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
@@ -140,8 +142,8 @@ def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
 def kept(
     name: str, texts: Iterable[str], by: Tokenizer, source: object, folder: Path | None
 ) -> Documents:
-    """Return the documents of `texts` from a cache in files. An earlier call with an equal `source`
-    and tokenizer has written the files; otherwise they are written.
+    """Return the tokens of all `texts` from a cache in files. If no earlier call with an equal
+    `source` and tokenizer has written the files, this call writes them.
 
     Args:
       name: Name of the dataset, for messages.

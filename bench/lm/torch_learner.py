@@ -1,4 +1,4 @@
-"""One step of the training of `torch_lm` with `torch.optim.AdamW`.
+"""The learner that trains `torch_lm` with `torch.optim.AdamW`.
 
 Master weights and moments are float32. The model computes with a copy of the weights in the dtype
 of the task.
@@ -30,12 +30,13 @@ from .ranks import Ranks
 from .spec import DivergedError, Task
 from .torch_lm import LM, Block, Packing
 
-MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # AdamW's, by the name of their file
-IGNORED = -100  # a target without a loss
+# the moments of AdamW, by the name of their file
+MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
+IGNORED = -100  # the label of a target without a loss
 
 
 class Rows(NamedTuple):
-    """Rows of a batch on the device."""
+    """The rows of a batch, on the device."""
 
     tokens: Tensor  # [B, T + 1]
     total: Tensor  # float32 []: the divisor of the sum of the losses
@@ -43,8 +44,8 @@ class Rows(NamedTuple):
 
 
 def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
-    """Return the losses of the rows' targets in nats, `[B T]` or reduced. A target without a loss
-    has 0.
+    """Return the losses of the targets of `rows` in nats, `[B T]` or reduced by `reduction`. A
+    target without a loss has 0.
     """
     tokens, packing = rows.tokens.long(), rows.packing
     target = tokens[:, 1:]
@@ -68,12 +69,13 @@ class Learner:
       initial: File of `nsa_interop.weights` with the initial weights.
       implementation: For NSA as in `nsa_torch.attention`; for dense attention a name of
         `torch_lm.BACKENDS`, or None for "math".
-      graph: Whether forward and backward of a micro-batch are one CUDA graph. It has no effect on
-        the CPU. A graph cannot contain operations that wait for the device.
+      graph: Whether the forward and backward pass of a micro-batch are one CUDA graph. On the CPU
+        `graph` has no effect. A graph cannot contain operations that wait for the device.
       accumulate: Number of micro-batches per batch, whose gradients are summed in float32.
       compiled: Whether blocks run with `torch.compile`.
-      ranks: The processes. One collective after the last micro-batch sums the gradients. Hooks, by
-        which `DistributedDataParallel` overlaps sums with computation, do not run in a graph.
+      ranks: The processes of the run. One collective after the last micro-batch sums the
+        gradients. `DistributedDataParallel` overlaps sums with computation by hooks, but hooks do
+        not run in a graph.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class Learner:
         self.accumulate, self.config = accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
-        self.captured, self.room = {}, 0  # graphs by shape; maximum documents of a micro-batch
+        # graphs by shape; maximum number of documents per micro-batch
+        self.captured, self.room = {}, 0
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -152,7 +155,7 @@ class Learner:
         Args:
           batch: The rows of this process (`share`).
           categories: The category of each target, integers `[rows, T]`. Categories that are not
-            below `count` are left out.
+            below `count` are left out of the sums.
           count: Number of categories.
         """
         found = torch.zeros(count + 1, dtype=torch.float64, device=self.place)
@@ -172,8 +175,8 @@ class Learner:
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each layer the gates `[T, gate heads, 3]` and block indices
-        `[T, key/value heads, n]` of a row of `batch`. Dense attention has none. Every process must
-        call it."""
+        `[T, key/value heads, n]` of a row of `batch`. Dense attention has none of these. Every
+        process must call this method."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.attention.register_forward_pre_hook(
@@ -195,13 +198,14 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write weights and moments as files of `nsa_interop.weights` to `folder`."""
-        from . import shards  # whose imports take a second
+        from . import shards  # importing this takes a second
 
         if self.ranks.rank == 0:
             shards.write(folder, copy.deepcopy(self.master), shards.tensors_of(self))
 
     def load(self, folder: Path, step: int) -> None:
-        """Read what `save` of any learner, of any number of processes, wrote after `step` steps."""
+        """Read weights and moments that `save` of any learner, with any number of processes,
+        wrote after `step` steps."""
         from . import shards
 
         shards.put(self, shards.whole_tensors(folder), step)
@@ -210,7 +214,7 @@ class Learner:
         """Return the model that computes, with a copy of the weights in `dtype`."""
         model = copy.deepcopy(self.master)
         for name, parameter in model.named_parameters():
-            if name != "embedding":  # its gradient adds up over many tokens
+            if name != "embedding":  # the gradient of the embedding is a sum over many tokens
                 parameter.data = parameter.data.to(self.dtype)
         return model
 
@@ -221,7 +225,7 @@ class Learner:
         return list(self.master.parameters())
 
     def _blocks(self) -> list[Block]:
-        """Return the blocks that run."""
+        """Return the blocks of the model that computes."""
         return [each for each in self.model.modules() if isinstance(each, Block)]
 
     @torch.no_grad()
@@ -245,8 +249,8 @@ class Learner:
             told = self.ranks.gather([count, most])
             count = sum(tokens for tokens, _ in told) / self.ranks.size
             documents = max(documents for _, documents in told)
-            # The maximum is equal in all processes, whose graphs may contain collectives. It never
-            # shrinks, since a captured graph also serves fewer documents.
+            # All processes use the same maximum, since their graphs may contain collectives. The
+            # maximum never decreases, since a captured graph also serves fewer documents.
             if documents > self.room:
                 self.room = room(documents)
                 self.captured.clear()  # frees memory for the new graphs
@@ -282,7 +286,7 @@ class Learner:
         return loss
 
     def _clip(self) -> Tensor:
-        """Clip the gradients, and return their norm before."""
+        """Clip the gradients, and return their norm before clipping."""
         return nn.utils.clip_grad_norm_(self.trained, self.training.clip)
 
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
@@ -296,8 +300,8 @@ class Learner:
         ]
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """The same as `_gradients`, with a graph that is captured for the first rows of a
-        shape.
+        """Return the same as `_gradients`, but replay a graph. The graph of a shape is captured
+        for the first rows of that shape.
         """
         shapes = tuple(map(_shape, _leaves(rows)))
         if shapes not in self.captured:
@@ -315,8 +319,8 @@ class Learner:
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
         """Return the names of values that are not finite: the loss, the first gradient and the
-        first weight, of the first rank that has any. The gradients are computed again without the
-        sum over ranks, since clipping has changed all of them.
+        first weight, of the first rank that has such values. The gradients are computed again
+        without the sum over ranks, since clipping has changed all of them.
         """
         found = [] if loss.isfinite().all() else ["loss"]
         self._backward(rows, reduce=False)
@@ -332,7 +336,7 @@ class Learner:
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """Return the names that the first rank with any has `found`, as text."""
+    """Return as text the names that the first rank with any names has `found`."""
     for rank, each in enumerate(ranks.gather(found)):
         if each:
             return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")
@@ -340,9 +344,7 @@ def of_ranks(ranks: Ranks, found: list[str]) -> str:
 
 
 def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
-    """Return the selection losses of the last forward pass, which are then removed from the
-    blocks.
-    """
+    """Return the selection losses of the last forward pass, and remove them from the blocks."""
     found = []
     for block in blocks:
         if block.selection_loss is not None:
@@ -352,8 +354,8 @@ def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
 
 
 def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return a list with the `kind` and name of the first tensor that is not finite. It is empty if
-    all are finite.
+    """Return a list with the `kind` and name of the first tensor that is not finite. If all
+    tensors are finite, the list is empty.
     """
     for name, tensor in named:
         if tensor is not None and not tensor.isfinite().all():

@@ -37,7 +37,7 @@ class Packing(NamedTuple):
     document.
     """
 
-    varlen: VarlenMetadata  # of the rows one after the other
+    varlen: VarlenMetadata  # boundaries of the documents of all rows, one row after the other
     segment: Tensor  # int32 [B, T]
     position: Tensor  # int64 [B, T]
     counted: (
@@ -96,7 +96,7 @@ class DenseAttention(nn.Module):
         return query, key, value, None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None):
-        """Return `[B, T, H, d_v]`."""
+        """Return the output of attention, `[B, T, H, d_v]`."""
         if packing is not None and query.is_cuda and self.backends == [BACKENDS["flash"]]:
             return self._varlen(query, key, value, packing)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
@@ -109,7 +109,7 @@ class DenseAttention(nn.Module):
         return out.transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Compute attention of documents with the boundaries, since the size of a mask would be the
+        """Compute attention of documents from their boundaries. The size of a mask would be the
         square of the length.
         """
         from torch.nn.attention.varlen import varlen_attn
@@ -151,7 +151,8 @@ class Block(nn.Module):
             options = spec.layer.as_dict() | spec.layer.start()
             self.attention = NSAAttention(**options, implementation=implementation)
         self.spec = spec
-        self.selection_loss: Tensor | None = None  # of the last forward pass with gradients
+        # the selection loss of the last forward pass with gradients
+        self.selection_loss: Tensor | None = None
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
@@ -204,12 +205,13 @@ class LM(nn.Module):
 def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
     """Write the initial weights of `spec` for both frameworks to the file at `path`.
 
-    Matrices are normal. Their standard deviation is that of torch's default, `1 / sqrt(3 inputs)`
-    (0.021 for 768 inputs). For matrices whose output is added to the residual stream it is divided
-    by `sqrt(2 layers)`, and for the embedding it is 0.02. Gates, `phi` and vectors start as in
-    their modules. A matrix depends only on `seed`, its name and its shape, so that NSA and dense
-    attention start with equal values in matrices with equal names. With a deviation of 0.02 at
-    every width, the tiny model learns markedly slower with NSA than with dense attention.
+    Matrices are drawn from a normal distribution. Their standard deviation is that of torch's
+    default, `1 / sqrt(3 inputs)` (0.021 for 768 inputs). For matrices whose output is added to
+    the residual stream, the deviation is divided by `sqrt(2 layers)`. For the embedding it is
+    0.02. Gates, `phi` and vectors start as in their modules. A matrix depends only on `seed`, its
+    name and its shape. NSA and dense attention therefore start with equal values in matrices with
+    equal names. With a deviation of 0.02 at every width, the tiny model learns markedly slower
+    with NSA than with dense attention.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

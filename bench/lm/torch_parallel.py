@@ -5,10 +5,10 @@
     DDPLearner   all weights in every process, by `DistributedDataParallel`, without a graph
     FSDPLearner  shards of weights, by FSDP2 over a device mesh, with or without a graph
 
-All have float32 master weights, compute in the dtype of the task and sum gradients in float32.
-Gradients are averaged over processes. The loss of a process is therefore the sum of its token
-losses, divided by the mean number of such tokens per process. The average over processes is then
-the mean over the tokens of the global batch.
+All three learners have float32 master weights, compute in the dtype of the task and sum gradients
+in float32. Gradients are averaged over processes. The loss of a process is therefore the sum of
+its token losses, divided by the mean number of such tokens per process. The average over
+processes is then the mean over the tokens of the global batch.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Cast(nn.Module):
 
 
 class DDPLearner(Learner):
-    """`DistributedDataParallel`, without a graph.
+    """A learner with `DistributedDataParallel`, without a CUDA graph.
 
     Args:
       safe: Whether to give gradients their own memory, detect weights that a step does not use, and
@@ -62,8 +62,9 @@ class DDPLearner(Learner):
         network = Cast(self.master, self.dtype)
         if not self.safe:
             return DistributedDataParallel(network, gradient_as_bucket_view=True)
-        # torch 2.14 crashes in DistributedDataParallel with a group that compares collectives. It
-        # therefore has a group that does not, and a hook sums the gradients in the one that does.
+        # torch 2.14 crashes in DistributedDataParallel with a process group that compares
+        # collectives. DistributedDataParallel therefore has a group that does not compare them,
+        # and a hook sums the gradients in the group that does.
         with debug_level("OFF"):
             plain = dist.new_group()
         safe = DistributedDataParallel(
@@ -73,7 +74,7 @@ class DDPLearner(Learner):
         return safe
 
     def use_master(self) -> None:
-        pass  # the weights are cast where they are used
+        pass  # the weights are cast when they are used
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
         self.optimizer.zero_grad()
@@ -93,8 +94,9 @@ class DDPLearner(Learner):
 
 
 class FSDPLearner(DDPLearner):
-    """Weights, gradients and moments in shards (`fully_shard`). Each block is gathered when it
-    runs. Checkpoints are those of `torch.distributed.checkpoint`.
+    """A learner with weights, gradients and moments in shards (`fully_shard`). The weights of a
+    block are gathered when the block runs. Checkpoints have the form of
+    `torch.distributed.checkpoint`.
 
     With `graph` a CUDA graph per micro-batch contains the gathers of weights and the sums of
     gradients over ranks. Clipping and AdamW follow outside the graph. NCCL can destroy a process
@@ -113,8 +115,9 @@ class FSDPLearner(DDPLearner):
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*self.master.blocks, self.master.norm, self.master.head):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Only the embedding is left, in float32. Once gathered it stays until the backward pass. If
-        # none follows, `_give_back` frees it before weights are read or changed.
+        # Only the embedding is left, in float32. Once it is gathered, it stays in memory until
+        # the backward pass. If no backward pass follows, `_give_back` frees it before weights are
+        # read or changed.
         fully_shard(self.master, mesh=mesh)
         self.master.register_forward_hook(_give_back)
         return self.master
@@ -126,8 +129,8 @@ class FSDPLearner(DDPLearner):
         return contextlib.nullcontext()
 
     def _trained(self) -> list[Tensor]:
-        """Return this process's shards, in the memory from which they are gathered. Some are
-        empty.
+        """Return this process's shards, in the memory from which weights are gathered. Some
+        shards are empty.
         """
         return [local(x.detach()) for x in self.master.parameters()]
 
@@ -159,8 +162,8 @@ class FSDPLearner(DDPLearner):
         return norm
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """Return the names of values that are not finite. Gradients are sums over ranks, so that no
-        rank is named for them.
+        """Return the names of values that are not finite. Gradients are sums over ranks. No rank
+        is therefore named for a gradient.
         """
         bad = [] if loss.isfinite().all() else ["loss"]
         if self.ranks.any(bool(bad)):
@@ -174,7 +177,8 @@ class FSDPLearner(DDPLearner):
         return ", ".join(found)
 
     def save(self, folder: Path) -> None:
-        """Write shards of weights and moments to `folder`. Every process must call it."""
+        """Write shards of weights and moments to `folder`. Every process must call this
+        method."""
         tensors = shards.tensors_of(self)
         mine = {name.replace("/", " of ", 1): local(x) for name, x in tensors.items()}
         for bad in self.ranks.gather(torch_learner.first_bad("", mine.items())):
@@ -182,7 +186,8 @@ class FSDPLearner(DDPLearner):
                 raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint was written")
         try:
             dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
-        except CheckpointException as error:  # a BaseException, which other handlers miss
+        # this is a BaseException, which other handlers miss
+        except CheckpointException as error:
             causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
             raise OSError(f"these ranks could not write their shards: {causes}") from error
 

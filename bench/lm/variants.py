@@ -16,7 +16,8 @@ from .ranks import Ranks
 from .spec import Attention, Task
 
 RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
-# The first is the default in 16 bits on a GPU. The last is the default otherwise.
+# The first backend is the default in 16 bits on a GPU. In other cases the last one is the
+# default.
 DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 
 
@@ -42,7 +43,7 @@ class Variant:
 
     @property
     def name(self) -> dict[str, Any]:
-        """The fields of a line of `log`."""
+        """The fields of a line of `log` that name this variant."""
         return {
             "framework": self.framework,
             "attention": self.attention,
@@ -71,7 +72,7 @@ def nsa(
     task: Task,
     packed: bool = False,
 ) -> Variant:
-    """Return NSA on the implementations `names`.
+    """Return the variant of NSA on the implementations `names`.
 
     Args:
       framework: "jax" or "torch".
@@ -115,8 +116,8 @@ def nsa(
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
-    """Return `found` with the label and the graph that it has in the context `ranges(mode)`. Ranges
-    of v1 cannot be captured in a CUDA graph.
+    """Return `found` with the `label` and the `graph` that are right in the context
+    `ranges(mode)`. Ranges by `v1` cannot be captured in a CUDA graph.
 
     Raises:
       NotImplementedError: The selected branch of `found` does not read ranges.
@@ -137,7 +138,7 @@ def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
 
 
 def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `fa2` of torch reads keys by ranges in this mode
+    """Return a context in which `fa2` of torch reads keys by ranges in the mode `mode`
     (`nsa_torch.ranges.using`).
     """
     if mode == "none":

@@ -31,8 +31,8 @@ from .ranks import Ranks
 EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
 HEARTBEATS = "heartbeat_rank*.jsonl"
 MIB = 2**20
-HUNG = 76  # the exit status, which means only this
-REPORTS = 10  # lines of progress per run without a terminal
+HUNG = 76  # the exit status of a run that hangs; no other error has it
+REPORTS = 10  # number of lines of progress per run if stderr is no terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,10 @@ class Settings:
       every: Steps between observations of gates and selection.
       tensorboard: Whether to write files for TensorBoard.
       csv: Whether to write the CSV file.
-      heartbeat_s: Seconds without a line of the heartbeat after which the next step writes one.
-      hang_s: Seconds without a step after which a process ends. 0 means never.
+      heartbeat_s: Seconds without a line of the heartbeat after which the next step writes a
+        line.
+      hang_s: Seconds without a step after which a process ends. With 0, it never ends for this
+        reason.
     """
 
     every: int = EVERY
@@ -60,7 +62,7 @@ class Watch:
     def __init__(self, folder: Path, run: str, ranks: Ranks, settings: Settings):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.ranks, self.settings = folder, run, ranks, settings
-        self.last = 0.0  # the time of the last beat
+        self.last = 0.0  # the time of the last line of the heartbeat
         self.board: Any = None
         dump = folder / f"stackdump_rank{ranks.rank}.txt"
         self.within = contextlib.ExitStack()
@@ -89,7 +91,7 @@ class Watch:
         return done % self.settings.every == 0
 
     def stepped(self, line: log.Step) -> None:
-        """Record that a step ended. Every rank calls it after each step."""
+        """Record that a step ended. Every rank must call this method after each step."""
         self.fed()
         silent_s = time.monotonic() - self.last
         if self.due(line.step + 1) or silent_s > self.settings.heartbeat_s:
@@ -118,7 +120,8 @@ class Watch:
             file.write(json.dumps(line) + "\n")
 
     def observed(self, line: log.Watch) -> None:
-        """Append a row to the CSV file, and scalars to TensorBoard. Only rank 0 calls it."""
+        """Append a row to the CSV file, and scalars to TensorBoard. Only rank 0 calls this
+        method."""
         numbers = scalars(line)
         if self.settings.csv:
             with (self.folder / f"{self.run}.csv").open("a", newline="") as file:
@@ -134,7 +137,8 @@ class Watch:
 
 
 def scalars(line: log.Watch) -> dict[str, float | None]:
-    """Return the numbers of a line by name; those of a layer as `gates/<name>/layer<i>`."""
+    """Return the numbers of a line by name. The name of a number of a layer is
+    `gates/<name>/layer<i>`."""
     names = "loss", "lr", "tokens_per_s", "mfu", "grad_norm"
     found = {name: getattr(line, name) for name in names}
     for number, layer in enumerate(line.layers):
@@ -169,11 +173,11 @@ def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
-    """Return a context with a function that must be called at least every `hang_s` seconds. 0 means
-    that it need not be called.
+    """Return a context with a function that must be called at least every `hang_s` seconds. If
+    `hang_s` is 0, it need not be called.
 
-    If it is not called in time, the stacks of all threads are written to the file at `path`, and
-    the process ends immediately with status `HUNG`, without a message to other processes.
+    If the function is not called in time, the stacks of all threads are written to the file at
+    `path`, and the process ends immediately with status `HUNG`. Other processes get no message.
 
     Raises:
       ValueError: `hang_s` is negative.
@@ -202,11 +206,11 @@ def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
 def progress(
     name: str, first: int, steps: int, silent: bool = False
 ) -> Iterator[Callable[[int, float, float], None]]:
-    """Return a context that shows the progress of a run on stderr: a bar with the remaining time on
-    a terminal, otherwise about `REPORTS` lines.
+    """Return a context that shows the progress of a run on stderr. On a terminal this is a bar
+    with the remaining time, otherwise about `REPORTS` lines.
 
-    The context has a function to call after each step, with the number of steps done, the loss, and
-    the milliseconds of the step.
+    The context has a function that must be called after each step. Its arguments are the number
+    of steps done, the loss, and the milliseconds of the step.
 
     Args:
       name: Name of the run.

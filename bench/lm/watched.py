@@ -17,10 +17,11 @@ from .log import Header, Line, Speed, Step, Watch
 # are judged, since the losses diverge later.
 PARITY = {"float32": 1e-5, "bfloat16": 1e-2}
 PARITY_STEPS = 20
-IN_A_ROW = 3  # observations in which heads must be collapsed before the verdict is bad
-STALL_S = 180.0  # longest allowed time between two lines of a heartbeat
-DROP = 0.2  # largest allowed drop of tokens/s, from all steps to the last tenth of them
-LEAST_STEPS = 20  # minimum length of a run whose tokens/s are judged
+# number of consecutive observations with collapsed heads after which the verdict is bad
+IN_A_ROW = 3
+STALL_S = 180.0  # the longest allowed time between two lines of a heartbeat, in seconds
+DROP = 0.2  # largest allowed drop of tokens/s, from all steps to the last tenth of the steps
+LEAST_STEPS = 20  # minimum number of steps of a run whose tokens/s are judged
 LOSS_OF_SCALE = 0.08  # largest allowed loss of tokens/s per device, compared with one device
 
 
@@ -89,8 +90,8 @@ def _gaps(folder: Path) -> Iterable[Verdict]:
 
 
 def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
-    """Judge whether runs of a task on several devices have the losses of the run on one device, and
-    how much of its tokens/s a device loses."""
+    """Judge whether runs of a task on several devices have the same losses as the run on one
+    device. Also judge how much of its tokens/s a device loses."""
     found = [
         (path, run, header, curves.losses(lines).get(run))
         for path, lines in training

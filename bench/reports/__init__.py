@@ -1,1 +1,2 @@
-"""Presents records: `sources` reads them, `render` makes tables, the other modules draw."""
+"""Presents records. `sources` reads them, `render` makes tables, and the other modules draw
+charts."""

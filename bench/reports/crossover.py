@@ -1,21 +1,22 @@
-"""Answers from which length NSA is faster than dense attention, for the first chart of the page.
+"""Answers from which length NSA is faster than dense attention, for the first chart of the
+report's page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
-A run is one kernel at one length; among several, the newest counts. A panel answers one question
-for the problem that was measured at the most lengths. It compares our kernel with all dense kernels
-of the same framework. Its curves show the time of the fastest dense kernel divided by the time of
-each kernel.
+A run is one kernel at one length. If there are several such runs, the newest counts. A panel
+answers one question for the problem that was measured at the most lengths. The panel compares our
+kernel with all dense kernels of the same framework. Its curves show the time of the fastest dense
+kernel divided by the time of each kernel.
 
 At one length NSA is:
 
-    faster      if its 80th percentile is below the 20th of the fastest dense kernel
-    not known   if it would be faster, but a dense kernel that is the fastest at another length was
+    faster if its 80th percentile is below the 20th percentile of the fastest dense kernel not
+    known if it would be faster, but a dense kernel that is the fastest at another length was
                 not measured at this length; or if no dense kernel has a time
     not faster  otherwise, for example for a tie, or if the row is wrong or failed
 
-NSA is faster from a length on if it is faster at this length and at all longer lengths for which
-the answer is known.
+NSA counts as faster from a length on if it is faster at that length and at all longer lengths for
+which the answer is known.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ class Run:
 
     @property
     def about(self) -> str:
-        """The problem on the page."""
+        """The text about the problem on the page."""
         return render.filled("problem.txt.jinja", row=self.row)
 
 
@@ -73,8 +74,8 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
 
 
 def _is_plain(implementation: str) -> bool:
-    """Return whether a record is from our kernel in its plain form, unlike `mosaic packed` or
-    `mosaic recompute`.
+    """Return whether a record measured our kernel in its plain form. Names such as `mosaic
+    packed` and `mosaic recompute` are other forms.
     """
     return " " not in implementation and implementation not in PEERS
 
@@ -82,7 +83,7 @@ def _is_plain(implementation: str) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Point:
     """Our kernel and the dense kernels at one length. `missing` has the dense kernels that have
-    no row here but are the fastest at another length.
+    no row at this length but are the fastest at another length.
     """
 
     tokens: int
@@ -102,7 +103,7 @@ class Point:
 
     @property
     def gain(self) -> str:
-        """The ratio of our kernel, or its status."""
+        """The ratio of our kernel as text, or its status."""
         ratio = self.ratio(self.ours)
         return self.ours.row.status if ratio is None else f"{ratio:.2g}x"
 
@@ -119,7 +120,8 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The answer to one question. Without points, the question was not measured."""
+    """The answer to one question. If the panel has no points, there are no measurements for the
+    question."""
 
     question: str
     points: tuple[Point, ...] = ()
@@ -160,7 +162,7 @@ class Panel:
 
     @property
     def about(self) -> str:
-        """The measured problem, and our kernel."""
+        """The text about the measured problem and our kernel."""
         ours = self.points[-1].ours
         return f"{ours.about}; NSA by {ours.kernel}"
 
@@ -175,20 +177,20 @@ class Panel:
 
     @property
     def answer(self) -> str:
-        """The answer as text, to follow the name of the question."""
+        """The answer as text, which continues a sentence after the name of the question."""
         return render.filled("answer.txt.jinja", panel=self)
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
-    """Return the panels of each device for which at least one can be drawn, in the order of the
-    questions.
+    """Return the panels of each device, in the order of the questions. Devices without a panel
+    that can be drawn are left out.
     """
     found = asked(records, lines)
     return {x: each for x, each in found.items() if any(panel.drawn for panel in each)}
 
 
 def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, list[Panel]]:
-    """Return the panels of each device."""
+    """Return the panels of each device, also those that cannot be drawn."""
     groups: dict[str, dict[str, dict[tuple, list[Run]]]] = {}
     for run in sorted(runs(records, lines), key=lambda run: run.row.time):
         problems = groups.setdefault(run.row.device, {}).setdefault(run.question, {})
@@ -200,8 +202,8 @@ def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, li
 
 
 def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
-    """Return the panel of the problem that has the most lengths. Among equals, the longest
-    problem wins, then the newest.
+    """Return the panel of the problem that has the most lengths. Among problems with equally many
+    lengths, the longest problem is used, then the newest.
     """
     some = [Panel(question, points) for points in map(_points, problems) if points]
 
@@ -214,8 +216,8 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 
 def _points(found: Sequence[Run]) -> tuple[Point, ...]:
     """Return the lengths at which our kernel and a dense kernel have runs. `found` has the runs of
-    one problem, oldest first. Among several of our kernels, the one with the most timed lengths
-    counts; among equals, the fastest at its longest length.
+    one problem, oldest first. If several of our kernels have runs, the kernel with the most timed
+    lengths counts. Among kernels with equally many, the fastest at its longest length counts.
     """
     lines: dict[tuple[bool, str], dict[int, Run]] = {}
     for run in found:

@@ -1,4 +1,5 @@
-"""Makes the report as one HTML page from `page.html`. Every text from a record is escaped."""
+"""Makes the report as one HTML page from the template `page.html`. Every text from a record is
+escaped."""
 
 import itertools
 from collections import Counter
@@ -19,7 +20,7 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
     """Return the whole page, which loads no other files."""
     found = report.records
     gains = [render.speed_ups(found, over) for over in ("dense", "portable")]
-    number = itertools.count()  # distinguishes the ids of the drawings
+    number = itertools.count()  # makes the ids of the drawings different
     charts = [
         (
             crossover.sentence(device, each),

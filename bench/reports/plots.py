@@ -36,7 +36,7 @@ INK = "#010203"  # becomes currentColor
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A figure as SVG text, and the path of its PNG."""
+    """A figure as SVG text, and the path of the same figure as PNG."""
 
     title: str
     svg: str
@@ -54,8 +54,8 @@ def length(record: Record) -> tuple[int, str]:
 
 
 def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
-    """Return the rows of each line, sorted by length. All rows have a value, and a line has at
-    least two lengths.
+    """Return the rows of each line of the plot, sorted by length. Rows without a value, and lines
+    with fewer than two lengths, are left out.
     """
     lines: dict[tuple[str, ...], list[Record]] = {}
     for record in rows:
@@ -72,7 +72,7 @@ def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
 def panels(
     records: Sequence[Record], value: Callable
 ) -> Iterator[tuple[str, str, list[list[Record]]]]:
-    """Yield branch, axis and lines of each panel, in the order of the branches."""
+    """Yield the branch, the axis and the lines of each panel, in the order of the branches."""
     for branch in BRANCHES:
         some = [r for r in records if r.branch == branch]
         for axis in dict.fromkeys(length(r)[1] for r in some):
@@ -102,7 +102,7 @@ def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
 
 
 def answer(panel: Panel, number: int) -> str:
-    """Return the SVG of one answer, the `number`th of a page."""
+    """Return the SVG of one answer. `number` is the index of the answer on the page."""
     figure, grid = _grid(1, (3.0, 2.4))
     _draw(panel, grid[0])
     _legend(figure, columns=2)
@@ -123,7 +123,7 @@ def answers(each: Sequence[Panel]) -> str:
 
 def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> str:
     """Return the SVG of gains by distance on white. `found` has the values of all runs for each
-    of `places`, in nats per token, by title and label. Bars span the runs.
+    of `places`, in nats per token, by title and label. Bars show the range of the runs.
     """
     figure, grid = _grid(len(found), (3.6, 2.4))
     for axes, (title, curves) in zip(grid, found.items(), strict=False):
@@ -142,8 +142,8 @@ def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> 
 
 
 def _draw(panel: Panel, axes) -> None:
-    """Draw an answer. NSA is faster above 1. A hollow dot means that a fast dense kernel was
-    not measured there. A word is the status of a row without a time."""
+    """Draw an answer. Above 1, NSA is faster than dense attention. A hollow dot means that a fast
+    dense kernel was not measured at that length. A word is the status of a row without a time."""
     for name, curve in panel.curves.items():
         tokens, ratios, failed, missing = zip(*curve, strict=True)
         own = {"linewidth": 1.0, "markersize": 2.5, "color": COLORS.get(name, OTHER)}
@@ -165,7 +165,8 @@ def _draw(panel: Panel, axes) -> None:
 
 
 def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
-    """Return a figure of panels of this size in inches, at most two in a row, and their axes."""
+    """Return a figure with `count` panels of the size `size` in inches, at most two in a row, and
+    the axes of the panels."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -183,7 +184,7 @@ def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
 
 
 def _by_length(shown, label: str, value: Callable, level: float | None = None):
-    """Return the panels `shown`, as `panels` gives them."""
+    """Return a figure of the panels `shown`, which are results of `panels`."""
     figure, grid = _grid(len(shown), (3.6, 2.5))
     for axes, (branch, axis, lines) in zip(grid, shown, strict=False):
         for line in lines:
@@ -234,7 +235,7 @@ def _labels(axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(figure, columns: int = 4) -> None:
-    """Draw the legend below the panels, with each label once."""
+    """Draw the legend below the panels. Each label occurs once."""
     known = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
@@ -272,5 +273,6 @@ def _inline(svg: str, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    svg = re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)  # of the element itself
+    # the size of the `svg` element
+    svg = re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
     return svg.replace(INK, "currentColor").strip()

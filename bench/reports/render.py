@@ -17,7 +17,7 @@ COLUMNS = tuple(tables.KINDS["compared"]["cells"])
 NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
 type Over = Literal["dense", "portable", "masked"]
-# Dense kernels as tables and charts call them; `flash` is what torch's own SDPA runs.
+# The names of dense kernels in tables and charts. torch's own SDPA runs `flash`.
 KERNEL_NAMES = {
     "cudnn": "cuDNN",
     "flash": "FA-2 (torch's bundled copy)",
@@ -55,10 +55,10 @@ def problem_of(record: Record) -> tuple[str, ...]:
 
 
 def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | None]:
-    """Return the time of a baseline divided by the time of each row. The baseline is the
-    fastest dense row of its problem, the portable path (`sdpa`, `xla`) of its branch, or one
-    SDPA under its whole mask. A value is None if the parity of the row failed or was not
-    judged, or if the row or the baseline has no time.
+    """Return the time of a baseline divided by the time of each row. The baseline is the fastest
+    dense row of the same problem, the portable path (`sdpa`, `xla`) of the same branch, or one
+    SDPA with the whole mask. A value is None if the parity of the row failed or was not judged,
+    or if the row or the baseline has no time.
     """
 
     def key(record):
@@ -85,8 +85,8 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
 
 
 def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list[Record]]:
-    """Return the records with a parity verdict, grouped by path: framework, branch, implementation
-    and pass. The fields `names` precede these in the keys.
+    """Return the records with a parity verdict, grouped by path. The path consists of framework,
+    branch, implementation and pass. In the keys, the fields `names` precede the path.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in records:
@@ -105,7 +105,7 @@ def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """Return the cells of the table by column. Notes are not shortened."""
+    """Return the cells of the table of `records`, by column. Notes are not shortened."""
     lines = []
     for record, speed_up in zip(records, speed_ups(records), strict=True):
         extra = record.extra_peak_bytes
@@ -116,8 +116,8 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def note(record: Record) -> str:
-    """Return the note of a row: its reason, differences of its selection, and the implementations
-    that refused.
+    """Return the note of a row. It has the row's reason, the number of rows whose selection
+    differs, and the implementations that refused.
     """
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
@@ -134,14 +134,15 @@ def note(record: Record) -> str:
 
 
 def heading(records: Sequence[Record]) -> str:
-    """Return the lines above a table: device, problem and versions of its rows, and explanations of
-    the columns.
+    """Return the lines above a table. They have the device, the problem and the versions of its
+    rows, and explain the columns.
     """
     return filled("heading.txt.jinja", records=records)
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return one table, padded for reading as plain text, with the notes below it."""
+    """Return one table of `records`, padded for reading as plain text, with the notes below
+    it."""
     table = rows(records)
     notes = list(dict.fromkeys(row["note"] for row in table if row["note"]))
     for row in table:
@@ -154,7 +155,7 @@ def markdown(records: Sequence[Record]) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return every field of every record, and the speed-up, as CSV."""
+    """Return every field of every record, and its speed-up, as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*FIELDS, "speed_up"])
@@ -164,8 +165,8 @@ def csv_text(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Plot milliseconds of each branch and implementation on a logarithmic axis, with p20 to
-    p80.
+    """Plot the milliseconds of each branch and implementation on a logarithmic axis. Bars span
+    p20 to p80.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,5 @@
-"""Reads the sources of a report: records, training logs, and the files of their devices."""
+"""Reads the sources of a report. These are records, training logs, and the files of their
+devices."""
 
 import dataclasses
 import json
@@ -32,8 +33,8 @@ class Report:
 
     @property
     def environments(self) -> list[Values]:
-        """The environments of the runs: device, commit, versions, number of rows, first and
-        last time.
+        """The environments of the runs. Each has the device, commit, versions, number of rows,
+        first and last time.
         """
         found: dict[str, Values] = {}
         for record in self.records:

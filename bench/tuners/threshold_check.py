@@ -1,9 +1,9 @@
 """Checks whether the automatic choice switches from the portable path to the kernel at the
 thresholds of a device's file.
 
-For a problem whose length is the threshold, and for one that is shorter by 1, the registry chooses
-between the kernel and the portable path for this device. Both are assumed to support the problem.
-No GPU is needed.
+The registry chooses between the kernel and the portable path for two problems on this device. The
+length of one is the threshold, and the other is shorter by 1. Kernel and portable path are
+assumed to support both problems. No GPU is needed.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ from nsa_core.policy import Device
 from ..harness.runners import RUNNERS
 from .threshold_evidence import PORTABLE
 
-FAR = 2**20  # a length at which `never` still refuses
+FAR = 2**20  # a length at which the threshold `never` still excludes the kernel
 SIZES = {"dtype": "bfloat16", "B": 1, "H": 4, "Hkv": 1, "D": 64, "Dv": 64, "packed": False}
 
 
 def check(device: Device) -> Iterator[tuple[bool, str]]:
-    """Yield a verdict and its sentence for each side of each threshold of `device`.
+    """Yield a verdict and a sentence about it, for each of the two problems at each threshold of
+    `device`.
 
     Raises:
       ValueError: The file has no thresholds.
@@ -58,8 +59,8 @@ def _sides(
         at = max(int(value or 0), 1)
         sides = ({at - 1: [portable]} if at > 1 else {}) | {at: able}
     for length, wanted in sides.items() if able else ():
-        # Blocks of one token, so that `num_selected` is the number of selected keys. The query's
-        # own block is forced, so that at least one is selected.
+        # Blocks have one token, so that `num_selected` is the number of selected keys. The
+        # query's own block is forced, so that at least one block is selected.
         small: dict[str, Any] = {"select_block": 1, "compress_block": 1, "compress_stride": 1}
         small |= {"num_selected": length, "num_initial": 0, "num_local": 1}
         selects = step == "selected"

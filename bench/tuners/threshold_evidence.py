@@ -1,8 +1,9 @@
-"""Pairs of times from records: a kernel and its baseline on one problem.
+"""Makes pairs of times from records. A pair has the times of a kernel and of its baseline on one
+problem.
 
-A pair belongs to a length and to one of the thresholds of `nsa_core.policy`. It comes from records
-that differ only in the implementation. A row of a CSV file of `bench.fa2` or `bench.selection`
-counts as two or three records.
+A pair belongs to a length and to one of the thresholds of `nsa_core.policy`. A pair comes from
+records that differ only in the implementation. A row of a CSV file of `bench.fa2` or
+`bench.selection` counts as two or three records.
 
 | kernel | baseline of the threshold | second baseline |
 |---|---|---|
@@ -22,13 +23,14 @@ from ..reports import render
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
-FILES = ("fa2.jsonl", "selection.jsonl")  # of the benches that measure pairs
-# The fields that are equal in both rows of a pair. Fields that commands add are equal too, except
-# `kernel` and `path`.
+FILES = ("fa2.jsonl", "selection.jsonl")  # the files of the commands that measure pairs
+# The fields that must be equal in both rows of a pair. Fields that commands add must be equal
+# too, except `kernel` and `path`.
 SAME = (
     "bench framework mode B T S H Hkv D Dv dtype config input input_sha256 commit branch device"
 )
-# The columns of a CSV with a pair: the length, the baseline's time, the kernel's.
+# The columns of a CSV file that make a pair: the length, the time of the baseline, and the time
+# of the kernel.
 FA2_COLUMNS = ("T", "sdpa_ms", "fa_ms")
 SELECTION_COLUMNS = ("L", "ref_ms", "tri_ms")
 FA2_PORTABLE = "library_ms"
@@ -56,7 +58,8 @@ class Pair:
 
     @property
     def kernel_ms(self) -> float | None:
-        """The time of the kernel, or None if it failed. `problem` then has the reason."""
+        """The time of the kernel, or None if the kernel failed. In that case `problem` has the
+        reason."""
         return None if self.row.times_ms is None else self.row.times_ms[0]
 
     @property
@@ -71,7 +74,7 @@ class Pair:
     @property
     def over_portable(self) -> float | None:
         """The speed-up of the kernel over the portable path, if the baseline is `masked` and both
-        have times. Otherwise None.
+        have times, otherwise None.
         """
         if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
             return None
@@ -93,8 +96,8 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """Return the pairs of the measured kernel that automatic choice tries first. Kernels
-        that it tries later do not affect this threshold.
+        """Return the pairs of that measured kernel which the automatic choice tries first.
+        Kernels that it tries later do not affect this threshold.
         """
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
@@ -117,7 +120,8 @@ class Evidence:
         ]
 
     def add(self, rows: Iterable[Row], device: str | None = None) -> None:
-        """Add the pairs of rows, from one device if it is named."""
+        """Add the pairs that `rows` contain. If `device` is given, rows from other devices are
+        ignored."""
         groups: dict[str, list[Row]] = {}
         for where, record in rows:
             if not any(record.branch == branch for branch, _ in policy.DECIDES.values()):
@@ -165,7 +169,7 @@ class Evidence:
 
 
 def _other(extra: Values) -> str | None:
-    """Return the reason that a row does not concern the automatic choice, or None."""
+    """Return the reason why a row does not concern the automatic choice, or None if it does."""
     if extra.get("path") == "dense":
         return "the dense call of FA-2, which the library does not use"
     if str(extra.get("streams") or 1) != "1":
@@ -239,7 +243,8 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
             if status == "ok" or (row[column] and name != kernel):
                 time = command.positive(row[column], f"{where}: {column}")
                 found = dict.fromkeys(("time_ms", "p20_ms", "p80_ms"), time)
-            elif row[column]:  # the kernel has a time, so that another path of the row failed
+            # the kernel has a time, so the failure was that of another path of the row
+            elif row[column]:
                 found |= {"status": "unsupported", "reason": f"{status}: {reason}"}
             made = about | found | {"implementation": name, "extra": extra}
             yield where, records.checked(Record, made, where)

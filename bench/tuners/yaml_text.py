@@ -1,5 +1,5 @@
-"""Writes other values into the text of a YAML file. Unchanged sections keep their text.
-Comments above and below a section are always kept.
+"""Writes other values into the text of a YAML file. Unchanged sections keep their text. Comments
+above and below a section always stay.
 """
 
 import re
@@ -10,7 +10,8 @@ import yaml
 
 
 def edited(text: str, wanted: Mapping[str, Any]) -> str:
-    """Edit `text`, a mapping in block style, so that it contains `wanted` in its order."""
+    """Return `text`, a mapping in block style, with the values of `wanted` in the order of
+    `wanted`."""
     made, *parts = re.split(r"(?m)^(?=\w+:)", text)
     sections = {part.partition(":")[0]: part for part in parts}
     for name, value in wanted.items():

@@ -22,9 +22,9 @@ def gather(
     last: bool = False,
 ) -> TritonKernel:
     """Describe the launch that gathers pages. Its arrays are the pages of keys and of values, the
-    scales of both, page_table and lengths. If there are no scales, pass any arrays in their
-    place. The results are keys and values `[rows, S, heads, width]`. S is the number of entries
-    in the pages of a row. The scores read whole blocks, and with this S they need no copy.
+    scales of both, page_table and lengths. If there are no scales, pass any arrays instead. The
+    results are keys and values `[rows, S, heads, width]`. S is the number of entries in the pages
+    of a row. The scores read whole blocks, and with this S they need no copy.
 
     Args:
       key, value: The pages.

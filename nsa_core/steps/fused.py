@@ -57,10 +57,10 @@ class Steps(NamedTuple):
 
 class Inputs(NamedTuple):
     """The input arrays of a call that have a gradient, or the gradients of these arrays, with the
+    same shapes.
 
-    same shapes. Compressed keys and values are `[B, C, Hkv, .]`. The keys and values of other
-
-    branches are `[B, S, Hkv, .]`. Keys and values to which no query may attend are not NaN.
+    Compressed keys and values are `[B, C, Hkv, .]`. The keys and values of other branches are
+    `[B, S, Hkv, .]`. Keys and values to which no query may attend are not NaN.
     """
 
     query: Any  # [B, T, H, D]

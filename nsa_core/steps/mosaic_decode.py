@@ -27,12 +27,11 @@ def attention(
     slots: Any = None,
 ):
     """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`, for `N / B`
+    queries per row.
 
-    queries per row. The arguments are those of `nsa_torch.paged_attention`. If arrays are
-
-    mutable, as in torch, `new` may have keys and values that the step appends first. For an fp8
-
-    cache, `slots` has the index of each row's ring (`nsa_core.paged_layout`).
+    The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
+    `new` may have keys and values that the step appends first. For an fp8 cache, `slots` has the
+    index of each row's ring (`nsa_core.paged_layout`).
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
