@@ -40,9 +40,9 @@ FLAGS = cli.define(
         0.02,
         "A row is slower if the median ratio of its times exceeds 1 plus this value.",
     ),
-    allow_other_bits=(False, "Bits may differ."),
+    allow_other_bits=(False, "Accept results whose bits differ."),
     memory_gib=(70.0, "GPU memory in GiB for all processes that run at once.", None),
-    other_commit=(str, "Commit of the other checkout; default: git's."),
+    other_commit=(str, "Commit of the other checkout; default: as git reports."),
 )
 cli.define_lines(FLAGS)
 

@@ -316,7 +316,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _finish(results: command.Results) -> int:
     if any(cells["above_whole"] for cells in results.rows):
-        print("* above Total: the parts are launched and timed separately")
+        print("* marks a time above Total, since the parts are launched and timed separately")
     return results.finish()
 
 

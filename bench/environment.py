@@ -30,7 +30,7 @@ SCHEMA = 1
 # These flags are not in flags.FLAGS until this is the main program, since other commands use the
 # same names.
 FLAGS = cli.define(
-    out=(str, "New file to which the same is written as JSON."),
+    out=(str, "New file to which the list is also written as JSON."),
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")

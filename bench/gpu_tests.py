@@ -35,7 +35,7 @@ FLAGS = cli.define(
         "memory.",
     ),
     out=(str, "New folder for the results; default: bench/results/<time>."),
-    save_records=(False, "Keep the record."),
+    save_records=(False, "Also append the record to bench/records/<device>/kernel_log/."),
     age=(False, "Only report the age of the newest record."),
 )
 

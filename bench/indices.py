@@ -24,9 +24,12 @@ from .judge import selection_shortfall
 
 FLAGS = cli.define(
     framework=("jax", "Framework whose selection is checked.", ["jax", "torch", "both"]),
-    config=(str, "Name of a file in configs/ or a path; default: paper, without a GPU tiny."),
+    config=(
+        str,
+        "Name of a file in configs/ or a path; default: paper, or tiny without a GPU.",
+    ),
     preset="config",
-    input=(("random", "text"), "Where the arrays come from (repeatable).", ("random", "text")),
+    input=(("random", "text"), "Sources of the input arrays (repeatable).", ("random", "text")),
     seq_len=(int, "Number of tokens, instead of that of the config (paper: 65536)."),
     batch=(int, "Number of sequences, instead of that of the config."),
     dtype=(str, "Precision, instead of that of the config.", problems.PRECISIONS),
@@ -113,9 +116,9 @@ def main(argv: Sequence[str]) -> int:
 
     statuses = run.rows("indices", FLAGS, rows(), show, "indices.jsonl", lines)
     print(
-        "shortfall: of the row that uses most of its bound, the best score left out less the "
-        "worst\ntaken in place of it, and what float32 resolves, over the larger of the two "
-        "scores"
+        "shortfall: the best score that a row left out minus the worst score that it selected, "
+        "and the resolution\nof float32, both divided by the larger of the two scores; shown is "
+        "the row that uses most of its bound"
     )
     return exit_status.of_statuses(statuses)
 

@@ -37,13 +37,13 @@ from .harness.checked_layer import LAYERS, TOOLS
 from .harness.records import Values
 
 FLAGS = cli.define(
-    only=((), "Only layers whose names begin with this (repeatable)."),
+    only=((), "Only layers whose names begin with this text (repeatable)."),
     tool=(TOOLS, "Tools to run (repeatable).", TOOLS),
     kernels=("", "With --tool=racecheck: only kernels whose names contain this."),
     at_once=(8, "Number of processes that run at the same time."),
     timeout_s=(300, "Time limit of a process."),
     out=(str, "Folder for the results, which must not exist; default: bench/results/<time>."),
-    save_records=(False, "Keep the records."),
+    save_records=(False, "Also append the records to bench/records/<device>/kernel_log/."),
 )
 
 SANITIZER = "compute-sanitizer"

@@ -34,10 +34,10 @@ from .harness.records import Values
 from .harness.timed_problem import Problem, named, torch_inputs
 
 FLAGS = cli.define(
-    only=((), "Only shapes whose names begin with this (repeatable)."),
+    only=((), "Only shapes whose names begin with this text (repeatable)."),
     implementation=("mosaic", "Implementation of all branches.", ["mosaic", "triton"]),
     row_seconds=(0.5, "Seconds spent on timing a row."),
-    save_records=(False, "Keep the records."),
+    save_records=(False, "Also append the records to bench/records/<device>/packed.jsonl."),
 )
 cli.define_lines(FLAGS)
 

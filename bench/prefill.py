@@ -27,7 +27,7 @@ FLAGS = command.flag_values(
     text=True,
     **command.SIZES,
     B=(1, "Sequences."),
-    S_list=(list, "Lengths; default: 256,512,1024."),
+    S_list=(list, "Numbers of tokens; default: 256,512,1024."),
 )
 
 

@@ -28,7 +28,7 @@ from .harness.runners import JaxRunner
 FLAGS = command.flag_values(
     **command.SIZES,
     B=(1, "Sequences."),
-    S_list=(list, "Lengths; default: 64,256,1024,2048."),
+    S_list=(list, "Numbers of tokens; default: 64,256,1024,2048."),
 )
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         results.row(v1=first, v2=second, speedup=speed_up(first, second), equal=equal)
     least = threshold(pairs)
     rule = "never" if least is None else f"from S={least} on"
-    print(f"adaptive rule: v2 {rule} (of {', '.join(map(str, sorted(lengths)))})")
+    print(f"adaptive rule: v2 {rule} (measured at {', '.join(map(str, sorted(lengths)))})")
     return results.finish()
 
 

@@ -21,7 +21,7 @@ from .harness.runners import RUNNERS, asked
 SCHEMA = 1
 # Not in flags.FLAGS until this is the main program, since other commands use the same names.
 FLAGS = cli.define(
-    out=(str, "Folder for routing.json, which must not exist there."),
+    out=(str, "Folder for routing.json. The folder must not have this file yet."),
 )
 
 

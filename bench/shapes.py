@@ -27,7 +27,7 @@ from .harness import cli, command, exit_status, problems, records, turns
 from .harness.timed_problem import Problem
 
 FLAGS = cli.define(
-    only=((), "Only shapes whose names begin with this (repeatable)."),
+    only=((), "Only shapes whose names begin with this text (repeatable)."),
     input=(("random", "text"), "Sources of the arrays.", problems.KINDS),
     packed=(
         False,
@@ -35,10 +35,10 @@ FLAGS = cli.define(
     ),
     dense=(False, "Also measure dense attention, for the first input of each shape."),
     kernels=("mosaic", "Implementation of all branches."),
-    most_rows=(96, "Queries judged.", 12),
+    most_rows=(96, "Number of queries per sequence that are judged.", 12),
     at_once=(5, "Number of processes that run at the same time."),
     out=(str, "Folder for the results, which must not exist; default: bench/results/<time>."),
-    save_records=(False, "Keep the records."),
+    save_records=(False, "Also append the records to bench/records/<device>/compare.jsonl."),
 )
 
 # JAX only computes inputs and oracles here, and runs each program once per input. Tuning is

@@ -35,8 +35,8 @@ from .reports import render
 FLAGS = cli.define(
     lengths=(["512", "1024", "2048"], "Numbers of tokens of a row."),
     modes=(list(variants.RANGES), "Values of --ranges of bench.train."),
-    config=(str, "--config of bench.train; default: runbook_s<length>."),
-    set=((), "--set of bench.train (repeatable)."),
+    config=(str, "Value of --config of bench.train; default: runbook_s<length>."),
+    set=((), "Value of --set of bench.train (repeatable)."),
     row_seconds=(10.0, "Seconds spent on timing a row."),
     timeout_s=(600.0, "Time limit for the process of a row, in seconds.", 1),
     out=(str, "Folder for the results, which must be empty; default: bench/results/<time>."),

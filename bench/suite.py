@@ -30,7 +30,7 @@ ALLOWED = config_files.FOLDER / "oneshot" / "skips.yaml"
 FLAGS = cli.define(
     flags.FlagValues(),
     out=(str, "Folder for junit.xml and tests.json, which must not exist."),
-    skips=(str(ALLOWED), "File of the allowed reasons."),
+    skips=(str(ALLOWED), "File with the allowed reasons for skipped tests."),
 )
 
 

@@ -78,7 +78,7 @@ FLAGS = cli.define(
         ["auto", "all", *dict.fromkeys(itertools.chain(*variants.DENSE.values()))],
     ),
     phi=("avg", "Compression of NSA.", PHIS),
-    gate=(["sigmoid"], f"Gates of NSA, of {GATES}; several gates only with --throughput."),
+    gate=(["sigmoid"], f"Gates of NSA: one of {GATES}, or several with --throughput."),
     dtype=(str, "Dtype of the computation; default: f32, or bf16 on a GPU.", list(DTYPES)),
     steps=(int, "Optimizer steps."),
     seq_len=(int, "Number of tokens per sequence."),

@@ -55,8 +55,8 @@ FLAGS = cli.define(
     margin=(1.2, "Factor by which the kernel must be faster.", 1.0),
     dense=(
         (),
-        "Records of whole and of dense attention (repeatable): the lengths from which NSA is "
-        "faster, which explain names.",
+        "Records of whole and of dense attention (repeatable). They determine the lengths from "
+        "which NSA is faster than dense attention, which explain reports.",
     ),
     threshold=(
         (),
@@ -260,8 +260,8 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, Values]:
     found = dense_crossover.lengths(rows)
     if not found:
         raise ValueError(
-            f"no rows: --dense needs whole and dense attention of one sequence, random, bfloat16, "
-            f"at two lengths or more, in {', '.join(files)}"
+            "no rows: --dense needs records of whole and of dense attention to one sequence, with "
+            f"random inputs in bfloat16, at two or more lengths, in {', '.join(files)}"
         )
     return devices[0], {"faster_than_dense": found}
 

@@ -28,7 +28,7 @@ from .harness.timed_problem import Problem, digest, jax_calls, milliseconds, tor
 
 FLAGS = cli.define(
     only=cli.ONLY,
-    rounds=(7, "Samples of each.", 5),
+    rounds=(7, "Number of samples per time.", 5),
 )
 cli.define_lines(FLAGS)
 

@@ -336,8 +336,8 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
 def _check_sequences(number: int) -> None:
     if number > MAX_SEQUENCES:
         raise NotImplementedError(
-            f"fa2 supports at most {MAX_SEQUENCES} sequences per call, counted compress_stride "
-            f"times in the compressed branch, got {number}"
+            f"fa2 supports at most {MAX_SEQUENCES} sequences per call, got {number}; in the "
+            "compressed branch each sequence counts compress_stride times"
         )
 
 

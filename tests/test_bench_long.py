@@ -79,7 +79,8 @@ def test_ranges(tmp_path, capsys):
         assert row["equal"] == "True"
         assert float(row["speedup"]) == float(row["v1_ms"]) / float(row["v2_ms"])
     assert re.search(
-        r"adaptive rule: v2 (never|from S=\d+ on) \(of 9, 63\)", capsys.readouterr().out
+        r"adaptive rule: v2 (never|from S=\d+ on) \(measured at 9, 63\)",
+        capsys.readouterr().out,
     )
 
 

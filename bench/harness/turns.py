@@ -26,11 +26,11 @@ def wait() -> None:
     child.
 
     Raises:
-      EOFError: The process that gives the turns has ended.
+      EOFError: The process that starts the timing of its children has ended.
     """
     print(READY, end="", flush=True)
     if sys.stdin.readline() != GO:
-        raise EOFError("the process that gives the turns has ended")
+        raise EOFError("the process that starts the timing of its children has ended")
 
 
 class Child:

@@ -158,7 +158,7 @@ def _best_blocks(p: Problem, config) -> TritonKernel:
     tiling = tilings.scores_tiling(p.group, p.D, itemsize, p.capability)
     if tiling is None:
         raise NotImplementedError(
-            f"triton: no tiles of the scores fit on a GPU of {p.capability}"
+            f"triton: no tiles for the scores fit on a GPU of capability {p.capability}"
         )
     n, ratio = config.num_selected, config.select_block // config.compress_stride
     group, best, ratio_rows = power(p.group, 1), power(n, 2), power(ratio, 1)
