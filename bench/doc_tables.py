@@ -22,7 +22,7 @@ is one value, or several values separated by commas. The other tables are functi
 | `versions` | the results of `make test-versions` | `names` |
 | `parallel_training` | training on several GPUs compared with one | `device` |
 | `parity` | the worst error of each path, from all records of `bench.compare` | |
-| `crossovers` | the answers of the first chart of `bench.report` | `device` |
+| `crossovers` | the answers of the first chart of `bench.report` | |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
@@ -137,13 +137,13 @@ def summary(device: str = CHARTED) -> str:
                 raise ValueError(f"{device} must have records of {what}, got none")
             found.append((which, what, ours, min(dense, key=lambda x: x["time_ms"])))
     # The first shape of `bench.packed`, compared with separate rows.
-    documents = (packed := chosen("packed"))[0]["documents"]
+    documents = (packed := chosen("packed", device))[0]["documents"]
     forms = {
         form: [
             newest(packed, mode=mode, form=form, documents=documents) or {}
             for mode in PASSES.values()
         ]
-        for form in ("varlen", "rows")
+        for form in ("rows", "varlen", "cu_seqlens")
     }
     about = {"found": found, "passes": PASSES.values(), "packed": packing(documents)}
     return render.filled("summary.md.jinja", **about, **forms, time=_time, commits=commits)
@@ -255,20 +255,25 @@ def first_call(device: str) -> str:
     return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
 
 
-def _crossovers(device: str) -> list[crossover.Panel]:
-    """Return the first chart of `bench.report`, computed from all records of the device."""
-    report = sources.read(sorted((DEVICE.parent / device).glob("*.jsonl")))
-    (found,) = crossover.panels(report.records, report.training_lines).values()
+def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
+    """Return the panels of the first chart of `bench.report` by name, each with its device: from
+    the records of `CHARTED`, or of `DEVICE` if those lack the panel.
+    """
+    found = {}
+    for folder in (DEVICE, DEVICE.parent / CHARTED):
+        report = sources.read(sorted(folder.glob("*.jsonl")))
+        for device, panels in crossover.panels(report.records, report.training_lines).items():
+            found |= {x.name: (device, x) for x in panels if x.drawn or x.name not in found}
     return found
 
 
-def crossovers(device: str = CHARTED) -> str:
+def crossovers() -> str:
     """Return the table of crossovers in that chart."""
     rows = (
-        [x.name, x.answer, x.about if x.points else MISSING, commits(x.rows)]
-        for x in _crossovers(device)
+        [x.name, x.answer, device, x.about if x.points else MISSING, commits(x.rows)]
+        for device, x in _crossovers().values()
     )
-    return table(["what", "NSA is faster", "measured", "commit"], rows)
+    return table(["what", "NSA is faster", "device", "measured", "commit"], rows)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -397,7 +402,7 @@ def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
 
 def crossover_picture(old: str) -> str:
     """Return `docs/crossover.svg`."""
-    each = _crossovers(CHARTED)
+    each = [panel for _, panel in _crossovers().values()]
     data = [(x.name, x.answer, x.curves) for x in each if x.drawn]
     return drawn(old, data, lambda: plots.answers(each))
 

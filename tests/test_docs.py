@@ -242,21 +242,22 @@ def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
     lines = [
         {"mode": mode, "form": form, "documents": [8], "time": "1", "time_ms": 2.0}
         for mode in doc_tables.PASSES.values()
-        for form in ("varlen", "rows")
+        for form in ("varlen", "rows", "cu_seqlens")
     ]
     lines = [line | {"status": "ok", "commit": None} for line in lines]
     lines[0] |= {"status": "wrong", "time_ms": None}
     monkeypatch.setattr(doc_tables, "chosen", lambda *given, **options: lines)
     monkeypatch.setitem(doc_tables.KINDS, "summary", {})
-    found = doc_tables.summary().splitlines()[-1].strip("| ").split(" | ")
+    found, alone = (x.strip("| ").split(" | ") for x in doc_tables.summary().splitlines()[-2:])
     assert found[2] == "wrong; 2.00" and found[4].startswith("**-; +0.0%** of rows' 2.00; 2.00")
+    assert alone[2] == "2.00; 2.00" and alone[4].startswith("**+0.0%; +0.0%** of rows'")
 
 
 def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     """Of a shape the newest record counts: one that is wrong shows no time and no ratio. Other
     sizes and precisions than the tables speak of are other rows."""
     rows = [record("all", "mosaic", 1.0, **SHAPE)]
-    rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.USUAL]
+    rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.DENSE]
     sizes = {"B": 1, "H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
     monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": sizes})
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
