@@ -62,8 +62,8 @@ BUSY_CYCLES = 40_000_000  # 20 ms; this is longer than the host needs to queue a
 
 def column(kernel: Kernel) -> str:
     """Return the column of the table for a kernel. The keys of an interval kernel determine its
-    branch. They are gathered blocks (selected), two sets (compressed and sliding), fewer than the
-    queries (compressed), or all tokens (sliding).
+    branch. The keys are gathered blocks (selected), two sets (compressed and sliding), fewer than
+    the queries (compressed), or all tokens (sliding).
     """
     spec: Any = kernel.spec
     name = OF_BRANCH.get(kernel.name, REST)

@@ -3,11 +3,11 @@ Compute.
 
     python -m bench.counters --only "24k" --out counters.jsonl
 
-`ncu` is CUDA's profiler. It needs the driver's permission to read the counters. It runs each
-launch several times, with empty caches and without fixed clocks, so that its times are longer than
-those of `bench.call_kernels`, which has the same problems and columns. If a kernel has several
-launches in one column, they are one line, with the sum of their times and the means of the other
-values weighted by time.
+`ncu` is CUDA's profiler. `ncu` needs the driver's permission to read the counters. `ncu` runs
+each launch several times, with empty caches and without fixed clocks. Its times are therefore
+longer than those of `bench.call_kernels`, which has the same problems and columns. If a kernel
+has several launches in one column, they are one line, with the sum of their times and the means
+of the other values weighted by time.
 
     tensor pipe   share of cycles in which it is busy
     L2            throughput as a share of its peak, share of hits, and HBM throughput

@@ -7,7 +7,7 @@
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
 On a GPU each of several lengths has its own process. All processes compile, and compare their
-results with the oracle, in parallel. They are then timed one after the other.
+results with the oracle, in parallel. The processes are then timed one after the other.
 
 `S` is the number of tokens in the cache, including the `--q_len` new ones. More than one new token
 means draft tokens that are verified. Columns:
@@ -25,9 +25,10 @@ means draft tokens that are verified. Columns:
   ms_host       host time of consecutive eager steps without the graph; `ms_paged_host` likewise
   above_whole   branches whose time exceeds `ms_total`; the printed line marks them with `*`
 
-The branches are launched and timed separately. Their times therefore need not add up to the time
-of the whole step. If another process uses the machine, the median time of a branch can exceed
-that of the whole step. If it does so by more than noise, the row of the whole step is an error.
+The branches are launched and timed separately. The times of the branches therefore need not add
+up to the time of the whole step. If another process uses the machine, the median time of a branch
+can exceed that of the whole step. If the difference is larger than noise, the row of the whole
+step is an error.
 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
@@ -122,8 +123,8 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:
     """Compile every step of one cache length and compare it with the oracle. Return a function
-    that times the steps and returns the values of the table's row. Its arguments are those of
-    `timing`.
+    that times the steps and returns the values of the table's row. The arguments of the returned
+    function are those of `timing`.
     """
     config = config_of(FLAGS)
     settings = command.settings(
@@ -149,8 +150,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     paged_kernel = FLAGS.paged
 
     def freeze() -> Values:
-        """From now on, use the path's own selection of blocks. It is judged as the row
-        `scores`."""
+        """From now on, use the path's own selection of blocks. The row `scores` judges this
+        selection."""
         nonlocal cached, frozen
         cached = decode_steps.Cached(runner, inputs, config, chosen)
         frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))

@@ -11,8 +11,8 @@ GPUs, in one process. A skipped test counts as in `bench.suite`.
 
 `--save_records` appends a line with commit, outcomes, seconds and versions to
 bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit this file with the change of kernels.
-`--age` runs no test. It prints a warning if not all tests on one GPU were recorded since the last
-change of the kernels or the host side. It also prints a warning if one of these tests failed.
+`--age` runs no test. `--age` prints a warning if not all tests on one GPU were recorded since the
+last change of the kernels or the host side, or if one of these tests failed.
 """
 
 import datetime

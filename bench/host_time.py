@@ -5,10 +5,10 @@
     python -m bench.host_time --implementation triton
     python -m bench.host_time --launch --out variants.jsonl
 
-`nsa_torch.attention` is called repeatedly on the same tensors. It runs on `mosaic`, which needs a
-Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Host times vary
-between machines and from minute to minute. Two forms of a call are therefore timed alternately,
-each in its own process:
+`nsa_torch.attention` is called repeatedly on the same tensors. The calls run on `mosaic`, which
+needs a Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Host
+times vary between machines and from minute to minute. Two forms of a call are therefore timed
+alternately, each in its own process:
 
     graphs   the library combines repeated launches into one CUDA graph
              (`kernels_pallas.runtime.sequence`)

@@ -116,8 +116,9 @@ def values(fast: Record, base: Record, *beside: Record) -> Values:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a further implementation. They have its time, the speed-up of the
-    kernel over it, its mean error, and the reason if it has no time.
+    """Return the columns of a further implementation. The columns have the time of this
+    implementation, the speed-up of the kernel over it, its mean error, and the reason if it has
+    no time.
     """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
@@ -136,7 +137,7 @@ def selected(size: int, count: int) -> NSAConfig:
 
 
 class Selection(parts.Problem):
-    """A row of the matrix. It measures the implementations `names`, for each number of
+    """A row of the matrix. The object measures the implementations `names`, for each number of
     streams."""
 
     bench = "selection"
@@ -216,8 +217,8 @@ class Selection(parts.Problem):
 
 
 def at_once(torch, function, count: int):
-    """Return a function that runs `function` on `count` CUDA streams. They wait for the current
-    stream, which then waits for them.
+    """Return a function that runs `function` on `count` CUDA streams. The `count` streams wait
+    for the current stream, which then waits for them.
     """
     streams = [torch.cuda.Stream() for _ in range(count)]
 

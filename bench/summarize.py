@@ -3,9 +3,9 @@ time of a step, and the number of keys that are read.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
-The shares are percentages of `ms_total`. They need not add up to 100 %, since each branch was timed
-separately. A share above 100 % is marked with `*`. A row that was not measured is shown with its
-status. If the file is damaged, the error message names the line and the column.
+The shares are percentages of `ms_total`. The shares need not add up to 100 %, since each branch
+was timed separately. A share above 100 % is marked with `*`. A row that was not measured is shown
+with its status. If the file is damaged, the error message names the line and the column.
 """
 
 from collections.abc import Sequence

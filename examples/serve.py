@@ -228,8 +228,8 @@ def by_rows(
 
 
 class Clock(transformers.generation.BaseStreamer):
-    """A streamer of `generate`. It records the times at which `generate` passes the prompts and
-    then the tokens of each step."""
+    """A streamer of `generate`, which records the times at which `generate` passes the prompts
+    and then the tokens of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

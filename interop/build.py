@@ -5,7 +5,7 @@ compile nothing.
     python -m nsa_interop.build --preset paper --out FOLDER     # into another folder
     python -m nsa_interop.build --list | --clear                # list stored kernels; remove them
 
-The command needs no GPU. It needs JAX with its CUDA plugin, ptxas and a C compiler.
+The command needs no GPU. JAX with its CUDA plugin, ptxas and a C compiler must be installed.
 """
 
 import argparse

@@ -30,10 +30,10 @@ Lifetime: these rules determine which object keeps which memory alive. Input of 
 Mutation: JAX arrays are immutable, so never write to the torch alias of a JAX array. Do not write
 to a tensor while JAX may still read it. JAX has read it when `to_torch` has returned all outputs.
 
-`call_jax` follows all these rules for a function of tensors. It clones every output, which costs
-one read and one write, and twice the memory until the clone has run. Arrays whose clone has run
-are released at the next copy, or by `release_finished`. If the retained arrays exceed
-`HELD_BYTES`, the host waits for the oldest clone.
+`call_jax` follows all these rules for a function of tensors. `call_jax` clones every output,
+which costs one read and one write, and twice the memory until the clone has run. Arrays whose
+clone has run are released at the next copy, or by `release_finished`. If the retained arrays
+exceed `HELD_BYTES`, the host waits for the oldest clone.
 """
 
 import threading

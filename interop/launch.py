@@ -38,7 +38,7 @@ def launch(
     """Run `kernel` on torch's current stream.
 
     Args:
-      kernel: The kernel. If it is not stored on disk, it is built at its first launch, or
+      kernel: The kernel. A kernel that is not stored on disk is built at its first launch, or
         earlier by `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
@@ -96,9 +96,9 @@ def launch(
 
 
 def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
-    """Return the function that `launch` calls to queue one run. Its arguments are a stream
-    (`current_stream`) and the addresses of inputs and outputs. The tensors at these addresses
-    must follow the rules of `launch`.
+    """Return the function that `launch` calls to queue one run. The arguments of this function
+    are a stream (`current_stream`) and the addresses of inputs and outputs. The tensors at these
+    addresses must follow the rules of `launch`.
 
     Raises:
       NotImplementedError, RuntimeError: as `launch`.

@@ -28,8 +28,9 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     may use all of `ArrayOps`, including `xp`.
 
     Args:
-      shapes: Function that returns the shapes and dtypes of the results. Its arguments are the
-        same as those of the step, without `ops`. Of the arrays, it reads only shapes and dtypes.
+      shapes: Function that returns the shapes and dtypes of the results. The arguments of
+        `shapes` are the same as those of the step, without `ops`. Of the arrays, `shapes` reads
+        only shapes and dtypes.
     """
 
     def decorate(function):
@@ -138,7 +139,7 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` writes into its last inputs. If it does, its first outputs keep
+        """Return whether `kernel` writes into its last inputs. Such a kernel's first outputs keep
         the values of these inputs in all elements that the kernel does not write.
         """
         return bool(kernel.in_place)
@@ -168,8 +169,8 @@ class ArrayOps(Protocol):
         return x
 
     def release(self, arrays: Iterable[Any]) -> None:
-        """Declare that no later step reads `arrays`. These arrays must not share memory with
-        other arrays. By default this method does nothing.
+        """Declare that no later step reads `arrays`. The released arrays must not share memory
+        with other arrays. By default this method does nothing.
         """
         return None
 
@@ -285,7 +286,7 @@ class ArrayOps(Protocol):
         return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
 
     def stacked(self, arrays: Sequence[Any], dtype: Any) -> Any:
-        """Stack arrays of one shape along a new last axis, in a dtype of `xp`. This is the
+        """Stack arrays of one shape along a new last axis, in a dtype of `xp`. `stacked` is the
         inverse of `unstacked_float32`.
         """
         return self.copied(self.xp.stack([*arrays], -1), dtype)

@@ -200,8 +200,9 @@ def attention_to_pages(
 
     Args:
       over_queries: The function `over_queries` of the framework's module `chunks`.
-      attend: A function that returns the output and the log-sum-exp. Its arguments are queries
-        `[N, L, G, D]`, keys and values `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
+      attend: A function that returns the output and the log-sum-exp. The arguments of `attend`
+        are queries `[N, L, G, D]`, keys and values `[N, L, S, .]`, a mask `[N, L, 1, S]` and the
+        scale.
     """
     columns, (_, page, kv_heads, _) = paged[0].shape[1], key_pages.shape
     lists, tokens = paged_lists(ops, block_indices, paged, page, block_size, include)

@@ -12,11 +12,11 @@ class PoolParams(NamedTuple):
 class MLPParams(NamedTuple):
     """The paper's MLP with an intra-block position embedding.
 
-    It computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is flattened
-    token by token, gelu has its tanh form, and all key/value heads share the parameters. If the
-    keys were rotated by their positions, the result depends on the position of the window. The
-    product of a query with the compressed key then depends on both positions, not only on their
-    distance. `RopeMLPParams` avoids this.
+    The MLP computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is
+    flattened token by token, gelu has its tanh form, and all key/value heads share the
+    parameters. If the keys were rotated by their positions, the result depends on the position of
+    the window. The product of a query with the compressed key then depends on both positions, not
+    only on their distance. `RopeMLPParams` avoids this.
     """
 
     position: Any  # [l, D]
@@ -38,7 +38,8 @@ class MLPParams(NamedTuple):
 class RopeMLPParams(NamedTuple):
     """`MLPParams` for unrotated keys. The compressed key is rotated by the position of the middle
 
-    of its window. This position is `first token + (l - 1) / 2`, counted in its own sequence.
+    of its window. The middle of a window is `first token + (l - 1) / 2`, counted in its own
+    sequence.
     """
 
     position: Any  # [l, D]

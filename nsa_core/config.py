@@ -25,7 +25,7 @@ class NSAConfig:
 
     `compute_dtype="float8_e4m3"` is for inference on Hopper. The selected and the sliding branch
     then multiply 8-bit numbers (docs/kernels/fp8.md). The selection of blocks does not change.
-    This dtype is faster than 16 bits for groups of more than 8 query heads.
+    `float8_e4m3` is faster than 16 bits for groups of more than 8 query heads.
 
     Raises:
       ValueError: A value is invalid. The message names the field, the rule and the value.

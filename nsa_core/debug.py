@@ -83,8 +83,8 @@ def enable(*events: str, limit: int = 100) -> None:
 
 
 def stepwise(backend: Backend, *arrays) -> bool:
-    """Return whether a fused path must run step by step. It must if single steps are timed or
-    compared.
+    """Return whether a fused path must run step by step. A fused path must do so if single steps
+    are timed or compared.
     """
     if not on or backend.silent():
         return False

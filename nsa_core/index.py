@@ -27,7 +27,7 @@ class Index(NamedTuple):
 
     @property
     def config(self) -> NSAConfig:
-        """The `NSAConfig` of the top-n selection. Its sizes are in tokens."""
+        """The `NSAConfig` of the top-n selection, with sizes in tokens."""
         block = self.pool * self.entry
         forced = self.num_initial, self.num_local
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
@@ -143,7 +143,7 @@ def blocks_at(
     """Return the block lists of the queries, int32 `[B, T, lists, n]`.
 
     Args:
-      over_queries: the function of the framework's module `chunks`. This function may omit keys
+      over_queries: the function of the framework's module `chunks`. `over_queries` may omit keys
         to which no query attends.
       position: `[B, T]`; a negative position means padding.
       key_start: `[B, T]` of packed rows; otherwise None.
@@ -193,10 +193,10 @@ def blocks_of_pages(
 
 
 class Teacher(NamedTuple):
-    """The attention heads from which index heads learn. They attend to all keys or to listed
-    blocks. There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index head. Pair `p`
-    has the `heads` query heads that start at `p * heads`, and the key/value head `p * Hkv //
-    pairs`.
+    """The attention heads from which index heads learn. The attention heads attend to all keys or
+    to listed blocks. There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index
+    head. Pair `p` has the `heads` query heads that start at `p * heads`, and the key/value head
+    `p * Hkv // pairs`.
     """
 
     index_heads: int

@@ -48,8 +48,8 @@ FIELD_OF = {
 
 
 class Unnamed(str):
-    """A default value, which shows that the caller did not pass the argument. It is equal to the
-    string, but has another type.
+    """A default value, which shows that the caller did not pass the argument. An `Unnamed` is
+    equal to the string, but has another type.
     """
 
 
@@ -73,11 +73,11 @@ class LayerSpec:
       phi: the compressor.
         "avg" is the mean.
         "mlp" is a learnable depthwise convolution that starts as the mean.
-        "mlp_pe" is the paper's MLP with an intra-block position embedding. Its inputs are
-        rotated keys. The result therefore depends on the position of the window in the
-        sequence, and a product with a query does not depend only on their distance.
-        "mlp_rope" is the same MLP for unrotated keys. The compressed key is rotated by the
-        middle of its window, so that a product with a query depends on their distance.
+        "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs of this MLP
+        are rotated keys. The result therefore depends on the position of the window in the
+        sequence, and a product with a query does not depend only on their distance. "mlp_rope" is
+        the same MLP for unrotated keys. The compressed key is rotated by the middle of its
+        window, so that a product with a query depends on their distance.
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
@@ -90,7 +90,7 @@ class LayerSpec:
         contributes to the output.
       gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
-        (-2, 2, 2). It does not affect which checkpoints a layer loads.
+        (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer loads.
       gate_temp: temperature by which the logits of the gates are divided.
       rope_base, rope_scale: parameters of the rotary embedding of query and key heads. The
         columns `2i` and `2i + 1` are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
@@ -295,8 +295,8 @@ class LayerSpec:
         framework.
 
         Args:
-          rates: A function that returns the angle by which column pairs turn per token. Its
-            argument is the parameters of `phi` for keys.
+          rates: A function that returns the angle by which column pairs turn per token. The
+            argument of `rates` is the parameters of `phi` for keys.
         """
         if self.phi == "avg":
             return None, None
@@ -414,7 +414,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
     """Make a `LayerSpec` from those of `values` that are not None.
 
     Args:
-      config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. If it is given, `gate` and
+      config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. With `config`, `gate` and
         `kv` default to the recommended values. The `compute_dtype` of `config` is not part of a
         spec.
 

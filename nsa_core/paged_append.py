@@ -40,8 +40,8 @@ def append(
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
     """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache.
-    Return the arrays by name. In torch the arrays are modified in place. Their shapes determine
-    the number of tokens per page.
+    Return the arrays by name. In torch the arrays are modified in place. The shapes of the arrays
+    determine the number of tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.

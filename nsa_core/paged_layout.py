@@ -7,8 +7,8 @@ A page holds `l'` raw tokens and `l'/d` compressed tokens. `page_table[b]` lists
     compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
 
 The slot `s` of a compressed token is `p // d`, where `p` is the LAST raw token of its window.
-That raw token is in the same page as the compressed token. No page depends on the next page. Rows
-can therefore share their first pages.
+The last raw token of a window is in the same page as the compressed token. No page depends on the
+next page. Rows can therefore share their first pages.
 
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
 (`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
@@ -216,8 +216,8 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """Return the dtype of the array `name` of `ARRAYS`. This is `scale` for scales, `compressed`
-    for compressed keys and rings, and `dtype` for the other arrays.
+    """Return the dtype of the array `name` of `ARRAYS`. The dtype is `scale` for scales,
+    `compressed` for compressed keys and rings, and `dtype` for the other arrays.
     """
     if name.endswith("_scale"):
         return scale
@@ -271,8 +271,8 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
-    """Return the `count` tokens of a call. These are the last tokens of each row. `lengths` `[B]`
-    has the length of each row.
+    """Return the `count` tokens of a call. The tokens of a call are the last tokens of each row.
+    `lengths` `[B]` has the length of each row.
 
     Args:
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first token. `cu_seqlens_q=None`
@@ -435,8 +435,8 @@ def check_tables(
       read: Function that returns an array as a NumPy array, or None if the host does not read
         it.
       pool: Number of pages in the pool, each with `size` tokens.
-      writes: Whether the call writes tokens. If it does, a negative entry of the page table means
-        that there is no page, and two rows must not write to the same page.
+      writes: Whether the call writes tokens. If tokens are written, a negative entry of the page
+        table means that there is no page, and two rows must not write to the same page.
     """
     page_table, lengths, cu_seqlens_q = paged
     array("page_table", page_table, 2, INDICES)

@@ -84,7 +84,7 @@ class Rule:
     the date of this decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster.
-    If they show this, `nsa_bench.tune_thresholds` removes the rule.
+    As soon as records show this, `nsa_bench.tune_thresholds` removes the rule.
     """
 
     kernel: Ours
@@ -142,9 +142,9 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """Return the length that the automatic choice uses. This is the threshold, unless the
-        threshold was measured against code that the library does not run. In that case return the
-        length that was measured against the portable path.
+        """Return the length that the automatic choice uses. Usually this length is the threshold.
+        If the threshold was measured against code that the library does not run, return the
+        length that was measured against the portable path instead.
         """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
         measured = about.get("value") == value  # otherwise a person has set the threshold

@@ -1,5 +1,5 @@
-"""The reference implementation. It computes every branch densely, with boolean masks that are
-built from token indices.
+"""The reference implementation, which computes every branch densely with boolean masks from token
+indices.
 
 The reference computes in float32 (in float64 for float64 inputs), or in `compute_dtype` if one is
 given. Tests compare the error of a kernel with the error of the reference in low precision. If

@@ -62,7 +62,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
 
 
 def shape(name: str, x, axes: Axes) -> None:
-    """Check that `x` has the given axes. Its number of axes has already been checked."""
+    """Check that `x` has the given axes. The number of axes has already been checked."""
     got = tuple(x.shape)
     expected = tuple(y if want is None else want for want, y in zip(axes, got, strict=True))
     if got != expected:
@@ -369,8 +369,8 @@ def sizes(least: int = 1, /, **values: int) -> None:
 
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """Check that the contents of the cache fit `config`, and return `config`. It defaults to the
-    config of the cache.
+    """Check that the contents of the cache fit `config`, and return `config`. `config` defaults
+    to the config of the cache.
     """
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be a result of init_cache, got {type(cache).__name__}")

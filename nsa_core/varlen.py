@@ -79,7 +79,7 @@ class QueryTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """The sizes of the tables. They are static, and are part of the keys of plans.
+    """The sizes of the tables, which are static and are part of the keys of plans.
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.

@@ -167,7 +167,7 @@ def attend(
 
     Args:
       assume_finite: Whether keys and values after `kv_len` are finite and no query is padding. If
-        so, kernels need no copies in which such tokens are zeros.
+        `assume_finite` is true, kernels need no copies in which such tokens are zeros.
     """
     compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)

@@ -60,9 +60,10 @@ def block_attention(
         block twice, since its keys would then count twice.
       block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
         supports multiples of 16 up to 128, and `triton` any size up to 128. `mosaic` and `triton`
-        also support larger multiples of 64. They split such blocks into parts of 128 tokens, or
-        of 64 tokens if 128 is no divisor, and a list may have up to 64 parts. Longer lists run on
-        `triton` for any block size, unless rows are packed or `query_seq_lengths` is given.
+        also support larger multiples of 64. `mosaic` and `triton` split such large blocks into
+        parts of 128 tokens, or of 64 tokens if 128 is no divisor. A list may have up to 64 parts.
+        Longer lists run on `triton` for any block size, unless rows are packed or
+        `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. The lists must not contain a block that
@@ -149,8 +150,8 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
-    """Compute `(out, lse)` with the kernels that gather single keys. Their gradients are computed
-    in chunks of queries.
+    """Compute `(out, lse)` with the kernels that gather single keys. The gradients of these
+    kernels are computed in chunks of queries.
     """
 
     def run(*arrays):

@@ -9,9 +9,9 @@ call, whose queries are the last of the first `kv_len` tokens. `kv_len` is a tra
 all devices run the same program. Gathered keys and values are not saved, since the backward pass
 gathers them again. `lax.psum_scatter` sums the gradients over the devices in float32.
 
-Each device computes the compressed tokens of those windows that begin in its own tokens. These
-windows extend beyond the device's chunks. The tokens that follow a chunk and belong to its
-windows are the halo of the chunk. All devices then gather the compressed tokens.
+Each device computes the compressed tokens of those windows that begin in its own tokens. Windows
+extend beyond the device's chunks. The tokens that follow a chunk and belong to its windows are
+the halo of the chunk. All devices then gather the compressed tokens.
 
 Shapes: `T` is the number of tokens of one device, and `S` that of the whole sequence.
 """

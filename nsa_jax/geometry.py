@@ -6,8 +6,8 @@ array. The metadata of packed rows is computed once for all layers:
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
 The metadata is a pytree of arrays `[B, ..]`. Make the metadata outside of a scan over layers and
-of `jax.checkpoint`. It is then computed once per training step, and no backward pass computes it
-again.
+of `jax.checkpoint`. The metadata is then computed once per training step, and no backward pass
+computes it again.
 """
 
 import dataclasses
@@ -162,8 +162,8 @@ def without_padding(x, kv_len, segment_ids):
 def rows_of(
     segment_ids: Any, varlen: Any, config: NSAConfig, batch: int, length: int | None = None
 ) -> Any:
-    """Return the argument `segment_ids` of the steps. This is either `segment_ids` or `varlen`,
-    which is a `PackedRows`.
+    """Return the argument `segment_ids` of the steps: either `segment_ids`, or `varlen`, which is
+    a `PackedRows`.
 
     Args:
       batch, length: Sizes of the rows. `length=None` means any length.

@@ -259,9 +259,9 @@ def indexer_kl(
         otherwise 16 bits.
 
     Returns:
-      The loss, float32 `[B, T, Hi]`. The loss is 0 for padding. It is not negative if `lse` comes
-      from attention over the same keys. For a scalar loss, compute the mean over the tokens that
-      should count.
+      The loss, float32 `[B, T, Hi]`. The loss is 0 for padding. The loss is not negative if `lse`
+      comes from attention over the same keys. For a scalar loss, compute the mean over the tokens
+      that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.

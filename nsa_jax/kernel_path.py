@@ -60,7 +60,7 @@ class _Lengths:
     Args:
       ops: The `ArrayOps` of kernels that read tables of packed rows (`nsa_core.varlen`). None if
         no kernel reads them.
-      padded: Whether there may be queries before the first key. Such queries are padding.
+      padded: Whether there may be padding, which means queries before the first key.
     """
 
     def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):

@@ -112,7 +112,7 @@ class HeadGate(nnx.Linear):
 
 
 class Pool(nnx.Module):
-    """A compressor `phi` that is a depthwise convolution over a window. Its weights `[l, D]`
+    """A compressor `phi` that is a depthwise convolution over a window. The weights `[l, D]`
     initially compute the mean.
     """
 
@@ -124,8 +124,8 @@ class Pool(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The compressor `phi` of the paper, an MLP over a window of tokens. Its parameters are
-    `nsa_jax.MLPParams`.
+    """The compressor `phi` of the paper, an MLP over a window of tokens. The parameters of this
+    module are `nsa_jax.MLPParams`.
     """
 
     def __init__(self, length: int, width: int, hidden: int, param_dtype, rngs: nnx.Rngs):
@@ -147,8 +147,8 @@ class MLP(nnx.Module):
 
 class KeyConvolution(nnx.Module):
     """Computes `k + silu(c)` for projected keys `k`. Here `c` is the causal depthwise convolution
-    of the keys (`key_taps` of `LayerSpec`). The weight is `[taps, columns]`. Its last row is the
-    factor of the key at the same position.
+    of the keys (`key_taps` of `LayerSpec`). The weight is `[taps, columns]`. The last row of the
+    weight is the factor of the key at the same position.
     """
 
     def __init__(self, taps: int, columns: int, param_dtype, rngs: nnx.Rngs):
@@ -215,10 +215,10 @@ class NSAAttention(nnx.Module):
     Args:
       spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). `spec=None` means that `fields` has
         them.
-      config: sizes of the branches, an `NSAConfig`. It replaces the arguments `l`, `d`, `l_sel`,
-        `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass `config`, `gate`
-        and `kv` default to the recommended "head" and "shared". Otherwise they default to
-        "sigmoid" and "separate".
+      config: sizes of the branches, an `NSAConfig`. `config` replaces the arguments `l`, `d`,
+        `l_sel`, `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass
+        `config`, `gate` and `kv` default to the recommended "head" and "shared". Otherwise they
+        default to "sigmoid" and "separate".
       dtype, param_dtype: dtypes of the computation and of the parameters.
       implementation: as in `nsa_jax.attention`.
       dense_below: whole sequences with fewer tokens than this number use dense attention.

@@ -166,7 +166,7 @@ def append(
     Raises:
       ValueError: Shapes or dtypes do not fit the cache, or the cache was filled with parameters
         of another kind. In traced code it is unknown whether a row already has tokens of another
-        kind. If it has, the outputs of that row are NaN.
+        kind. If a row has such tokens, its outputs are NaN.
     """
     paged_layout.check_cache(cache)
     key, value = map(Branches.each, (key, value))

@@ -62,7 +62,7 @@ def _word(address: int, at: int = 0) -> int:
 
 @functools.cache
 def _function(api: int, which: int) -> Callable[[int], int | None]:
-    """Return the function `which` of XLA. Its argument is the address of a structure."""
+    """Return the function `which` of XLA, whose argument is the address of a structure."""
     return _Function(_word(api, which))
 
 

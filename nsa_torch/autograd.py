@@ -27,7 +27,7 @@ def _branch(*arrays, name, words, kv_len, **static):
 
 
 def _whole(*arrays, mode, kv_len, **static):
-    """Call `nsa_jax.attention`. Its arrays are the tensors of the input mode
+    """Call `nsa_jax.attention`. The arrays of this call are the tensors of the input mode
     (`operators.InputMode`), followed by `block_indices`. `kv_len` and the segment ids are the
     same as in `_branch`.
     """
@@ -64,8 +64,8 @@ def _jitted(function, static, backward: bool):
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
     """Run `function` or its backward pass. If `grads` is None, return the results of `function`.
-    Otherwise `grads` are the gradients of its first results. In that case, return the gradients
-    of its floating-point arrays.
+    Otherwise `grads` are the gradients of its first results. If `grads` are given, return the
+    gradients of the floating-point arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:

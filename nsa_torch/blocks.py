@@ -53,9 +53,9 @@ def block_attention(
         after the query's own block, or beyond the last key, are masked. A list must not contain a
         block twice, since its keys would then count twice.
       block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
-        size up to 128. `mosaic` and `triton` also support larger multiples of 64. They split such
-        blocks into parts of 128 tokens, or of 64 tokens if `block_size` is not a multiple of 128.
-        A list must then have at most 64 parts.
+        size up to 128. `mosaic` and `triton` also support larger multiples of 64. `mosaic` and
+        `triton` split such large blocks into parts of 128 tokens, or of 64 tokens if `block_size`
+        is not a multiple of 128. A list must then have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the

@@ -368,7 +368,7 @@ def crop(cache: NSACache, count: int) -> None:
 
 def zeroed(x: Tensor) -> Tensor:
     """Return `x` filled with zeros. The zeros are written in place unless an autograd graph holds
-    `x`. They are needed because attention multiplies whole tiles: a NaN after the last token
+    `x`. The zeros are needed because attention multiplies whole tiles: a NaN after the last token
     would reach the output.
     """
     if x.requires_grad:

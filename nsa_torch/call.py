@@ -44,7 +44,7 @@ class Signature(NamedTuple):
       gradient: whether any tensor requires a gradient while gradients are on.
       hooked: Whether hooks for saved tensors are set. With such hooks each tensor is saved
         separately, and no saved tensor is freed early.
-      form: The number of tensors per argument. This number is 0 for None, 1 for a tensor, 3 for
+      form: The number of tensors per argument. The entry is 0 for None, 1 for a tensor, 3 for
         `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of n
         tensors.
       tensors: For each tensor, its shape, dtype and device, whether it is contiguous, and the
@@ -147,7 +147,7 @@ class PlannedProgram(operators.Program):
     Attributes:
       order: The function that picks the operator's arguments from the tensors of the call, in the
         operator's order.
-      run: The bound plan of the forward pass. It returns the output, and then the residuals
+      run: The bound plan of the forward pass. The plan returns the output, and then the residuals
         (tensors that are saved for the backward pass).
     """
 

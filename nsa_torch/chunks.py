@@ -2,8 +2,8 @@
 backward pass.
 
 The backward pass computes each chunk again. Every chunk adds to the gradients of keys and values.
-These gradients accumulate in float32 or wider. torch.utils.checkpoint is not used, since it would
-accumulate them in the dtype of the keys.
+The gradients of keys and values accumulate in float32 or wider. torch.utils.checkpoint is not
+used, since it would accumulate them in the dtype of the keys.
 """
 
 import functools
@@ -181,7 +181,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
     Args:
       name: Name in the kind of the call.
-      count: Number of tensors. They are the positional arguments of the decorated function. The
+      count: Number of tensors, which are the positional arguments of the decorated function. The
         keyword arguments of that function are `with_lse` and the entries of the result of
         `operators.unpack_layout`. The function returns None if no query has a key.
     """

@@ -10,15 +10,15 @@ ranks, also for a few heads at a time.
 On Mosaic kernels one local call can compute both chunks of a rank. The queries of this call have
 a gap between the chunks. On Mosaic kernels, if the compressed branch averages the tokens of the
 selected branch, each rank computes the means of all windows from the gathered tokens. Otherwise
-each rank computes the compressed tokens of those windows that begin in its own tokens. These
-windows extend beyond the rank's chunks. The tokens that follow a chunk and belong to its windows
-are the halo of the chunk. All ranks then gather the compressed tokens, of which there are `d`
-times fewer than raw tokens. `phi` therefore runs once per window, not once per rank and window. A
-window of `l` tokens belongs to the chunk with its first token. The halo has `l - d` tokens if the
-row is not packed and the length of a chunk is a multiple of the stride, otherwise `l - 1`. The
-ranks provide the halos by gathering the first tokens of every chunk. In the backward pass the
-gathers of halos and of compressed tokens become reduce-scatters in float32. A learned `phi` is
-computed again.
+each rank computes the compressed tokens of those windows that begin in its own tokens. Windows
+extend beyond the rank's chunks. The tokens that follow a chunk and belong to its windows are the
+halo of the chunk. All ranks then gather the compressed tokens, of which there are `d` times fewer
+than raw tokens. `phi` therefore runs once per window, not once per rank and window. A window of
+`l` tokens belongs to the chunk with its first token. The halo has `l - d` tokens if the row is
+not packed and the length of a chunk is a multiple of the stride, otherwise `l - 1`. The ranks
+provide the halos by gathering the first tokens of every chunk. In the backward pass the gathers
+of halos and of compressed tokens become reduce-scatters in float32. A learned `phi` is computed
+again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
 backward pass slices these inputs from the rank's own tensors, or gathers them again. The outer
@@ -147,7 +147,7 @@ def compress(
         parameters on a rank covers only the windows of that rank. Sum this gradient over the
         ranks to get the full gradient.
       config: as in `nsa_torch.compress`.
-      cu_seqlens: Boundaries of the whole sequence. They must be the same on every rank.
+      cu_seqlens: Boundaries of the whole sequence, which must be the same on every rank.
       context_mesh, context_layout: as in `nsa_torch.attention`.
 
     Returns:
@@ -234,7 +234,8 @@ def select_blocks(
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
     """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, return the
-    device of the mesh instead. This rank can then still inform the other ranks of the error.
+    device of the mesh instead. With this device, the rank can still inform the other ranks of the
+    error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -323,7 +324,7 @@ def attention(
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
-    """Return whether all steps on the whole row would run on Mosaic kernels. In that case the
+    """Return whether all steps on the whole row would run on Mosaic kernels. If they would, the
     steps on parts of the row run on Mosaic kernels too.
     """
     floats, width = (*key, *value, *gates), value.selected.shape[-1]

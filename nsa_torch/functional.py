@@ -137,8 +137,9 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
 
     Args:
       arguments: The tensors of the call, with boundaries that have been clamped.
-      checked: whether the arguments have been checked. If so, `key` and `value` are `Branches`,
-        and the queries of a packed row may be the last `T` of its first `S` tokens.
+      checked: whether the arguments have been checked. If `checked` is true, `key` and `value`
+        are `Branches`, and the queries of a packed row may be the last `T` of its first `S`
+        tokens.
     """
     signature, tensors = None, []
     if not torch.compiler.is_compiling():
@@ -329,8 +330,8 @@ def compressed_attention(
 
     Returns:
       `(out, lse)`, where `out` is `[B, T, H, Dv]`, and `lse` is the natural log-sum-exp `[B, T,
-      H]` in float32, or in float64 for float64 input. SDPA does not return the log-sum-exp. For
-      it, `sdpa` on a GPU computes the product `q . k` a second time.
+      H]` in float32, or in float64 for float64 input. SDPA does not return the log-sum-exp. To
+      get the log-sum-exp, `sdpa` on a GPU computes the product `q . k` a second time.
 
     Raises: as `select_blocks`.
     """

@@ -163,9 +163,9 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
 
 
 def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Return the number of compressed tokens before each sequence, then the total number. These
-    are the boundaries of the sequences in the array of compressed tokens. No compressed token
-    belongs to two sequences, and there are no unused slots between sequences.
+    """Return the number of compressed tokens before each sequence, then the total number. The
+    numbers are the boundaries of the sequences in the array of compressed tokens. No compressed
+    token belongs to two sequences, and there are no unused slots between sequences.
     """
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

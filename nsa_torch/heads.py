@@ -174,8 +174,8 @@ def project(
       norms: as in `split`.
       means: Whether to return also the mean of the query heads of each key/value head.
       gate: A further projection layer, which computes the logits of the gates, or None.
-      raw_keys: The number of branches whose keys are not rotated. These are the first branches in
-        the list.
+      raw_keys: The number of branches whose keys are not rotated. The branches with unrotated
+        keys are the first in the list.
       convolve: A function that is applied to the projected keys of all branches, `[B, T,
         columns]`, or None.
 
@@ -415,7 +415,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether a layer computes only its product or norm. Such a layer has no adapter, no
+    """Return whether a layer computes only its product or norm. A plain layer has no adapter, no
     hook, no shards and no other `forward`.
     """
     if type(layer) is not kind:
@@ -482,7 +482,7 @@ def launch(
     heads.
 
     If `back` is true, the kernel computes the gradient of a projection and writes it to
-    `projection`. In that case `apart` has the gradients of the heads, and `given` has the
+    `projection`. With `back`, `apart` has the gradients of the heads, and `given` has the
     projection. If there are norms, the kernel then also writes `partials`, which are sums of the
     gradients of the norm weights.
     """

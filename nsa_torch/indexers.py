@@ -259,12 +259,12 @@ def indexer_kl(
         can run. `triton` needs an Ampere GPU or newer, one dtype for attention and indexer,
         `block_indices`, blocks of 16, 32, 64 or 128 keys, widths up to 128, no packed rows, and
         at least one index head per key/value head. `triton` stores one value per query, index
-        head and listed key. Such a value has 16 bits, or 32 bits for float32.
+        head and listed key. A stored value has 16 bits, or 32 bits for float32.
 
     Returns:
-      The loss, float32 `[B, T, Hi]` (float64 for float64 input). The loss is 0 for padding. It is
-      not negative if `lse` comes from attention over the same keys. For a scalar loss, compute
-      the mean over the tokens that should count.
+      The loss, float32 `[B, T, Hi]` (float64 for float64 input). The loss is 0 for padding. The
+      loss is not negative if `lse` comes from attention over the same keys. For a scalar loss,
+      compute the mean over the tokens that should count.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.

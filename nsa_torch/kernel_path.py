@@ -49,7 +49,8 @@ class KernelLayout:
       assume_finite: whether rows of padding, and keys and values to which no query attends, are
         known to be finite.
       placed: Whether the sequences of a packed row are laid out in slots (`nsa_core.varlen`). If
-        so, the compressed tokens of a sequence are stored in the slots of the sequence.
+        `placed` is true, the compressed tokens of a sequence are stored in the slots of the
+        sequence.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class KernelLayout:
 @derived(lambda *given, shape, **static: [int32(*shape)] * 3)
 def _places(ops, *given, shape, kv_len, packed, config):
     """Return the fields of `Places` for the queries: `position`, `key_start` and
-    `compressed_start`. `given` has `lengths` or `cu_seqlens`. It is empty if all rows have
+    `compressed_start`. `given` has `lengths` or `cu_seqlens`. `given` is empty if all rows have
     `kv_len` keys.
     """
     number = given[0] if given else None
@@ -207,8 +208,8 @@ class KernelPath:
       steps: the steps of attention on the kernels of this implementation.
       masks: Whether the kernels never read padding, or keys and values to which no query attends.
         If `masks` is False, the kernels read copies in which such tokens are zeros.
-      list_shapes: function that returns the shapes of `steps.lists`. Its arguments are query,
-        key, value, the number of selected blocks and `select_block`.
+      list_shapes: function that returns the shapes of `steps.lists`. The arguments of
+        `list_shapes` are query, key, value, the number of selected blocks and `select_block`.
     """
 
     compressed_attention: Callable[..., Any]

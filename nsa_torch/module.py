@@ -101,10 +101,10 @@ class NSAAttention(nn.Module):
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps, key_taps:
         see `nsa_core.layer.LayerSpec`, which also documents the errors and the meaning of None
         for these arguments.
-      config: sizes of the branches, an `NSAConfig`. It replaces the arguments `l`, `d`, `l_sel`,
-        `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass `config`, `gate`
-        and `kv` default to the recommended "head" and "shared". Otherwise they default to
-        "sigmoid" and "separate".
+      config: sizes of the branches, an `NSAConfig`. `config` replaces the arguments `l`, `d`,
+        `l_sel`, `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass
+        `config`, `gate` and `kv` default to the recommended "head" and "shared". Otherwise they
+        default to "sigmoid" and "separate".
       rope_impl: must be "llama".
       use_flash: True means that the implementation is chosen automatically, and False that every
         branch runs on SDPA.
@@ -440,8 +440,8 @@ class NSAAttention(nn.Module):
             retains them.
           prefill: False declares that `x` continues a cache, which must then contain tokens.
             Chunks of any length may be appended in either case.
-          cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). It must be
-            None if a cache is given.
+          cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). `cu_seqlens`
+            must be None if a cache is given.
           varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make one such
             object for all layers.
           new_lengths: int `[B]`, as in `cached_attention`. `new_lengths` requires a cache.

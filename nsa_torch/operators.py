@@ -78,14 +78,14 @@ class Kind(NamedTuple):
       name: The name of the kind, which begins with the name of the operator.
       run: Function that computes and returns the results.
       shapes: Function that returns uninitialized tensors with the shapes of the results.
-      backward: Function that returns the gradients of the first `floats` tensors. Its arguments
-        are the gradient of the first result, the saved results, the gradient of the second result
-        if there is one, and then the arguments of the call. `backward=None` means that the kind
-        has no gradient.
-      floats: Number of tensors that can have a gradient. These tensors come first.
+      backward: Function that returns the gradients of the first `floats` tensors. The arguments
+        of `backward` are the gradient of the first result, the saved results, the gradient of the
+        second result if there is one, and then the arguments of the call. `backward=None` means
+        that the kind has no gradient.
+      floats: Number of tensors that can have a gradient, which come first.
       kept: Slice that selects the results that are saved for the gradient.
-      returned: Number of results that the caller gets. These results come first, and may be saved
-        too.
+      returned: Number of results that the caller gets. The results for the caller come first, and
+        may be saved too.
       composed: Whether the function `run` consists only of torch operators.
     """
 
@@ -449,10 +449,10 @@ class InputMode(NamedTuple):
 
     Attributes:
       name: The name of the mode in the kinds of operators.
-      compresses: Whether the call receives tokens for the compressed branch. If so, the call
-        averages their windows.
-      shared: Whether all branches share their keys and values. If so, keys and values are passed
-        once.
+      compresses: Whether the call receives tokens for the compressed branch. If `compresses` is
+        true, the call averages the windows of these tokens.
+      shared: Whether all branches share their keys and values. If `shared` is true, keys and
+        values are passed once.
       joined: Whether the gates are one tensor `[B, T, H, 3]` instead of three tensors.
     """
 
@@ -548,8 +548,8 @@ def all_steps(
     """Compute attention as one operator.
 
     Args:
-      kind: Function that returns the name of the kind. Its arguments are an input mode and the
-        residuals to save.
+      kind: Function that returns the name of the kind. The arguments of `kind` are an input mode
+        and the residuals to save.
       key, value: Keys and values by branch. The compressed field is not read if `compressed` is
         given.
       compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.

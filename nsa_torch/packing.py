@@ -195,10 +195,10 @@ def selected_ranges(
     Args:
       block_indices: `[B, T, Hkv, n]`. An entry counts as empty if it is negative or if its block
         begins after the query.
-      handed: The key ranges of the same selection, int32 `[B, T, Hkv, n, 2]`. If they are given,
-        they are read instead of the blocks. Each range begins at the start of a block, and empty
-        slots are `(0, 0)`. A range of several blocks is split into blocks, since two runs must
-        begin at the same token or share no token (`Ranges`).
+      handed: The key ranges of the same selection, int32 `[B, T, Hkv, n, 2]`. If `handed` is
+        given, the ranges are read instead of the blocks. Each range begins at the start of a
+        block, and empty slots are `(0, 0)`. A range of several blocks is split into blocks, since
+        two runs must begin at the same token or share no token (`Ranges`).
 
     Returns: The ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
     """

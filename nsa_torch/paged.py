@@ -110,16 +110,16 @@ class PagedCache(PagedArrays):
         """Make a cache on pages that a serving engine owns, without copying the pages. Other
         pages, such as those of other layers, may be between the given pages. For example, pages
         of keys and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same
-        stride between pages, kernels read the arrays without a copy. In that case the tensors of
-        the cache include the pages in between. Tensors that this method allocates get the same
-        number of pages.
+        stride between pages, kernels read the arrays without a copy. With such a stride, the
+        tensors of the cache include the pages in between. Tensors that this method allocates get
+        the same number of pages.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           config: as in `PagedCache`.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
-          separate: whether each branch has its own keys and values. If so, this method allocates
-            the pages for the other branches.
+          separate: whether each branch has its own keys and values. With `separate`, this method
+            allocates the pages for the other branches.
           key_scale, value_scale: for pages in fp8, float32 `[P, Hkv, l']`, per token and head.
           compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. This method allocates
             the other tensors of an fp8 cache.

@@ -2,7 +2,7 @@
 without draft tokens, kernels read the pages directly. Otherwise the keys and values of each row
 are gathered from the pages, and the steps of `attention` run on them.
 
-On an NVIDIA GPU one launch gathers the keys and values of a branch. This launch reads and writes
+On an NVIDIA GPU one launch gathers the keys and values of a branch. The launch reads and writes
 each entry once. On other devices torch copies whole pages. Gathered entries that no query attends
 to are set to zero, regardless of the contents of their pages.
 """
@@ -542,12 +542,12 @@ def side_by_side(
     last_page: bool = False,
 ) -> Branches[Pair]:
     """Return the keys and values of each branch as `[B, S, Hkv, .]`. The compressed branch has
-    `[B, S / d, Hkv, .]`, with one entry per slot in the pages. Its entries begin with compressed
-    token 0, and the last `l / d - 1` entries are unused.
+    `[B, S / d, Hkv, .]`, with one entry per slot in the pages. The entries of the compressed
+    branch begin with compressed token 0, and the last `l / d - 1` of them are unused.
 
     Args:
       page_table, lengths: as in `paged_attention`.
-      queries: The maximum number of queries per row. This number bounds the number of tokens that
+      queries: The maximum number of queries per row. `queries` bounds the number of tokens that
         the sliding branch needs.
       at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If `at_hand` is given,
         only compressed tokens are copied.

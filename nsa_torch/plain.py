@@ -29,7 +29,7 @@ TENSORS = frozenset({Tensor, torch.nn.Parameter})  # tensor classes that overrid
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Return whether torch runs operations on these tensors directly. It does so if
+    """Return whether torch runs operations on these tensors directly. torch does so if
     `undisturbed()` is true and no tensor belongs to a subclass or has the negative bit. Arguments
     that are not tensors are ignored.
     """
@@ -83,7 +83,7 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def constant[Function: Callable](function: Function) -> Function:
     """Decorate a function as `torch.compiler.assume_constant_result` does, but do not import the
-    compiler. That import takes longer than all other imports together.
+    compiler. The import of the compiler takes longer than all other imports together.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

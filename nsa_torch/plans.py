@@ -120,10 +120,10 @@ class BoundPlan:
     Attributes:
       given: indices of the arguments that are not in the bundle; None means all arguments.
       slots: for each buffer that has its own memory, the slots of its parts and their offsets.
-        The last entries belong to the workspace, the bundle and the results of `tables`. These
-        allocations contain all other buffers.
-      read_arguments: arguments that kernels read. Such an argument is copied if kernels cannot
-        read it in place.
+        The last entries belong to the workspace, the bundle and the results of `tables`. The
+        workspace, the bundle and these results contain all other buffers.
+      read_arguments: arguments that kernels read. If kernels cannot read such an argument in
+        place, it is copied.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
       constants: indices of buffers that do not depend on the call.
       read_by_torch: constants that a step of torch reads, each as its position in the list and
@@ -200,7 +200,7 @@ class BoundPlan:
         tensor.
 
         Args:
-          bundle: the tensor of the bundle. It contains the arguments that are not in `given`.
+          bundle: the tensor of the bundle, which contains the arguments that are not in `given`.
           gives_back: whether to free the memory of arguments that the plan has `released`.
         """
         tensors: list[Any] = [*given, *self.blank, gives_back]
@@ -527,11 +527,11 @@ class Planned(NamedTuple):
     plan.
 
     Attributes:
-      function: The traced function. Its arguments are an `ArrayOps` and the arguments of an
-        operator. It returns arrays.
-      backward: The function that computes gradients. Its arguments are the gradient of the first
-        result, the other results, and the arguments of the call. `backward=None` means that there
-        are no gradients.
+      function: The traced function. The arguments of `function` are an `ArrayOps` and the
+        arguments of an operator. `function` returns arrays.
+      backward: The function that computes gradients. The arguments of `backward` are the gradient
+        of the first result, the other results, and the arguments of the call. `backward=None`
+        means that there are no gradients.
     """
 
     function: Callable[..., Iterable[Any]]
@@ -576,9 +576,9 @@ class Planned(NamedTuple):
     def prepare(self, plan: Plan, arguments: Sequence[Any], device: torch.device) -> None:
         """Compile and load the kernels of a layer, in parallel, at its first call.
 
-        Other lengths may need other kernels of the layer. Such a kernel is loaded when a plan
-        that runs it is bound. If one of these kernels was never built, all kernels of the call
-        are built.
+        Other lengths may need other kernels of the layer. A kernel for other lengths is loaded
+        when a plan that runs it is bound. If one of these kernels was never built, all kernels of
+        the call are built.
         """
         described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
         # Lengths are axes of tensors, and are among the first numbers of

@@ -22,8 +22,8 @@ _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="n
 
 @contextlib.contextmanager
 def using(mode: str) -> Iterator[None]:
-    """Make the selected branch of `fa2` convert blocks to ranges and read the ranges. This
-    changes only the cost, not the result.
+    """Make the selected branch of `fa2` convert blocks to ranges and read the ranges. Reading
+    ranges changes only the cost, not the result.
 
     Raises:
       ValueError: `mode` is unknown.

@@ -38,7 +38,7 @@ class Shared:
     the stream that computed it. A CUDA graph may outlive this cache. A tensor that a graph reads
     is therefore retained until the process ends. If a tensor did not exist before the capture,
     the graph computes it at each replay. One call before the capture avoids this computation.
-    That call is also needed to compile kernels.
+    A call before the capture is also needed to compile kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):

@@ -1,4 +1,4 @@
-"""Metadata about the sequences of a packed row. It is computed once per batch for all layers.
+"""Metadata about the sequences of a packed row, which is computed once per batch for all layers.
 
     meta = nsa_torch.varlen_metadata(cu_seqlens, max_seqlen=8192, config=config)
     for layer in layers:
@@ -54,8 +54,9 @@ def varlen_metadata(
       total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
         reads `cu_seqlens`. Otherwise the first call determines `total`.
       padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
-        compares the two numbers if it reads the boundaries. If it does not, None means True. If
-        `padded` is False, tokens after the last sequence must be finite.
+        compares the two numbers if it reads the boundaries. If the host does not read the
+        boundaries, None means True. If `padded` is False, tokens after the last sequence must be
+        finite.
       max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`
         means the number of sequences rounded up to a power of two, at least 8. Two calls share
         their plan and kernels if `max_sequences`, the row length, `padded`, and `max_seqlen`
@@ -79,8 +80,9 @@ def varlen_metadata(
 
 
 class VarlenMetadata:
-    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`. If an
-    argument was None, its attribute has the derived value as soon as that value is known.
+    """The metadata of a packed row. The attributes of this object are the arguments of
+    `varlen_metadata`. If an argument was None, its attribute has the derived value as soon as
+    that value is known.
 
     Attributes:
       cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat its

@@ -1,5 +1,6 @@
 """Kernels of vLLM and flash-msa for attention to selected blocks of 128 keys, for
-`bench.block_selection`. A library is measured if it can be imported. Its kernels need a GPU.
+`bench.block_selection`. A library is measured if it can be imported. The kernels of these
+libraries need a GPU.
 """
 
 import importlib
@@ -82,8 +83,8 @@ def on_vllm(query: Tensor, read: Values) -> Tensor:
 def on_flash_msa(
     query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
 ) -> Tensor:
-    """Run flash-msa and return `[B, Sq, H, Dv]`. It selects blocks itself, so that the selection is
-    part of the time and the result cannot be compared with that of other blocks.
+    """Run flash-msa and return `[B, Sq, H, Dv]`. flash-msa selects blocks itself. The selection
+    is therefore part of the time, and the result cannot be compared with that of other blocks.
 
     Args:
       query: `[B, H, Sq, D]`.

@@ -130,7 +130,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> Values:
-    """Return the fields of the JSON line. They are `kernels` with the number of their launches,
+    """Return the fields of the JSON line: `kernels` with the number of their launches,
     `gathered_tiles`, the `digest` of the results, and the first `fault` or None.
     """
     *tensors, do = torch_inputs(layer)

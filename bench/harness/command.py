@@ -255,7 +255,7 @@ class Results:
 
     @property
     def columns(self) -> dict[str, None]:
-        """The columns of the table. They are known even if there are no rows."""
+        """The columns of the table, which are known even if there are no rows."""
         return dict.fromkeys(itertools.chain(tables.LINES[self.bench]["csv"], *self.rows))
 
     def finish(self) -> int:

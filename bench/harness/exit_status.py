@@ -21,8 +21,8 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
 
     Args:
       asked_for: The records of the rows that the command was asked to measure.
-      beside: The records of baselines of these rows. They count only if their status is wrong or
-        an error.
+      beside: The records of baselines of these rows. Baselines count only if their status is
+        wrong or an error.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))
 

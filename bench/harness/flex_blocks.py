@@ -16,8 +16,8 @@ def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
     """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, which have -1 in empty slots. The
     queries are the last `Sq` of the `keys` tokens, and a block has `block` tokens.
 
-    The function allocates one bool per key/value head, query and block. It allocates no array of
-    queries times keys.
+    The function allocates one bool per key/value head, query and block. No array of queries times
+    keys is allocated.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -146,8 +146,8 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
 
 
 def label(chosen: Choices) -> str:
-    """Return the name of the implementation that all steps share. If they differ, return the four
-    names in order."""
+    """Return the name of the implementation that all steps share. If the steps have different
+    implementations, return the four names in order."""
     return joined(choice.implementation for choice in chosen)
 
 

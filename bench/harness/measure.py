@@ -42,8 +42,8 @@ def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A row whose parity has been judged. It has the fields so far, and a function that times the
-    row if the results are right."""
+    """A row whose parity has been judged. The object has the fields so far, and a function that
+    times the row if the results are right."""
 
     name: str
     library: bool
@@ -197,7 +197,7 @@ def selection(runner, config, job: Job, arguments: Values) -> tuple:
 
 def shape_of(settings, inputs=None, queries: int | None = None) -> cost.Shape:
     """Return the sizes of a problem, with or without its inputs. `queries` is the number of
-    queries, which are the last tokens. It defaults to all tokens.
+    queries, which are the last tokens. `queries` defaults to all tokens.
     """
     run, model = settings.runtime, settings.model
     batch, queries, keys = run.batch, queries or run.seq_len, run.seq_len

@@ -1,5 +1,5 @@
 """Measures the rows of a table in several processes. The processes prepare in parallel, so that
-compilation uses all cores of the machine. They are timed one at a time.
+compilation uses all cores of the machine. Only one process is timed at a time.
 
 Each process has some of the rows. If a process crashes during a row, or needs more than `ROW_S`
 seconds for it, the row is an error, and a new process gets the remaining rows. A kernel that
@@ -31,7 +31,7 @@ FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.
 
 
 class Problem:
-    """A row of a command's table. Its records come from several jobs on one problem.
+    """A row of a command's table. The records of a row come from several jobs on one problem.
 
     Attributes:
       calls: fields of each record.

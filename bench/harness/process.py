@@ -1,6 +1,5 @@
 """Runs a command as a step of a longer run, in a process with a timeout, a log and a result. The
-
-process has its own process group. Its children therefore end with it.
+process has its own process group, so that its children end with it.
 """
 
 import contextlib
@@ -129,16 +128,16 @@ def run(
     variables: Mapping[str, str] | None = None,
 ) -> Result:
     """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores
-    compiled modules for the next step, even if the environment disables this. This saves 2 s when
-    torch is imported.
+    compiled modules for the next step, even if the environment disables this. Stored modules save
+    2 s when torch is imported.
 
     Args:
       name: Name of the step.
       words: Module and arguments.
       folder: Folder of the log.
       timeout_s: Seconds after which the process is ended.
-      budget: Whether `timeout_s` is the remaining time of the whole run. If so, the reason for a
-        timeout states this.
+      budget: Whether `timeout_s` is the remaining time of the whole run. If it is, the reason for
+        a timeout states this.
       before: The words of a command that starts this command, such as a launcher.
       variables: Environment variables in addition to those of this process.
     """

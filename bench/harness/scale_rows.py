@@ -37,7 +37,7 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
-    """Return a selection, int32 `[T, Hkv, n]`. It has the query's own block, and other blocks at
+    """Return a selection, int32 `[T, Hkv, n]`. A query selects its own block, and other blocks at
     equal distances, which differ between heads. A query with fewer than n blocks selects all of
     them, with -1 in empty slots.
 
@@ -59,7 +59,7 @@ def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
 def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
     """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs (Eqs. 5-12).
 
-    This function shares no code with the library that it judges.
+    The oracle shares no code with the library that it judges.
 
     Args:
       problem: The problem.
@@ -96,8 +96,8 @@ def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, config: NSAConfig) -> Tensor:
-    """Return the compressed tokens `[C, Hkv, .]` of `x` `[S, Hkv, .]`. They are means of
-    windows."""
+    """Return the compressed tokens `[C, Hkv, .]` of `x` `[S, Hkv, .]`. The compressed tokens are
+    means of windows."""
     if x.shape[0] < config.compress_block:
         return x[:0]
     return x.unfold(0, config.compress_block, config.compress_stride).mean(-1)

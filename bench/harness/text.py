@@ -1,5 +1,5 @@
-"""Makes attention inputs from real text. The text is Python source. Its bytes are the tokens of a
-small seeded model, which computes the inputs.
+"""Makes attention inputs from real text. The text is Python source. The bytes of the text are the
+tokens of a small seeded model, which computes the inputs.
 
 Random normal queries and keys select random blocks. With text, equal contexts attend to each other,
 adjacent queries select mostly the same blocks, and the attention of some heads is sharp and that of

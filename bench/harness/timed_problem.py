@@ -3,9 +3,9 @@
     PYTHONPATH=<checkout> python -P timed_problem.py '<Problem as JSON>'
 
 The process uses only public names of the library that all checkouts share, and no other module of
-`bench`. It compiles the problem and prints one JSON line with the hashes of the results. After
-that the process prints one line of milliseconds for every line that it reads. Its parent thereby
-decides which process has the GPU.
+`bench`. First the process compiles the problem and prints one JSON line with the hashes of the
+results. After that the process prints one line of milliseconds for every line that it reads. The
+parent process thereby decides which process has the GPU.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 device is idle before and after a sample.
 
 In torch on CUDA, samples are measured with CUDA events, and the L2 cache is overwritten before each
-sample. JAX has no events. Its samples are host time around several consecutive calls, which last
-5 ms together. The caller rotates the inputs if they could stay in the L2 cache. On the CPU,
+sample. JAX has no events. In JAX, samples are host time around several consecutive calls, which
+last 5 ms together. The caller rotates the inputs if they could stay in the L2 cache. On the CPU,
 samples are also host time.
 """
 
@@ -79,7 +79,7 @@ def time_host(
     """Time `call(i)` for consecutive `i` with the host clock.
 
     Args:
-      call: The call. Its argument counts the calls, so that inputs can rotate.
+      call: The call. The argument of `call` counts the calls, so that inputs can rotate.
       sync: A function that waits for the device, given the last result of a sample.
       seconds: Approximate duration, with at least 5 and at most 50 samples. Defaults to no limit,
         which gives 50 samples.

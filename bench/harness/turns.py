@@ -1,8 +1,8 @@
 """Runs commands that prepare in parallel and are timed one after the other.
 
-A child is a process of a command. It prints `ready` when only the timing is left, and waits for a
-line on its standard input before it starts the timing. Compilation thereby uses all cores of the
-machine, and one process at a time uses the GPU.
+A child is a process of a command. A child prints `ready` when only the timing is left, and waits
+for a line on its standard input before it starts the timing. Compilation thereby uses all cores
+of the machine, and one process at a time uses the GPU.
 """
 
 import contextlib
@@ -124,13 +124,13 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Run commands. They start in order and prepare in parallel. Then they are timed one after
-    the other, the last command first. The standard error of each command is in `<name>.log` in
-    `folder`.
+    """Run commands. The commands start in order and prepare in parallel. Then they are timed one
+    after the other, the last command first. The standard error of each command is in `<name>.log`
+    in `folder`.
 
     Yields:
-      The name and the exit status of each command when it ends. Its output is printed, with `unit`
-      after the name.
+      The name and the exit status of each command when it ends. The output of the command is
+      printed, with `unit` after its name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ends:

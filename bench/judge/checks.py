@@ -60,8 +60,8 @@ class Checker:
         self.known: dict[Any, Any] = {}
 
     def without_gradients(self) -> "Checker":
-        """Return a checker of steps without gradients. Both checkers share the oracle, which is
-        computed once.
+        """Return a checker of steps without gradients. This checker and the returned one share
+        the oracle, which is computed once.
         """
         other = copy.copy(self)
         other.backward = False

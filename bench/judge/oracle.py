@@ -105,9 +105,9 @@ class Slabs(NamedTuple):
 
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
-    """Return the reference results of a branch. They are `out` and `lse`, only `scores` for the
-    scores, and only `out` for `all`. `arguments` are those of the branch, and for `all` also the
-    block indices.
+    """Return the reference results of a branch. The results are `out` and `lse` for a branch,
+    only `scores` for the scores, and only `out` for `all`. `arguments` are those of the branch,
+    and for `all` also the block indices.
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}

@@ -30,8 +30,8 @@ MAX_ROWS = 2**15  # rounding causes fewer differences than this; further rows st
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that differs. Its scores are float64, and belong to blocks that only one of the two
-    selections has.
+    """A row that differs. The scores of the row are float64, and belong to blocks that only one
+    of the two selections has.
     """
 
     batch: int
@@ -114,7 +114,8 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
         16 bits, that tensor cores add 16 by 16, cutting off up to 2 u of a sum of at most
         `reach`: `D/8 reach` u. Scaling, base 2 and the subtraction of the log-sum-exp are 4
         roundings of numbers up to `2 reach + ln C`; the exponential itself errs by 4 u.
-    Both scores err, so twice their sum; and twice what may be flushed to zero.
+    Both scores have these errors, so the bound is twice their sum, plus twice the value that may
+    be flushed to zero.
 
     Args:
       reach: the largest magnitude that a logit of the row can have.

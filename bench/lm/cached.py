@@ -5,11 +5,11 @@ sampler does.
     python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense
     python -m bench.lm.cached --model=tiny --length=512 --steps=20    # a minute on a CPU
 
-A model learns bytes of the standard library. It then reads held-out text in two ways with the
-same weights. The first way is that of training, with all tokens in one call per layer. The second
-way is from a cache, to which each token is appended before it is attended to. The table has one
-row per dtype of the cache and number of tokens per step. Values are in nats per token, except for
-`other_blocks`:
+A model learns bytes of the standard library. The model then reads held-out text in two ways with
+the same weights. The first way is that of training, with all tokens in one call per layer. The
+second way is from a cache, to which each token is appended before it is attended to. The table
+has one row per dtype of the cache and number of tokens per step. Values are in nats per token,
+except for `other_blocks`:
 
 | column | meaning |
 |---|---|
@@ -19,8 +19,8 @@ row per dtype of the cache and number of tokens per step. Values are in nats per
 | kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
 | other_blocks | share of layers, tokens and key/value heads whose blocks differ from training |
 
-Dense attention trains on FA-2, or on a CPU with the backend `math` of torch's SDPA. It reads a
-cache with the default backend of SDPA.
+Dense attention trains on FA-2, or on a CPU with the backend `math` of torch's SDPA. Dense
+attention reads a cache with the default backend of SDPA.
 """
 
 import dataclasses

@@ -54,8 +54,8 @@ def save(
     """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except this one
     and the previous one.
 
-    Every rank must call this function. It returns on all ranks, or raises an error on all of
-    them.
+    Every rank must call this function. The function returns on all ranks, or raises an error on
+    all of them.
 
     Raises:
       ValueError: A weight or moment is not finite. Existing checkpoints are unchanged.

@@ -114,8 +114,8 @@ FLAGS = cli.define(
 def rows(
     preset: Preset, seed: int, folder: str | None = None, built: str | None = None
 ) -> Batches:
-    """Return the batches of a preset, in the order of `seed`. Their text is the bytes of the
-    `*.py` files in `folder`, or the corpus `built`.
+    """Return the batches of a preset, in the order of `seed`. The text of the batches is the
+    bytes of the `*.py` files in `folder`, or the corpus `built`.
 
     Raises:
       ValueError: The text is too short for all steps without repetition.

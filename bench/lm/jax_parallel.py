@@ -1,9 +1,10 @@
 """The layout of weights and rows on a mesh of `(data, fsdp, tensor)` devices in JAX.
 
 Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp`. When a block runs, its
-weights are gathered in the dtype of the computation. Their gradients are summed and divided again
-in float32. The heads and the MLP are divided over `tensor`. Each device has some key/value heads
-with their query heads. Attention and its kernels therefore run as on one device (`shard_map`).
+weights are gathered in the dtype of the computation. The gradients of the weights are summed and
+divided again in float32. The heads and the MLP are divided over `tensor`. Each device has some
+key/value heads with their query heads. Attention and its kernels therefore run as on one device
+(`shard_map`).
 """
 
 import dataclasses

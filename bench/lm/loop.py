@@ -27,7 +27,7 @@ class Stop:
 
     Attributes:
       asked: Whether this process received a signal.
-      by: Name of the signal. It is SIGTERM if only another rank received a signal.
+      by: Name of the signal. If only another rank received a signal, the name is SIGTERM.
     """
 
     by = signal.SIGTERM.name
@@ -69,8 +69,8 @@ class Run:
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: Settings of the observed values, whose files are next to `path`.
-      evaluate_every: Steps between evaluations on held-out text. Such an evaluation uses every
-        fourth held-out batch. `evaluate_every=None` means only at the end.
+      evaluate_every: Steps between evaluations on held-out text. An evaluation during training
+        uses every fourth held-out batch. `evaluate_every=None` means only at the end.
       evaluated: number of batches of held-out text.
       thorough: See `measures.copies`.
     """

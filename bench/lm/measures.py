@@ -149,8 +149,8 @@ def copies(
       held_out: Batches of held-out text.
       layer: Sizes of the attention layer.
       seed: Seed of the positions of passages.
-      thorough: Whether to measure also by distance and by head, on more rows. This takes minutes
-        on a CPU.
+      thorough: Whether to measure also by distance and by head, on more rows. A thorough
+        measurement takes minutes on a CPU.
     """
     whole = joined(list(held_out))
     starts = recall.passages(whole, layer.w, seed)

@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("none", "ddp", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """The division of a run over devices. It changes losses only by rounding.
+    """The division of a run over devices, which changes losses only by rounding.
 
     Attributes:
       kind: "none": one device. "ddp": every device has all weights. "fsdp": every device has a

@@ -20,7 +20,8 @@ class LostError(RuntimeError):
 
 
 class Ranks:
-    """A run with a single process. Its methods are the interface for all kinds of runs."""
+    """A run with a single process. The methods of this class are the interface for all kinds of
+    runs."""
 
     rank, size, timeout_s = 0, 1, TIMEOUT_S
 

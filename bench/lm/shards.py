@@ -2,7 +2,7 @@
 
     python -m bench.lm.shards CHECKPOINT FOLDER
 
-This command writes the whole files of a sharded checkpoint to a folder: `weights.safetensors`,
+The command writes the whole files of a sharded checkpoint to a folder: `weights.safetensors`,
 which `nsa_interop.weights` reads in both frameworks, and AdamW's moments, `mean.safetensors` and
 `square.safetensors`.
 """

@@ -10,8 +10,8 @@ from .data import Batch, joined
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of one of `ranks` processes. They are the process's slice of each micro-batch, in
-    the order of micro-batches.
+    """The rows of one of `ranks` processes. A process has its slice of each micro-batch, in the
+    order of micro-batches.
 
     A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows that
     are computed together therefore do not depend on the number of processes.

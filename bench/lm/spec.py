@@ -17,7 +17,7 @@ type Attention = Literal["nsa", "dense"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of tokens. It has an embedding, `layers` blocks, an RMSNorm and a linear head.
+    """A decoder of tokens with an embedding, `layers` blocks, an RMSNorm and a linear head.
 
     A block computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. The MLP is SwiGLU.
 

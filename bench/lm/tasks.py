@@ -9,7 +9,7 @@ each slot:
 
 Keys and values are random. A model can therefore predict the value in the copy only if it finds
 the source among all records of the row (multi-query associative recall, arXiv 2312.04927). Every
-fifth pair has no record. Its second slot repeats the text of the first slot.
+fifth pair has no record. In such a pair, the second slot repeats the text of the first.
 """
 
 from typing import Any
@@ -114,7 +114,7 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
 
     Returns:
       Measures by distance in tokens from source to copy. The name of an entry is a power of two.
-      Its distances begin at this number and end before the next power of two; "64" includes
+      An entry covers the distances from its name up to the next power of two; "64" includes
       shorter distances. `solved` is the share of values that are solved, and `loss` is the mean
       loss of the values. For NSA `hit` is how often the best head selects the block of the
       source, and `chance` is how often a random selection would. One half of the rows determines

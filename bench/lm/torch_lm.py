@@ -1,7 +1,8 @@
-"""The language model in torch.
+"""The language model in torch, which is the counterpart of `jax_lm`.
 
-It computes the same function as `jax_lm`. Blocks, norms and head compute in the dtype of their
-weights. The embedding is looked up in float32, and softmax and loss are computed in float32.
+The model computes the same function as `jax_lm`. Blocks, norms and head compute in the dtype of
+their weights. The embedding is looked up in float32, and softmax and loss are computed in
+float32.
 """
 
 import functools
@@ -205,7 +206,7 @@ class LM(nn.Module):
 def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
     """Write the initial weights of `spec` for both frameworks to the file at `path`.
 
-    Matrices are drawn from a normal distribution. Their standard deviation is that of torch's
+    Matrices are drawn from a normal distribution. The standard deviation is that of torch's
     default, `1 / sqrt(3 inputs)` (0.021 for 768 inputs). For matrices whose output is added to
     the residual stream, the deviation is divided by `sqrt(2 layers)`. For the embedding it is
     0.02. Gates, `phi` and vectors start as in their modules. A matrix depends only on `seed`, its

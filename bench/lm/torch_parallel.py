@@ -50,7 +50,8 @@ class DDPLearner(Learner):
 
     Args:
       safe: Whether to give gradients their own memory, detect weights that a step does not use, and
-        compare collectives between ranks. This is slower, and helps if a step hangs or differs.
+        compare collectives between ranks. A safe run is slower. Use `safe` if a step hangs or if
+        ranks differ.
       options: See `torch_learner.Learner`.
     """
 

@@ -57,7 +57,8 @@ class Settings:
 
 
 class Watch:
-    """A context manager that observes one run on one rank. Its files are in `folder`."""
+    """A context manager that observes one run on one rank. The files of the observations are in
+    `folder`."""
 
     def __init__(self, folder: Path, run: str, ranks: Ranks, settings: Settings):
         folder.mkdir(parents=True, exist_ok=True)
@@ -209,8 +210,8 @@ def progress(
     """Return a context that shows the progress of a run on stderr. On a terminal this is a bar
     with the remaining time, otherwise about `REPORTS` lines.
 
-    The context has a function that must be called after each step. Its arguments are the number
-    of steps done, the loss, and the milliseconds of the step.
+    The context has a function that must be called after each step. The arguments of this function
+    are the number of steps done, the loss, and the milliseconds of the step.
 
     Args:
       name: Name of the run.

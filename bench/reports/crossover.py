@@ -5,8 +5,8 @@ report's page.
 
 A run is one kernel at one length. If there are several such runs, the newest counts. A panel
 answers one question for the problem that was measured at the most lengths. The panel compares our
-kernel with all dense kernels of the same framework. Its curves show the time of the fastest dense
-kernel divided by the time of each kernel.
+kernel with all dense kernels of the same framework. The curves of a panel show the time of the
+fastest dense kernel divided by the time of each kernel.
 
 At one length NSA is:
 

@@ -116,7 +116,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def note(record: Record) -> str:
-    """Return the note of a row. It has the row's reason, the number of rows whose selection
+    """Return the note of a row. The note has the row's reason, the number of rows whose selection
     differs, and the implementations that refused.
     """
     parts = [record.reason] if record.reason else []
@@ -134,8 +134,8 @@ def note(record: Record) -> str:
 
 
 def heading(records: Sequence[Record]) -> str:
-    """Return the lines above a table. They have the device, the problem and the versions of its
-    rows, and explain the columns.
+    """Return the lines above a table. The lines have the device, the problem and the versions of
+    the rows, and explain the columns.
     """
     return filled("heading.txt.jinja", records=records)
 

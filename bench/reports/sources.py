@@ -1,5 +1,4 @@
-"""Reads the sources of a report. These are records, training logs, and the files of their
-devices."""
+"""Reads the sources of a report: records, training logs, and the files of their devices."""
 
 import dataclasses
 import json
@@ -55,7 +54,7 @@ class Report:
 
 def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
     """Return all records of the files, and the files of their devices. Heartbeats are read
-    together with the lines of their run. If they are among `paths`, they are skipped.
+    together with the lines of their run. Files of heartbeats among `paths` are skipped.
 
     Raises:
       ValueError: A line is damaged, or a file or all files are empty. The message names the

@@ -58,8 +58,8 @@ class Pair:
 
     @property
     def kernel_ms(self) -> float | None:
-        """The time of the kernel, or None if the kernel failed. In that case `problem` has the
-        reason."""
+        """The time of the kernel, or None if the kernel failed. If the kernel failed, `problem`
+        has the reason."""
         return None if self.row.times_ms is None else self.row.times_ms[0]
 
     @property

@@ -1,5 +1,5 @@
-"""Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch. Both are
-bound by HBM.
+"""Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch. Both
+computations are bound by the bandwidth of HBM.
 
 out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
 """

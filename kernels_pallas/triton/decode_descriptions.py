@@ -21,10 +21,10 @@ def gather(
     fp8: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> TritonKernel:
-    """Describe the launch that gathers pages. Its arrays are the pages of keys and of values, the
-    scales of both, page_table and lengths. If there are no scales, pass any arrays instead. The
-    results are keys and values `[rows, S, heads, width]`. S is the number of entries in the pages
-    of a row. The scores read whole blocks, and with this S they need no copy.
+    """Describe the launch that gathers pages. The arrays of the launch are the pages of keys and
+    of values, the scales of both, page_table and lengths. If there are no scales, pass any arrays
+    instead. The results are keys and values `[rows, S, heads, width]`. S is the number of entries
+    in the pages of a row. The scores read whole blocks, and with this S they need no copy.
 
     Args:
       key, value: The pages.
@@ -35,8 +35,8 @@ def gather(
       margin: Number of tokens before the copied ones whose entries are zeros; earlier entries are
         not written. Defaults to all tokens.
       fp8: Whether the pages of keys, and those of values, are in fp8.
-      last: Whether only the last page of each row is copied, as for raw tokens. If so, S is the
-        number of entries of one page.
+      last: Whether only the last page of each row is copied, as for raw tokens. If `last` is
+        true, S is the number of entries of one page.
     """
     (pool, _, heads, width), (rows, pages) = key.shape, page_table.shape
     widths = width, value.shape[3]

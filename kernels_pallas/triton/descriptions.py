@@ -93,7 +93,7 @@ class Problem(NamedTuple):
 class Heads:
     """The layout of a row of a layer's fused projection. A row has the query heads of D
     columns, the key heads of D columns of 1 to 3 branches, and the value heads of Dv columns of
-    these branches. These are followed by `gates` numbers per query head, and padding to a
+    these branches. After the value heads follow `gates` numbers per query head, and padding to a
     multiple of 16 bytes.
 
     Attributes:

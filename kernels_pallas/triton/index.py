@@ -3,9 +3,9 @@ score leaves the chip.
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the visible rows r of block j
 
-A program has the rows of `TOKENS` tokens with all their heads. It loops over the keys, which
-all heads share, `KEYS` at a time. Each step computes one product, with many columns per thread,
-and the maxima of the product. The selection processes `BEST` blocks per step. A block is
+A program has the rows of `TOKENS` tokens with all their heads. The program loops over the keys,
+which all heads share, `KEYS` at a time. Each step computes one product, with many columns per
+thread, and the maxima of the product. The selection processes `BEST` blocks per step. A block is
 represented by one 64-bit integer, its candidate. A candidate has the bits of the score in the
 order of integers, followed by the complemented index. The greatest candidates are selected. If
 scores are equal, the lower block is selected. The best candidates so far stay in registers.

@@ -24,11 +24,11 @@ class TritonKernel:
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
       programs: Number of programs of the launch, at least 1. A launch has one axis.
-      scalars: The numbers that depend on lengths, and floats such as the scale. These values are
-        not compiled into the code.
+      scalars: The numbers that depend on lengths, and floats such as the scale. The values of
+        `scalars` are not compiled into the code.
       outputs: Shapes and dtypes of the outputs.
       constants: A NamedTuple of the compiled numbers: the sizes of a layer, sizes of tiles, and
-        switches. It is the only `tl.constexpr` of the function.
+        switches. `constants` is the only `tl.constexpr` of the function.
       warps: Number of warps per program.
       stages: Number of pipeline stages for the loads of loops.
     """

@@ -1,11 +1,11 @@
 """Appends tokens to a paged cache, with the means of the windows that they complete. One launch
 writes in place.
 
-A program has one token and one key/value head. It writes the token to its page. If the token is
-the last one of a window, at position i d + l - 1, the program also writes the mean of the last
-`l` tokens. The program reads tokens of this call from the inputs, since other programs may not
-have written them yet. It reads earlier tokens from their pages. The launch itself takes most of
-the time.
+A program has one token and one key/value head. The program writes the token to its page. If the
+token is the last one of a window, at position i d + l - 1, the program also writes the mean of
+the last `l` tokens. The program reads tokens of this call from the inputs, since other programs
+may not have written them yet. Earlier tokens are read from their pages. The launch itself takes
+most of the time.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of such a cache use the
 older tokens in the row's ring buffer, if these tokens round to the tokens in the page.
@@ -25,9 +25,7 @@ LEAST_NEAR = tl.constexpr(2**-9)
 
 @triton.jit
 def _row_of(starts, token, B):
-    """Find the row of a token by bisection. It is the last row that begins at or before the
-    token.
-    """
+    """Find the row of a token by bisection: the last row that begins at or before the token."""
     low = token * 0
     high = low + B
     while high - low > 1:

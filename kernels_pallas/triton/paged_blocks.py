@@ -11,9 +11,9 @@
     partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
     merge      a program adds the parts of one query and key/value head.
 
-A split has a fixed number of keys, so the order of sums does not depend on the batch. `scores` is
-bandwidth bound. It reads each key of a row once from memory, since the queries of the row read the
-key at about the same time. The other kernels are bound by latency.
+A split has a fixed number of keys, so the order of sums does not depend on the batch. The kernel
+`scores` is bandwidth bound. `scores` reads each key of a row once from memory, since the queries
+of the row read the key at about the same time. The other kernels are bound by latency.
 """
 
 import triton

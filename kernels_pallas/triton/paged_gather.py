@@ -1,7 +1,7 @@
 """Copies the entries of each row from its pages to contiguous memory, for attention over rows.
 
 A program has some entries of one row, with all heads, of keys and of values. Entries to which no
-query attends are written as zeros. The contents of their pages are then neither read nor
+query attends are written as zeros. The contents of the pages of such entries are neither read nor
 multiplied. Entries far before the visible entries are not written. The kernel is bandwidth bound,
 since each entry is read once and written once. Entries in fp8 are written in 16 or 32 bits.
 """
@@ -32,7 +32,7 @@ def gather(
       margin: Number of tokens before the visible tokens whose entries are zeros. Earlier entries
         are not written.
       key, value: `[B, S, .._WIDTH]`.
-      LAST: Whether `S` covers only the last page of a row. If so, FIRST is 0.
+      LAST: Whether `S` covers only the last page of a row. If `LAST` is true, FIRST is 0.
     """
     tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)

@@ -18,7 +18,7 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def columns(width):
-    """Return the number of columns of a tile whose rows have the width `width`. This is the
+    """Return the number of columns of a tile whose rows have the width `width`. The result is the
     smallest power of two that holds a row and that a product supports (`tiling`).
     """
     return max(triton.next_power_of_2(width), 16)
@@ -90,8 +90,8 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """Return the greater of two maxima, and the value to subtract from exponents. That value is
-    the greater maximum, or 0 if there were no keys.
+    """Return the greater of two maxima, and the value to subtract from exponents. The value to
+    subtract is the greater maximum, or 0 if there were no keys.
     """
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)

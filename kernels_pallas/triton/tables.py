@@ -128,9 +128,9 @@ def sequences(
 ):
     """Write the values of the sequences. Program 0 writes start, length, end, first slot and
     first compressed token of `count` sequences, `[5, pitch]` at the begin of `out`. The last
-    sequence is padding. Each other program has one section, with a size of tiles. It writes the
-    number of tiles before each sequence, its first query and the end of its queries, `[3,
-    pitch]`.
+    sequence is padding. Each other program has one section, with a size of tiles. Such a program
+    writes the number of tiles before each sequence, and the first query and the end of the
+    queries of each sequence, `[3, pitch]`.
 
     Args:
       cu_seqlens: `[given]`.

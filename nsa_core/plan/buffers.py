@@ -101,8 +101,8 @@ class Derived(NamedTuple):
 
     Attributes:
       static: The arguments of the step that are not arrays, by name.
-      writes: The outputs, which are new buffers or the first buffer of `reads`. If they are the
-        first buffer of `reads`, the function writes into that buffer and returns nothing.
+      writes: The outputs, which are new buffers or the first buffer of `reads`. If the output is
+        the first buffer of `reads`, the function writes into that buffer and returns nothing.
     """
 
     function: Callable[..., Any]
@@ -149,10 +149,10 @@ class Plan(NamedTuple):
 
     Attributes:
       buffers: The buffers by index. The arguments come first.
-      constants: The derived steps that compute the constants, in order. These steps run once per
-        plan.
-      batch: The derived steps that compute the batch buffers, in order. These steps run once for
-        each array that a caller passes as the argument `shared`.
+      constants: The derived steps that compute the constants, in order. The steps in `constants`
+        run once per plan.
+      batch: The derived steps that compute the batch buffers, in order. The steps in `batch` run
+        once for each array that a caller passes as the argument `shared`.
       results: The results, which are whole buffers with separate allocations.
       begins: For each step, the `ALONE` buffers that the step is the first to write.
       ends: For each step, the `ALONE` buffers and the arguments that no later step uses.

@@ -4,11 +4,11 @@ framework and any kernels.
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` also stores each branch separately. In that case the kernel of the
-selected branch computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered,
-a separate kernel (`gated_sum`) computes the sum. If residuals are `recomputed`, they contain only
-the block indices. `backward` then runs the branches again, one after the other, so that only one
-output exists at a time.
+`forward_with_residuals` also stores each branch separately. The kernel of the selected branch
+then computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered, a separate
+kernel (`gated_sum`) computes the sum. If residuals are `recomputed`, they contain only the block
+indices. `backward` then runs the branches again, one after the other, so that only one output
+exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Steps(NamedTuple):
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
       narrowest: Function that returns, for a width of keys, the minimum width of values for the
-        compressed branch. This width is used if only the log-sum-exp is needed.
+        compressed branch. The minimum width is used if only the log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
@@ -76,8 +76,8 @@ class Inputs(NamedTuple):
 
 class Pages(NamedTuple):
     """The pages of each row, if the keys and values of the selected branch are stored in pages of
-    select_block tokens. In that case the keys and values are `[1, P select_block, Hkv, .]`,
-    without an axis for rows.
+    select_block tokens. Keys and values in pages are `[1, P select_block, Hkv, .]`, without an
+    axis for rows.
     """
 
     page_table: Any  # int32 [B, M], indices of pages that exist
@@ -160,8 +160,8 @@ def gradients_of_tokens(
 
     Args:
       length: S.
-      shared: whether all branches read the same tokens. If so, the compressed field of the result
-        is the gradient of these tokens, and the other fields are None.
+      shared: whether all branches read the same tokens. If `shared` is true, the compressed field
+        of the result is the gradient of the shared tokens, and the other fields are None.
     """
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
@@ -322,8 +322,8 @@ def in_slots(layout, *arrays):
 
 
 def of_slots(layout, count, *arrays):
-    """Move the gradients of `count` compressed tokens from slots back to arrays without gaps. This
-    is the inverse of `in_slots`.
+    """Move the gradients of `count` compressed tokens from slots back to arrays without gaps.
+    `of_slots` is the inverse of `in_slots`.
     """
     return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 

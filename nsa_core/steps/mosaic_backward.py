@@ -44,7 +44,7 @@ from nsa_core.varlen import Capacity
 
 class NumpyOps:
     """The part of `nsa_core.array_ops.ArrayOps` that computes bounds and work items of intervals.
-    It uses NumPy and runs during tracing, for arrays that depend only on sizes.
+    `NumpyOps` runs on NumPy arrays during tracing, for arrays that depend only on sizes.
     """
 
     xp: Any = np

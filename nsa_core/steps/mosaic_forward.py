@@ -5,8 +5,8 @@
 
 Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its
 natural log-sum-exp `[B, T, H]` in float32. Alternatively a branch adds its output to the gated
-sum. It then scales the output by `gate` `[B, T, H]` and adds it to `added` `[B, T, H, Dv]`, the
-sum of earlier branches, possibly in place. In that case the log-sum-exp is None.
+sum, and returns None for the log-sum-exp. The branch then scales its output by `gate` `[B, T, H]`
+and adds the output to `added` `[B, T, H, Dv]`, the sum of earlier branches, possibly in place.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def selected(
       block_lists: The result of `tile_block_lists`, if it exists.
       pages: The positions of each row's blocks, if keys and values are stored in pages `[1, S,
         Hkv, .]`.
-      rounded: as in `interval`. It cannot be combined with `pages`.
+      rounded: as in `interval`. `rounded` cannot be combined with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
@@ -288,9 +288,9 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the arrays that `scores.best_blocks` reads. These are the bounds of the compressed
-    tokens per row, each token's own block, the first block of its sequence, and the number of
-    blocks that the tokens of a tile span.
+    """Return the arrays that `scores.best_blocks` reads: the bounds of the compressed tokens per
+    row, each token's own block, the first block of its sequence, and the number of blocks that
+    the tokens of a tile span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (

@@ -7,9 +7,9 @@ blocks of that next tile. The list of the previous tile decides, since neighbour
 similar blocks and no output may depend on later tokens. The device makes this decision, so that
 the host never waits. Each of the two kernels skips the blocks of the other.
 
-The gathering kernel is key-stationary. It writes a partial output for each far block of a token.
-Another kernel merges these partial outputs with the output of the loop. Tokens are split into
-segments, which limits the number of partial outputs.
+The gathering kernel is key-stationary. The gathering kernel writes a partial output for each far
+block of a token. Another kernel merges these partial outputs with the output of the loop. Tokens
+are split into segments, which limits the number of partial outputs.
 """
 
 import dataclasses

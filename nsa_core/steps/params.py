@@ -41,8 +41,8 @@ class LaterDq:
     some rows of `[B, Hkv]`.
 
     Attributes:
-      describe: Function that returns the kernel for some rows. Its arguments are the fields of
-        `IntervalAttention` that change.
+      describe: Function that returns the kernel for some rows. The arguments of `describe` are
+        the fields of `IntervalAttention` that change.
       arrays: The inputs of the kernel.
     """
 
@@ -68,7 +68,7 @@ class RowResiduals:
 
     Attributes:
       lse: Natural log-sum-exp, -inf if the query has no keys.
-      delta: rowsum(dO * O) of the output without its gate. This sum is also the gradient of the
+      delta: rowsum(dO * O) of the output without its gate. `delta` is also the gradient of the
         gate.
       gate: The gate g, or None for 1.
       dlse: The gradient of `lse`, or None for 0.

@@ -41,8 +41,8 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks, including the block of the last tokens. That block may have no
-    index key yet, but it may be forced into the lists.
+    """Return the number of blocks, including the block of the last tokens. The last block may
+    have no index key yet, but it may be forced into the lists.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
@@ -167,7 +167,7 @@ def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
 
 
 class Kept(NamedTuple):
-    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi, n
+    """The data that the gradient of the loss needs: t of each listed key `[B, T, Hi, n
     * block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the query
     lists of the blocks. `t` is the target probability in `indexer_kl`.
     """

@@ -82,7 +82,7 @@ class _Sizes(NamedTuple):
     Attributes:
       scopes: Number of lists per token, of `n` blocks each.
       tail: Whether the query's own block is added to the list if the block is incomplete.
-      whole: Whether a program processes a whole list instead of a part. This is chosen if there
+      whole: Whether a program processes a whole list instead of a part. `whole` is True if there
         are enough queries to fill the GPU.
     """
 

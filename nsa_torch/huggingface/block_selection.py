@@ -2,7 +2,7 @@
 `nsa_torch.block_attention`.
 
 `MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq,
-n] to an attention function. These indices are int64, with -1 in empty slots. Block `j` has the
+n] to an attention function. The indices are int64, with -1 in empty slots. Block `j` has the
 slots `j * block .. (j + 1) * block - 1` of the key axis, padding included. The implementations
 `eager` and `sdpa` of transformers convert the indices to a dense mask, `[B, H, Sq, Sk]`. The
 function `block_attention` of this module passes the indices to `nsa_torch.block_attention`.
@@ -11,8 +11,8 @@ Neither the forward nor the backward pass allocates an array of size `Sq * Sk`:
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
 Padding tokens on the left have no key to attend to. The output of such a token is the mean of all
-values, the same as with the dense mask of `sdpa`. This output matters because the model's indexer
-scores padding too. Its gradients reach only the values.
+values, the same as with the dense mask of `sdpa`. The output of padding matters because the
+model's indexer scores padding too. Gradients of this output reach only the values.
 
 Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
 A mask function is registered under the same name, since transformers would otherwise drop the
@@ -91,8 +91,8 @@ def key_states(
 
     Returns:
       None if there is no padding and the last key belongs to the last query's token. Otherwise
-      the mask is int8 `[B, 1, 1 or 2, Sk]`. Its first row is 1 in all slots up to the slot of the
-      last query. Its second row exists only with padding, and is 1 for tokens.
+      the mask is int8 `[B, 1, 1 or 2, Sk]`. The first row of the mask is 1 in all slots up to the
+      slot of the last query. The second row exists only with padding, and is 1 for tokens.
 
     Raises:
       NotImplementedError: The rows are packed, the caller passes a mask function, the cache has

@@ -1,5 +1,5 @@
-"""The methods that `generate` of transformers calls on a model. These methods choose the cache
-and run each step.
+"""The methods that `generate` of transformers calls on a model, to choose the cache and to run
+each step.
 """
 
 import functools

@@ -86,8 +86,8 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer. It replaces the attention of Llama, and its weights have the same
-    names."""
+    """The attention of a layer. This class replaces the attention of Llama, and its weights have
+    the same names."""
 
     config: LlamaNSAConfig
 

@@ -111,7 +111,8 @@ class DenseAttention(nn.Module):
 
 
 class NSADecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer. It computes `y = x + attention(norm(x))` and returns `y + mlp(norm(y))`."""
+    """A decoder layer, which computes `y = x + attention(norm(x))` and returns `y +
+    mlp(norm(y))`."""
 
     def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
@@ -134,8 +135,8 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """The base class of `NSAModel` and `NSAForCausalLM`. It initializes weights, and loads and
-    saves checkpoints."""
+    """The base class of `NSAModel` and `NSAForCausalLM`. This class initializes weights, and
+    loads and saves checkpoints."""
 
     config: NSAModelConfig
     config_class = NSAModelConfig
@@ -247,7 +248,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
 
 class NSAModel(NSAPreTrainedModel):
-    """The decoder without an output head. Its output is `last_hidden_state` [B, T,
+    """The decoder without an output head. The output of the model is `last_hidden_state` [B, T,
     hidden_size].
     """
 

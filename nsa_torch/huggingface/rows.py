@@ -37,8 +37,8 @@ LOSS = "ignore_index", "num_items_in_batch", "shift_labels"
 
 
 class Rows(NamedTuple):
-    """Describes which of the `T` columns of a call are tokens and which are padding. These
-    columns follow the columns of the cache.
+    """Describes which of the `T` columns of a call are tokens and which are padding. The columns
+    of a call follow the columns of the cache.
     """
 
     # int64 [B], columns of padding on the left; None means no padding on the left
@@ -55,9 +55,9 @@ class Rows(NamedTuple):
     mask: Tensor | None = None
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        """Compute the attention of layer `index` for the tokens `x` [B, T, dim]. They attend to
-        the tokens in the cache and to each other. The output is 0 for rows that have had only
-        padding so far.
+        """Compute the attention of layer `index` for the tokens `x` [B, T, dim]. The tokens
+        attend to the tokens in the cache and to each other. The output is 0 for rows that have
+        had only padding so far.
         """
         x = x if self.first is None else _roll(x, self.first)
         layer = None if self.cache is None else self.cache.layers[index]

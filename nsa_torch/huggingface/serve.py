@@ -3,10 +3,10 @@
     python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
     python -m nsa_torch.huggingface.serve --help
 
-The server looks for a model's class only among the classes of transformers. This command adds
-`NSAForCausalLM` to these classes, and passes all options to `transformers serve`. The command
-needs `transformers[serving]`, and at least version 5.19 for `--continuous-batching`. Each page
-has the `select_block` tokens of the checkpoint.
+The server looks for a model's class only among the classes of transformers.
+`nsa_torch.huggingface.serve` adds `NSAForCausalLM` to these classes, and passes all options to
+`transformers serve`. The command needs `transformers[serving]`, and at least version 5.19 for
+`--continuous-batching`. Each page has the `select_block` tokens of the checkpoint.
 """
 
 import sys

@@ -19,9 +19,9 @@ class StepGraph:
     `graph(input_ids)` maps tokens `[B, 1]` to logits `[B, 1, vocab]`.
 
     The first `WARMUP` calls run the model eagerly. The next call captures a CUDA graph of all
-    layers. That call and each later call replay the graph. A replay is one launch of the host.
-    Rows may grow, be cropped and restart between calls. A call overwrites the logits that the
-    previous call returned.
+    layers. The capturing call and each later call replay the graph. A replay is one launch of the
+    host. Rows may grow, be cropped and restart between calls. A call overwrites the logits that
+    the previous call returned.
 
     A graph reads the weights at the addresses that they had during capture. The graph also
     repeats all choices that Python code made during capture, such as adapters and their scaling,
