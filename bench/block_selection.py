@@ -143,7 +143,7 @@ def blocks_of(
 ) -> Tensor:
     """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random
     earlier blocks. With `overlap`, each random block is drawn again only with probability `1 -
-    overlap`. Otherwise the block of the previous query is used again.
+    overlap`. If it is not drawn again, the block of the previous query is used.
     """
     draw = torch.Generator(device).manual_seed(0)
     if overlap:

@@ -253,7 +253,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
 def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
     """Return fields that make the row of the whole step an error, if a branch is slower than the
-    whole step by more than `NOISE`. Otherwise, or if there are few samples, return no fields.
+    whole step by more than `NOISE`. If no branch is that slow, or if there are few samples,
+    return no fields.
     """
     longer = [
         f"{branch} {part.time_ms:.4g} ms"

@@ -126,7 +126,7 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
 
 def _dense(query, key, value, window: int = -1):
     """Run causal FA-2 on `[B, T, H, D]` with T = S. A query attends to its own key and the last
-    `window` keys before it. With a `window` of -1 it attends to all keys before it.
+    `window` keys before it. With a `window` of -1, a query attends to all keys before its own.
     """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]

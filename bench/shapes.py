@@ -12,7 +12,7 @@ first. Up to `--at_once` of these processes compile and check parity in parallel
 with exclusive use of the GPU. Parity is checked for `--most_rows` queries of each sequence. The
 targets and their measurements are in bench/records/log/calls.md, "Against the targets".
 
-All records are in `--out`/compare.jsonl. `--save_records` also appends them to
+All records are in `--out`/compare.jsonl. `--save_records` also appends these records to
 bench/records/<device>/compare.jsonl.
 """
 

@@ -28,7 +28,8 @@ Lifetime: these rules determine which object keeps which memory alive. Input of 
                 and keeps the array until an event shows that the clone has run.
 
 Mutation: JAX arrays are immutable, so never write to the torch alias of a JAX array. Do not write
-to a tensor while JAX may still read it. JAX has read it when `to_torch` has returned all outputs.
+to a tensor while JAX may still read it. JAX has read the tensor when `to_torch` has returned all
+outputs.
 
 `call_jax` follows all these rules for a function of tensors. `call_jax` clones every output,
 which costs one read and one write, and twice the memory until the clone has run. Arrays whose

@@ -10,13 +10,13 @@ Events, all off at first:
   `compare`  mean and largest absolute error of each branch against the reference on the same
              arguments. For the scores, the number of lists of selected blocks that differ
 
-A line has the form `NSA-LOG <event> key=value ...`. For `compare` it is `NSA-DBG key=value ...`
-with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by one while
-`timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and `shapes` report
-once, while the call is traced. `timing` and `compare` need values. While a call is traced, they
-print the reason why they cannot run. Under `torch.compile` only `routing` is reported. While an
-event is on, the torch functions also read `cu_seqlens` on a GPU, and raise the same errors as on
-a CPU.
+A line has the form `NSA-LOG <event> key=value ...`. A line of `compare` has the form `NSA-DBG
+key=value ...` with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by
+one while `timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and
+`shapes` report once, while the call is traced. `timing` and `compare` need values. While a call
+is traced, they print the reason why they cannot run. Under `torch.compile` only `routing` is
+reported. While an event is on, the torch functions also read `cu_seqlens` on a GPU, and raise the
+same errors as on a CPU.
 """
 
 import json

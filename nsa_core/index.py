@@ -210,7 +210,7 @@ class Teacher(NamedTuple):
 
 class Loss(NamedTuple):
     """The loss in chunks of queries. The fields from `chunk` on are arguments for a framework's
-    function `over_queries`. With these arguments it returns the loss `[B, T, Hi]`.
+    function `over_queries`. With these arguments `over_queries` returns the loss `[B, T, Hi]`.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,

@@ -18,8 +18,8 @@ also stored unrounded in a buffer, the ring of the row:
     raw token p         recent[slot of the row, p % (2 l)]
 
 A ring may contain arbitrary values, including tokens of another row. A token of the ring is used
-only if the token in the page may be the rounded value of that token (`rounding.is_of`). Otherwise
-the token in the page is used.
+if the token in the page may be the rounded value of that token (`rounding.is_of`). If it cannot
+be, the token in the page is used.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class PagedArrays:
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]` and `[R, 2 l, Hkv,
         Dv]`. The rings have the newest tokens of `R` rows, in the dtype of compressed keys.
-        Compressed tokens are computed from them.
+        Compressed tokens are computed from the rings.
     """
 
     config: NSAConfig

@@ -33,6 +33,6 @@ class Branches[X](NamedTuple):
 
     @classmethod
     def each(cls, value: Any) -> "Branches[Any]":
-        """Return `value` if it is a `Branches`. Otherwise return a `Branches` with `value` for
-        every branch."""
+        """Return `value` if it is a `Branches`. If it is not, return a `Branches` with `value`
+        for every branch."""
         return value if isinstance(value, cls) else cls(value, value, value)

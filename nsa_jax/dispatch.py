@@ -1,4 +1,5 @@
-"""Lists the implementations of each step in JAX. `nsa_core.dispatch` chooses one of them."""
+"""Lists the implementations of each step in JAX. `nsa_core.dispatch` chooses one of these
+implementations."""
 
 import functools
 

@@ -29,8 +29,8 @@ _first_order = functools.partial(
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
     """Return the output of `forward(arrays, integers)`. Only `arrays` have gradients.
-    `forward_with_residuals` also returns the residuals. From them, `backward(arrays, integers,
-    residuals, cotangents)` computes the gradients.
+    `forward_with_residuals` also returns the residuals. `backward(arrays, integers, residuals,
+    cotangents)` computes the gradients from the residuals.
     """
 
     @jax.custom_vjp
@@ -58,8 +58,8 @@ class _Lengths:
     """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
 
     Args:
-      ops: The `ArrayOps` of kernels that read tables of packed rows (`nsa_core.varlen`). None if
-        no kernel reads them.
+      ops: The `ArrayOps` of kernels that read tables of packed rows (`nsa_core.varlen`), or None
+        if no kernel reads such tables.
       padded: Whether there may be padding, which means queries before the first key.
     """
 

@@ -214,11 +214,11 @@ class NSAAttention(nnx.Module):
 
     Args:
       spec: the hyper-parameters (`nsa_core.layer.LayerSpec`). `spec=None` means that `fields` has
-        them.
+        the hyper-parameters.
       config: sizes of the branches, an `NSAConfig`. `config` replaces the arguments `l`, `d`,
         `l_sel`, `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass
-        `config`, `gate` and `kv` default to the recommended "head" and "shared". Otherwise they
-        default to "sigmoid" and "separate".
+        `config`, `gate` and `kv` default to the recommended "head" and "shared". Without
+        `config`, `gate` and `kv` default to "sigmoid" and "separate".
       dtype, param_dtype: dtypes of the computation and of the parameters.
       implementation: as in `nsa_jax.attention`.
       dense_below: whole sequences with fewer tokens than this number use dense attention.

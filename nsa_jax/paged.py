@@ -3,8 +3,8 @@
 new cache and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so
 that XLA reuses the memory of the cache. All sizes are static. One compilation therefore serves
 growing lengths. If each row has few queries, as in decoding with or without draft tokens, kernels
-read the pages directly. Otherwise the keys and values of each row are gathered from the pages,
-and the steps of `attention` run on them.
+read the pages directly. For rows with more queries, the keys and values of each row are gathered
+from the pages, and the steps of `attention` run on the gathered rows.
 """
 
 import dataclasses

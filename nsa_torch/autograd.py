@@ -64,8 +64,8 @@ def _jitted(function, static, backward: bool):
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
     """Run `function` or its backward pass. If `grads` is None, return the results of `function`.
-    Otherwise `grads` are the gradients of its first results. If `grads` are given, return the
-    gradients of the floating-point arrays.
+    If `grads` has the gradients of its first results, return the gradients of the floating-point
+    arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:

@@ -8,7 +8,7 @@ computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches, or in four with work items of intervals. Without Triton, and for more sequences than one
-program can sum up, torch computes them.
+program can sum up, torch computes the tables.
 """
 
 import functools
@@ -377,8 +377,8 @@ class PlanTables:
             ]
 
     def _launched(self, borders: Tensor, out: Tensor) -> bool:
-        """Launch the kernels if they can run on `borders`. Return whether they have written the
-        array `out`."""
+        """Launch the kernels if they can run on `borders`. Return whether the kernels have
+        written the array `out`."""
         if not self.by_kernels:
             return False
         if is_capturing(self.device) and self not in SHARED.keys():

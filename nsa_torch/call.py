@@ -142,7 +142,8 @@ class PlannedProgram(operators.Program):
     Args:
       path: a `kernel_path.KernelPath`.
       config: the configuration of the calls.
-      tensors: the tensors of the first call with this signature. The object does not store them.
+      tensors: the tensors of the first call with this signature. The object does not store these
+        tensors.
 
     Attributes:
       order: The function that picks the operator's arguments from the tensors of the call, in the

@@ -324,8 +324,8 @@ def attention(
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
-    """Return whether all steps on the whole row would run on Mosaic kernels. If they would, the
-    steps on parts of the row run on Mosaic kernels too.
+    """Return whether all steps on the whole row would run on Mosaic kernels. In this case the
+    steps on parts of the row also run on Mosaic kernels.
     """
     floats, width = (*key, *value, *gates), value.selected.shape[-1]
     place, dtype, sizes, *rest, _ = problem_key(
@@ -413,7 +413,8 @@ class Call(NamedTuple):
 
     def calls(self, device: torch.device) -> list[LocalCall]:
         """Return the local calls of a unit. If the kernels support a gap between queries, a
-        single call computes all queries. Otherwise there is one call per chunk of queries.
+        single call computes all queries. If the kernels do not support a gap, there is one call
+        per chunk of queries.
         """
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:

@@ -27,7 +27,7 @@ boundaries raise `ValueError`. On a GPU and under torch.compile, invalid boundar
   one is beyond `T`                   it counts as `T`
 
 Kernels need tables that are derived from the boundaries. Each call computes these tables again,
-unless `varlen_metadata` has made metadata for the batch, which stores them.
+unless `varlen_metadata` has made metadata for the batch. The metadata stores the tables.
 
 All functions are differentiable with respect to floating-point tensors, also through the
 log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No gradient flows

@@ -54,7 +54,7 @@ class Geometry:
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:
     """Return `x` [B, T, ..] with zeros in place of padding. `real` [B, T] is False for padding.
-    Otherwise a NaN in padding would spread through products of attention and gradients of
+    Without this, a NaN in padding would spread through products of attention and gradients of
     weights.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
@@ -62,7 +62,7 @@ def without_padding(x: Tensor, real: Tensor) -> Tensor:
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
     """Return the tensors [B, T, ..] with zeros after the first `count` [B] tokens per row. If
-    `count` is None, return them unchanged.
+    `count` is None, return the tensors unchanged.
     """
     if count is None:
         return tensors

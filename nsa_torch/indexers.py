@@ -71,8 +71,8 @@ def index_blocks(
         Ampere GPU or newer, contiguous tensors, a `pool` that is a power of two up to 256, at
         most 64 index heads of at most 256 columns, and no packed rows. If `activation` and
         `reduce` are None, `num_selected` is at most 64 and `pool` is at least 16, `triton` writes
-        no scores to memory. Otherwise `triton` supports up to 32768 blocks per row, and writes up
-        to 256 MiB of scores at a time.
+        no scores to memory. In other calls `triton` supports up to 32768 blocks
+        per row, and writes up to 256 MiB of scores at a time.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass the result as

@@ -103,8 +103,8 @@ class NSAAttention(nn.Module):
         for these arguments.
       config: sizes of the branches, an `NSAConfig`. `config` replaces the arguments `l`, `d`,
         `l_sel`, `n_sel`, `w`, `num_initial`, `num_local` and `compute_dtype`. If you pass
-        `config`, `gate` and `kv` default to the recommended "head" and "shared". Otherwise they
-        default to "sigmoid" and "separate".
+        `config`, `gate` and `kv` default to the recommended "head" and "shared". Without
+        `config`, `gate` and `kv` default to "sigmoid" and "separate".
       rope_impl: must be "llama".
       use_flash: True means that the implementation is chosen automatically, and False that every
         branch runs on SDPA.
@@ -330,7 +330,8 @@ class NSAAttention(nn.Module):
 
     def convolve_after(self, before, position, count):
         """Return a function and a list. The function is the argument `convolve` of `project` for
-        tokens that follow those of a cache. When it runs, it puts the newest keys into the list.
+        tokens that follow those of a cache. When the function runs, it puts the newest keys into
+        the list.
 
         Args:
           before: The newest projected keys of the cache.

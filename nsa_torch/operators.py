@@ -554,7 +554,7 @@ def all_steps(
         given.
       compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.
       assume_finite: Whether keys and values to which no query attends are finite, as in a cache.
-        If they are finite, no copy is needed in which they are zeros.
+        If such keys and values are finite, no copy is needed in which they are zeros.
       recompute: Whether the backward pass computes the branches again, so that the forward pass
         does not save their outputs.
       pages: Pages with the keys and values of the selected branch, which have no gradient.

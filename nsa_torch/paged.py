@@ -369,9 +369,9 @@ def append(
         in a buffer are computed from rounded tokens.
       implementation: `mosaic` or `triton`, which write the tokens in one launch, or `torch`. If
         compressed tokens are means, the same launch also writes the compressed tokens, and a
-        second launch follows if a row has several new tokens. If compressed tokens are not means,
-        torch computes them. `implementation=None` means the first of the three that can run, but
-        `mosaic` only if its kernel is stored on disk.
+        second launch follows if a row has several new tokens. Compressed tokens that are not
+        means are computed by torch. `implementation=None` means the first of the three that can
+        run, but `mosaic` only if its kernel is stored on disk.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
@@ -545,8 +545,8 @@ def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -
 def append_by_mosaic(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches
 ) -> None:
-    """Write new tokens to their pages. If compressed tokens are means, write these too. The
-    tensors of the cache must be contiguous, with more than 8 bits per element.
+    """Write new tokens to their pages. If compressed tokens are means, also write the compressed
+    tokens. The tensors of the cache must be contiguous, with more than 8 bits per element.
     """
     spec = append_spec(cache, key, page_table, cu_seqlens_q, means)
     if not spec.N:

@@ -1,6 +1,7 @@
 """Attention from a paged cache in torch. If each row has few queries, as in decoding with or
-without draft tokens, kernels read the pages directly. Otherwise the keys and values of each row
-are gathered from the pages, and the steps of `attention` run on them.
+without draft tokens, kernels read the pages directly. For rows with more queries, the keys and
+values of each row are gathered from the pages, and the steps of `attention` run on the gathered
+rows.
 
 On an NVIDIA GPU one launch gathers the keys and values of a branch. The launch reads and writes
 each entry once. On other devices torch copies whole pages. Gathered entries that no query attends

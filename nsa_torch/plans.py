@@ -122,8 +122,7 @@ class BoundPlan:
       slots: for each buffer that has its own memory, the slots of its parts and their offsets.
         The last entries belong to the workspace, the bundle and the results of `tables`. The
         workspace, the bundle and these results contain all other buffers.
-      read_arguments: arguments that kernels read. If kernels cannot read such an argument in
-        place, it is copied.
+      read_arguments: arguments that kernels read. Arguments that kernels cannot read are copied.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
       constants: indices of buffers that do not depend on the call.
       read_by_torch: constants that a step of torch reads, each as its position in the list and

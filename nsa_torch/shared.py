@@ -37,8 +37,8 @@ class Shared:
     The cache may be used on any stream. Before a tensor is returned, the current stream waits for
     the stream that computed it. A CUDA graph may outlive this cache. A tensor that a graph reads
     is therefore retained until the process ends. If a tensor did not exist before the capture,
-    the graph computes it at each replay. One call before the capture avoids this computation.
-    A call before the capture is also needed to compile kernels.
+    the graph computes it at each replay. A call before the capture avoids this computation at
+    each replay. A call before the capture is also needed to compile kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):

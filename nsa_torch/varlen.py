@@ -52,7 +52,7 @@ def varlen_metadata(
         more tokens than `max_seqlen`, all tokens of the row count as padding, with outputs and
         gradients of 0.
       total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
-        reads `cu_seqlens`. Otherwise the first call determines `total`.
+        reads `cu_seqlens`. If the host does not read it, the first call determines `total`.
       padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
         compares the two numbers if it reads the boundaries. If the host does not read the
         boundaries, None means True. If `padded` is False, tokens after the last sequence must be
@@ -85,8 +85,8 @@ class VarlenMetadata:
     that value is known.
 
     Attributes:
-      cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat its
-        last number.
+      cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat the
+        last number of the argument.
     """
 
     cu_seqlens: Tensor
@@ -221,7 +221,7 @@ class VarlenMetadata:
         """Check that the metadata fits `x` [1, T, ..] and return its boundaries.
 
         Args:
-          length: T of the whole row.
+          length: The number T of tokens of the whole row.
 
         Raises:
           ValueError: The metadata is for another config, device or length, or `cu_seqlens` has
@@ -323,7 +323,7 @@ def borders_of(
     """Return the boundaries for a call on `x` [B, T, ..], from `cu_seqlens` or from `varlen`.
 
     Args:
-      length: The number of tokens of the whole row, if `x` is only a part of it.
+      length: The number of tokens of the whole row, if `x` is only a part of the row.
 
     Raises:
       ValueError: `cu_seqlens` and `varlen` are both given, or `varlen` does not fit `x` or

@@ -203,7 +203,7 @@ class Paged:
 
     def chosen(self) -> jax.Array | None:
         """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. Return
-        None if they are the same as those of the contiguous cache.
+        None if the selected blocks are the same as those of the contiguous cache.
         """
         if self.name == "gathered":
             return None

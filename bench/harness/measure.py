@@ -24,8 +24,8 @@ def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
     """Return the fields from `take`, or a status and the reason if `take` raises an exception.
 
     `NotImplementedError` gives the status `unsupported`, a lack of memory `oom`, and any other
-    exception `error`. `library` means that the code of another library is measured. Then all
-    other exceptions also give `unsupported`.
+    exception `error`. `library` means that the code of another library is measured. With
+    `library`, all other exceptions also give `unsupported`.
     """
     heartbeat.say(name)
     try:

@@ -136,8 +136,8 @@ def run(
       words: Module and arguments.
       folder: Folder of the log.
       timeout_s: Seconds after which the process is ended.
-      budget: Whether `timeout_s` is the remaining time of the whole run. If it is, the reason for
-        a timeout states this.
+      budget: Whether `timeout_s` is the remaining time of the whole run. If `budget` is true, the
+        reason for a timeout states this.
       before: The words of a command that starts this command, such as a launcher.
       variables: Environment variables in addition to those of this process.
     """

@@ -122,7 +122,8 @@ class JaxRunner:
 
 
 class JaxStep:
-    """Compiled `function(arguments)`. With a cotangent it also returns the gradients."""
+    """Compiled `function(arguments)`. If a cotangent is given, a call also returns the
+    gradients."""
 
     def __init__(self, function, arguments, cotangent):
         def both(arguments, cotangent):
@@ -255,7 +256,8 @@ class TorchRunner:
 
 
 class TorchStep:
-    """Call `function(arguments)`. With a cotangent it also returns the gradients."""
+    """An eager call of `function(arguments)`. If a cotangent is given, a call also returns the
+    gradients."""
 
     def __init__(self, runner: TorchRunner, function, arguments, cotangent):
         torch = runner.torch

@@ -63,7 +63,7 @@ def _drawn(problem: Problem) -> list[jax.Array]:
 def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., Any]:
     """Return a compiled function of block indices or None, query, key, value and gates. The
     compiled function returns the output, and if requested the gradients with the output as
-    cotangent. Without a mesh it runs on one device.
+    cotangent. Without a mesh the compiled function runs on one device.
     """
     several = mesh is not None and mesh.size > 1
     if several:

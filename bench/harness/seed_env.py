@@ -1,5 +1,5 @@
-"""Reads the environment variables of the seed system. `seed_env.yaml` has their meanings in this
-library.
+"""Reads the environment variables of the seed system. `seed_env.yaml` has the meanings of these
+variables in this library.
 
 Commands have flags and no environment variables of their own. For each variable of the seed system
 that is still set, `apply` prints one line on stderr, with the flag that replaces the variable or

@@ -60,7 +60,7 @@ class Child:
         return f"ended after {time.monotonic() - self.start:.0f} s"
 
     def take_turn(self) -> tuple[int, str]:
-        """Give the child its turn. Return its exit status and its output."""
+        """Give the child its turn. Return the exit status and the output of the child."""
         printed, _ = self.process.communicate(GO)
         return self.process.returncode, self.printed + printed
 
@@ -124,9 +124,9 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Run commands. The commands start in order and prepare in parallel. Then they are timed one
-    after the other, the last command first. The standard error of each command is in `<name>.log`
-    in `folder`.
+    """Run commands. The commands start in order and prepare in parallel. After that the commands
+    are timed one after the other, the last command first. The standard error of each command is
+    in `<name>.log` in `folder`.
 
     Yields:
       The name and the exit status of each command when it ends. The output of the command is

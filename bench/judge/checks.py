@@ -40,8 +40,8 @@ class Checker:
           backward: Whether steps return gradients.
           most_rows: The maximum number of checked query positions per sequence. Defaults to the
             rule of `oracle.Slabs.of`.
-          pools: Whether the compressed tokens of whole attention are means of its tokens. If not,
-            they are the compressed tokens in `inputs`.
+          pools: Whether the compressed tokens of whole attention are means of its tokens. If
+            `pools` is False, the compressed tokens are those in `inputs`.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward

@@ -1,5 +1,5 @@
-"""Measures how much quality a trained language model loses if it reads from a cache, as a
-sampler does.
+"""Measures how much quality a trained language model loses when it reads keys and values from a
+cache, as a sampler does.
 
     python -m bench.lm.cached --steps=600
     python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense

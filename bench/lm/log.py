@@ -25,8 +25,8 @@ def _line[T](cls: type[T]) -> type[T]:
 
 @_line
 class Line:
-    """The fields of every line. `implementation` is the implementation that ran. For NSA it is
-    the implementation of the forward pass.
+    """The fields of every line. `implementation` is the implementation that ran. For NSA
+    `implementation` names the implementation of the forward pass.
     """
 
     kind: ClassVar[str]

@@ -8,9 +8,9 @@ is as good.
 Runs of a seed start from the same weights and read the same batches. A run of NSA and the run of
 dense attention with the same seed are therefore a pair. For dense attention the table has means.
 If there are several kinds of dense runs, the first kind is used. For every other kind the table
-has the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on it
-also has t, which is the mean difference divided by the standard error, with n - 1 degrees of
-freedom. Losses are in nats per token:
+has the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on
+the table also has t, which is the mean difference divided by the standard error, with n - 1
+degrees of freedom. Losses are in nats per token:
 
     new, near, far   of held-out targets by earlier tokens in the row (`bench.lm.measures`)
     end              of all of them, after the last step
@@ -373,7 +373,7 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
 
 def selection(group: Group, kind: Kind) -> list[Verdict]:
     """Return whether selections of NSA find copies. There is no verdict if a random selection
-    would often find them.
+    would often contain the copies.
 
     Raises:
       NotImplementedError: There are too few runs for a verdict.

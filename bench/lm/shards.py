@@ -138,8 +138,8 @@ def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor` sharded like `like`. Return it unchanged if it is already sharded or if
-    `like` is not sharded."""
+    """Return `tensor` sharded like `like`. Return `tensor` unchanged if it is already sharded or
+    if `like` is not sharded."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     whole = tensor.to(like.device)

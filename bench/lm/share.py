@@ -51,7 +51,7 @@ class Share:
         return [slice(start, start + self.rows) for start in starts]
 
     def of(self, fetch: Callable[[slice], Batch]) -> Batch:
-        """Fetch the rows of this process from each micro-batch. Return them one after the
+        """Fetch the rows of this process from each micro-batch. Return these rows one after the
         other."""
         return joined([fetch(rows) for rows in self.slices()])
 

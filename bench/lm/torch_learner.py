@@ -175,8 +175,8 @@ class Learner:
 
     def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each layer the gates `[T, gate heads, 3]` and block indices
-        `[T, key/value heads, n]` of a row of `batch`. Dense attention has none of these. Every
-        process must call this method."""
+        `[T, key/value heads, n]` of a row of `batch`. Dense attention has no gates and no block
+        indices. Every process must call this method."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.attention.register_forward_pre_hook(
@@ -266,7 +266,7 @@ class Learner:
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
         """Run forward and backward. Return the loss of this process's rows, and set the float32
-        gradients of `trained`. With `reduce` they are means over all processes.
+        gradients of `trained`. With `reduce` the gradients are means over all processes.
         """
         compute = self._replay if self.graph else self._gradients
         loss, grads = compute(rows[0])

@@ -45,8 +45,8 @@ class Settings:
       csv: Whether to write the CSV file.
       heartbeat_s: Seconds without a line of the heartbeat after which the next step writes a
         line.
-      hang_s: Seconds without a step after which a process ends. With 0, it never ends for this
-        reason.
+      hang_s: Seconds without a step after which a process ends. With `hang_s=0`, a process never
+        ends for this reason.
     """
 
     every: int = EVERY
@@ -175,7 +175,7 @@ def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
 @contextlib.contextmanager
 def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
     """Return a context with a function that must be called at least every `hang_s` seconds. If
-    `hang_s` is 0, it need not be called.
+    `hang_s` is 0, the function need not be called.
 
     If the function is not called in time, the stacks of all threads are written to the file at
     `path`, and the process ends immediately with status `HUNG`. Other processes get no message.

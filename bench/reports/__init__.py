@@ -1,2 +1,2 @@
-"""Presents records. `sources` reads them, `render` makes tables, and the other modules draw
+"""Presents records. `sources` reads records, `render` makes tables, and the other modules draw
 charts."""

@@ -48,8 +48,8 @@ class Problem(NamedTuple):
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
         """Return the tiling of a kernel (`tiling.needed`) with at most `rows` rows and `keys`
-        keys per tile. If `rows` is given, it replaces the default bound. `keys` can only reduce
-        the default bound.
+        keys per tile. A given `rows` replaces the default bound. `keys` can only reduce the
+        default bound.
 
         Raises:
           NotImplementedError: No tiles fit in the shared memory of the GPU.

@@ -4,8 +4,8 @@ writes in place.
 A program has one token and one key/value head. The program writes the token to its page. If the
 token is the last one of a window, at position i d + l - 1, the program also writes the mean of
 the last `l` tokens. The program reads tokens of this call from the inputs, since other programs
-may not have written them yet. Earlier tokens are read from their pages. The launch itself takes
-most of the time.
+may not have written them yet. Tokens of earlier calls are read from their pages. The launch
+itself takes most of the time.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of such a cache use the
 older tokens in the row's ring buffer, if these tokens round to the tokens in the page.

@@ -1,9 +1,10 @@
 """Computes attention of each query to its selected blocks, and its dq.
 
 The kernels are query-stationary. A tile has the `GROUP` heads of `TOKENS` adjacent tokens. If a
-group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. Otherwise it loops
-over the tile's block list, and rows of tokens that did not select a block are masked. The
-kernels are bound by L2, since each tile reads the keys and values of its blocks.
+group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. If a tile has
+several tokens, the program loops over the tile's block list, and masks rows of tokens that did
+not select a block. The kernels are bound by L2, since each tile reads the keys and values of its
+blocks.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """

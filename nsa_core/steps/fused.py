@@ -6,9 +6,9 @@ framework and any kernels.
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
 `forward_with_residuals` also stores each branch separately. The kernel of the selected branch
 then computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered, a separate
-kernel (`gated_sum`) computes the sum. If residuals are `recomputed`, they contain only the block
-indices. `backward` then runs the branches again, one after the other, so that only one output
-exists at a time.
+kernel (`gated_sum`) computes the sum. `Residuals.recomputed` contain only the block indices.
+`backward` then runs the branches again, one after the other, so that only one output exists at a
+time.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,9 @@ class Steps(NamedTuple):
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
         compressed tokens that are stored in slots.
       reads_pages: Whether `forward.selected` supports `pages`.
-      gates_together: Whether all gates are cast to float32 in one launch. Otherwise each gate
-        is cast when a kernel reads it, so that only one cast gate exists at a time.
+      gates_together: Whether all gates are cast to float32 in one launch. If `gates_together` is
+        False, each gate is cast when a kernel reads it, so that only one cast gate exists at a
+        time.
     """
 
     forward: Any
@@ -51,7 +52,7 @@ class Steps(NamedTuple):
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
-        """Return the gates in float32. Each kernel reads one of them."""
+        """Return the gates in float32. Each kernel reads the gates of one branch."""
         return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 

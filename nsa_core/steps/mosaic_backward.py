@@ -83,7 +83,7 @@ def intervals(
     keys. The gradients are dq, as one array or a `LaterDq`, and dk and dv of each branch.
 
     Args:
-      do: Gradient of the gated sum `[B, T, H, Dv]`. Without gates it is the gradient of the
+      do: Gradient of the gated sum `[B, T, H, Dv]`. Without gates, `do` is the gradient of the
         output.
       added: An array `[B, T, H, D]` that is added to dq, possibly in place.
     """

@@ -87,7 +87,7 @@ def selected_and_sum(
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
     """Return the sizes of tiles. If the heads of one token fill 16 rows or more, a tile has one
-    token. Otherwise it has as many neighbouring tokens as fit in 16 rows.
+    token. If a token has fewer heads, a tile has as many adjacent tokens as fit in 16 rows.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
     slots = power(n, 1)

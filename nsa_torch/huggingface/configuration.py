@@ -74,7 +74,7 @@ class SavedConfig(PreTrainedConfig):
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls this
         method after it has listed the existing files and before it uploads new files. The module
-        is therefore uploaded too.
+        is therefore also uploaded.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)

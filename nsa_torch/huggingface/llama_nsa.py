@@ -176,7 +176,8 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 
 
 class LlamaNSAForCausalLM(LlamaForCausalLM):
-    """A Llama with NSA. Load it with `from_pretrained(path, selection="exact")` or `"trained"`.
+    """A Llama with NSA. Load the model with `from_pretrained(path, selection="exact")` or
+    `"trained"`.
 
     The arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx` describe a packed
     row. A single row whose `position_ids` restart from 0 is also a packed row.
