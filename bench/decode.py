@@ -150,8 +150,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     paged_kernel = FLAGS.paged
 
     def freeze() -> Values:
-        """From now on, use the path's own selection of blocks. The row `scores` judges this
-        selection."""
+        """From now on, use the path's own selection of blocks. The row `scores` judges the path's
+        own selection."""
         nonlocal cached, frozen
         cached = decode_steps.Cached(runner, inputs, config, chosen)
         frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))

@@ -5,7 +5,8 @@
 
 A row is one query position and one key/value head. All rows are compared. A row that differs
 counts as explained if the difference in score is below the resolution of float32
-(`bench/judge/selection_shortfall.py`). The first rows without such an explanation are printed.
+(`bench/judge/selection_shortfall.py`). The first rows whose difference is not explained are
+printed.
 """
 
 import dataclasses

@@ -3,10 +3,10 @@ each test.
 
     python -m bench.seed_report artifacts/<commit>
 
-The command writes `seed_report.md` to this folder. The report has the speed-ups of FA-2 over
-masked SDPA, thresholds, PASS or FAIL of each test, benches and files. The report has the form of
-two templates of the seed system (docs/seed.md). A test that was not run or could not be measured
-on this machine is NOT RUN, never PASS.
+The command writes `seed_report.md` to the folder of the run. The report has the speed-ups of FA-2
+over masked SDPA, thresholds, PASS or FAIL of each test, benches and files. The report has the
+form of two templates of the seed system (docs/seed.md). A test that was not run or could not be
+measured on this machine is NOT RUN, never PASS.
 """
 
 import json

@@ -116,9 +116,9 @@ def values(fast: Record, base: Record, *beside: Record) -> Values:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a further implementation. The columns have the time of this
-    implementation, the speed-up of the kernel over it, its mean error, and the reason if it has
-    no time.
+    """Return the columns of a further implementation. The columns have the time of the
+    implementation `name`, the speed-up of the kernel over it, its mean error, and the reason if
+    it has no time.
     """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 

@@ -13,8 +13,8 @@ are compared with the portable path. A kernel that failed at a length does not c
 that length. A threshold without measured rows is not set. In a folder, the files `fa2.jsonl` and
 `selection.jsonl` at any depth are read.
 
-In the file of the device, only sections with changed values are written again. Comments above
-these sections and all other text are unchanged. If the kernel of a `provisional` rule of the
+In the file of the device, only sections with changed values are written again. Comments above the
+changed sections and all other text are unchanged. If the kernel of a `provisional` rule of the
 policy was measured for a step and is faster from some length on, the step is removed from the
 rule. `--check` tests whether the automatic choice switches at the lengths of the file
 (`tuners/threshold_check.py`).

@@ -103,9 +103,9 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 
     Args:
       array: A JAX array on one device, which is not traced.
-      copy: With False, tensor and array share memory. Never write to such a tensor, and drop it
-        only after all reads have finished. With True, the tensor is a copy in torch's memory, for
-        which these rules do not apply.
+      copy: With False, tensor and array share memory. Never write to a tensor that shares memory,
+        and drop it only after all reads have finished. With True, the tensor is a copy in torch's
+        memory, for which the rules of the module do not apply.
     """
     alias = torch.from_dlpack(array)
     if not copy:

@@ -11,7 +11,7 @@ has the same names. The following rule therefore maps a path in that module to a
 Dtypes are unchanged, including bfloat16. The file's metadata records the result of
 `module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. Additional entries
 (`LayerSpec.kind_keys`) record gate and phi of each attention layer, and kv if it is "shared". The
-names of these entries have the information, and their values are zero.
+names of the additional entries have the information, and their values are zero.
 """
 
 import json

@@ -94,7 +94,7 @@ class QueryLayout(Protocol):
     @property
     def num_keys(self) -> int | None:
         """The number of keys of every sequence, if tables that are derived from this number are
-        constants of a program. In torch the value is None, since torch caches these tables.
+        constants of a program. In torch the value is None, since torch caches the tables instead.
         """
 
 
@@ -139,8 +139,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` writes into its last inputs. Such a kernel's first outputs keep
-        the values of these inputs in all elements that the kernel does not write.
+        """Return whether `kernel` writes into its last inputs. The first outputs of a kernel in
+        place keep the values of its last inputs in all elements that the kernel does not write.
         """
         return bool(kernel.in_place)
 

@@ -20,7 +20,7 @@ WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
-    """Return a config for attention to the listed blocks, with these sizes of the selected
+    """Return a config for attention to listed blocks, with the given sizes of the selected
     branch. The sizes of the other branches have no effect.
     """
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)

@@ -210,7 +210,8 @@ class Teacher(NamedTuple):
 
 class Loss(NamedTuple):
     """The loss in chunks of queries. The fields from `chunk` on are arguments for a framework's
-    function `over_queries`. With these arguments `over_queries` returns the loss `[B, T, Hi]`.
+    function `over_queries`. With the fields as arguments, `over_queries` returns the loss `[B, T,
+    Hi]`.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,

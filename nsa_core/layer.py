@@ -73,11 +73,11 @@ class LayerSpec:
       phi: the compressor.
         "avg" is the mean.
         "mlp" is a learnable depthwise convolution that starts as the mean.
-        "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs of this MLP
-        are rotated keys. The result therefore depends on the position of the window in the
-        sequence, and a product with a query does not depend only on their distance. "mlp_rope" is
-        the same MLP for unrotated keys. The compressed key is rotated by the middle of its
-        window, so that a product with a query depends on their distance.
+        "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs of the MLP
+        of "mlp_pe" are rotated keys. The result therefore depends on the position of the window
+        in the sequence, and a product with a query does not depend only on their distance.
+        "mlp_rope" is the same MLP for unrotated keys. The compressed key is rotated by the middle
+        of its window, so that a product with a query depends on their distance.
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
@@ -360,7 +360,7 @@ class LayerSpec:
 
     def start(self) -> dict[str, Any]:
         """Return the values that affect only the initial weights and are not None. `as_dict`
-        omits these values.
+        omits the values that affect only the initial weights.
         """
         found = {name: getattr(self, name) for name in START}
         return {name: list(value) for name, value in found.items() if value is not None}

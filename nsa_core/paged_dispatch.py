@@ -1,7 +1,7 @@
 """Chooses, for a paged call, between kernels that read pages and `attention` on gathered rows.
 
-Gathered rows can run on any implementation of `attention`. The names of these implementations are
-therefore accepted too.
+Gathered rows can run on any implementation of `attention`. A paged call therefore also accepts
+the names of implementations of `attention`.
 """
 
 import dataclasses

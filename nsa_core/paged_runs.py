@@ -109,8 +109,8 @@ def _ints(name: str, found: Sequence[int]) -> list[int]:
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
     """Return whether a row may begin with pages that another row fills in the same call of
-    `count` tokens per row. Engines that share prefixes make such calls. For such calls, a launch
-    that both appends and attends must not run.
+    `count` tokens per row. Engines that share prefixes make calls with shared pages. If the
+    result is True, a launch that both appends and attends must not run.
 
     Args:
       lengths: `[B]`, the length of each row including the new tokens.

@@ -142,9 +142,9 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """Return the length that the automatic choice uses. Usually this length is the threshold.
-        If the threshold was measured against code that the library does not run, return the
-        length that was measured against the portable path instead.
+        """Return the length that the automatic choice uses. Usually the returned length is the
+        threshold. If the threshold was measured against code that the library does not run,
+        return the length that was measured against the portable path instead.
         """
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
         measured = about.get("value") == value  # otherwise a person has set the threshold

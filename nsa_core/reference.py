@@ -9,8 +9,8 @@ other implementations. The reference needs memory for `[T, S]` per head, and the
 never uses it.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays may come from either framework.
-`nsa_jax.reference` and `nsa_torch.reference` wrap these functions with the arguments of the
-public functions.
+`nsa_jax.reference` and `nsa_torch.reference` wrap the functions of this module with the arguments
+of the public functions.
 """
 
 from typing import Any, NamedTuple

@@ -53,9 +53,9 @@ class Llama3:
 class Yarn:
     """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
     original length, and fast pairs at least `beta_fast` times. Between slow and fast pairs, the
-    interpolation is linear in the index of the pair. `truncate` rounds the two ends of this range
-    outwards. Rotated queries and keys are `attention_factor` times as long. By default
-    `attention_factor` is derived from `factor`, or from `mscale` and `mscale_all_dim`.
+    interpolation is linear in the index of the pair. `truncate` rounds the two ends of the
+    interpolated range outwards. Rotated queries and keys are `attention_factor` times as long. By
+    default `attention_factor` is derived from `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"

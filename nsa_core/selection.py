@@ -45,11 +45,11 @@ def choose(
     """Select `n` blocks among the blocks from 0 to `own`. The result is int32 `[..., n]`,
     ascending, with -1 in empty slots.
 
-    The first `num_initial` and the last `num_local` of these blocks are always selected. If
-    scores are equal, the block with the lower index is selected. No framework guarantees the
+    The first `num_initial` and the last `num_local` of the blocks `0 .. own` are always selected.
+    If scores are equal, the block with the lower index is selected. No framework guarantees the
     order of equal values in a top-k. Only the values of the top-k are therefore used. Blocks with
-    scores above the n-th largest value are selected. Blocks with exactly this value fill the
-    remaining slots, lowest indices first.
+    scores above the n-th largest value are selected. Blocks with exactly the n-th largest value
+    fill the remaining slots, lowest indices first.
 
     Args:
       scores: `[..., N]`.

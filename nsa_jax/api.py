@@ -264,7 +264,7 @@ def select_blocks(
 
     If scores are equal, the block with the lower index is chosen. A score underflows in float32
     if its logit is 87 or more below the log-sum-exp. Most implementations treat scores that
-    underflow as 0. Only `reference`, and `xla` on a CPU, still order these scores
+    underflow as 0. Only `reference`, and `xla` on a CPU, still order scores that underflow
     (docs/kernels/numerics.md).
 
     Args:

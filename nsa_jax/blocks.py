@@ -40,7 +40,7 @@ def block_attention(
     implementation: Name | None = None,
 ) -> Float[Array, "B T H Dv"] | OutLse:
     """Compute causal attention of each query to the key blocks in its list. One softmax covers
-    the keys of all these blocks.
+    the keys of all blocks in the list.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. A query attends to the tokens of its listed blocks at or before its own position.
@@ -60,9 +60,9 @@ def block_attention(
         block twice, since its keys would then count twice.
       block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
         supports multiples of 16 up to 128, and `triton` any size up to 128. `mosaic` and `triton`
-        also support larger multiples of 64. `mosaic` and `triton` split such large blocks into
-        parts of 128 tokens, or of 64 tokens if 128 is no divisor. A list may have up to 64 parts.
-        Longer lists run on `triton` for any block size, unless rows are packed or
+        also support larger multiples of 64. `mosaic` and `triton` split blocks of more than 128
+        tokens into parts of 128 tokens, or of 64 tokens if 128 is no divisor. A list may have up
+        to 64 parts. Longer lists run on `triton` for any block size, unless rows are packed or
         `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
@@ -150,8 +150,8 @@ def block_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
-    """Compute `(out, lse)` with the kernels that gather single keys. The gradients of these
-    kernels are computed in chunks of queries.
+    """Compute `(out, lse)` with the kernels that gather single keys. The gradients of the
+    gathering kernels are computed in chunks of queries.
     """
 
     def run(*arrays):

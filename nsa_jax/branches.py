@@ -7,7 +7,7 @@ output `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
 The selection of blocks (arXiv 2502.11089 v2, Eqs. 8-12) is computed in float32 and has no
 gradient. On a CPU, scores that are too small for float32 are compared by their logarithms. The
-logarithms are computed only if such scores affect the selection.
+logarithms are computed only if scores that are too small affect the selection.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Lists the implementations of each step in JAX. `nsa_core.dispatch` chooses one of these
-implementations."""
+"""Lists the implementations of each step in JAX. `nsa_core.dispatch` chooses one implementation
+per step."""
 
 import functools
 

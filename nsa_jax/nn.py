@@ -187,8 +187,8 @@ class Mark(nnx.Variable):
 class Kind(nnx.Module):
     """Records the kind of a layer in the names of its state, such as `gate_sigmoid` and
     `phi_avg`. Names can be compared without reading a value from a device, also under `jit`. The
-    state of another kind of layer has another structure. `nnx.update` and Orbax refuse such a
-    state, but `nnx.merge` does not compare names.
+    state of another kind of layer has another structure. `nnx.update` and Orbax refuse a state
+    with another structure, but `nnx.merge` does not compare names.
     """
 
     def __init__(self, spec: LayerSpec):

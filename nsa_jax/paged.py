@@ -146,8 +146,8 @@ def append(
 
     A token is not written if it is beyond the end of the row's page table or if its entry of
     the table is negative. Rows of length 0 write nothing. If a token's entry of the table is
-    beyond the pool of pages, the call raises an error on a CPU outside traced code. Elsewhere
-    such a token is not written. Two rows must not write to the same page.
+    beyond the pool of pages, the call raises an error on a CPU outside traced code. Elsewhere a
+    token with such an entry is not written. Two rows must not write to the same page.
 
     Args:
       cache: the cache, which the call does not change. If you donate the cache, it is invalid

@@ -98,8 +98,8 @@ def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: H
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Attach a `Tables` object to `borders`. From then on, arrays that are derived from these
-    boundaries are stored in that object.
+    """Attach a `Tables` object to `borders`. From then on, arrays that are derived from `borders`
+    are stored in the `Tables` object.
     """
     setattr(borders, ATTRIBUTE, tables)
     return borders

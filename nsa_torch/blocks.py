@@ -35,7 +35,7 @@ def block_attention(
     implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal attention of each query to the key blocks in its list. One softmax covers
-    the keys of all these blocks.
+    the keys of all blocks in the list.
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. A query attends to the tokens of its listed blocks at or before its own position.
@@ -54,8 +54,8 @@ def block_attention(
         block twice, since its keys would then count twice.
       block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
         size up to 128. `mosaic` and `triton` also support larger multiples of 64. `mosaic` and
-        `triton` split such large blocks into parts of 128 tokens, or of 64 tokens if `block_size`
-        is not a multiple of 128. A list must then have at most 64 parts.
+        `triton` split blocks of more than 128 tokens into parts of 128 tokens, or of 64 tokens if
+        `block_size` is not a multiple of 128. A list must then have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the
@@ -115,9 +115,9 @@ def block_attention(
 def _of_long_lists(
     query, key, value, block_indices, block_size, include, scale, kv_len, implementation
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `(out, lse)` with the kernels for long block lists. These kernels gather single
-    keys and have no gradient. Return None if the kernels do not support the call or if the caller
-    named another implementation.
+    """Compute `(out, lse)` with the kernels for long block lists. The kernels for long lists
+    gather single keys and have no gradient. Return None if the kernels do not support the call or
+    if the caller named another implementation.
     """
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):

@@ -42,7 +42,7 @@ class Signature(NamedTuple):
       sizes: `max_seqlen`, `padded` and `gap` of a packed row.
       checked: whether the caller has checked the arguments.
       gradient: whether any tensor requires a gradient while gradients are on.
-      hooked: Whether hooks for saved tensors are set. With such hooks each tensor is saved
+      hooked: Whether hooks for saved tensors are set. With hooks, each tensor is saved
         separately, and no saved tensor is freed early.
       form: The number of tensors per argument. The entry is 0 for None, 1 for a tensor, 3 for
         `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of n
@@ -142,8 +142,8 @@ class PlannedProgram(operators.Program):
     Args:
       path: a `kernel_path.KernelPath`.
       config: the configuration of the calls.
-      tensors: the tensors of the first call with this signature. The object does not store these
-        tensors.
+      tensors: the tensors of the first call with this signature. The `PlannedProgram` does not
+        store these tensors.
 
     Attributes:
       order: The function that picks the operator's arguments from the tensors of the call, in the

@@ -21,8 +21,9 @@ of halos and of compressed tokens become reduce-scatters in float32. A learned `
 again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
-backward pass slices these inputs from the rank's own tensors, or gathers them again. The outer
-autograd node saves all other tensors. `torch.utils.checkpoint` around the call therefore works.
+backward pass slices the input tensors from the rank's own tensors, or gathers them again. The
+outer autograd node saves all other tensors. `torch.utils.checkpoint` around the call therefore
+works.
 
 Shapes: `T` is the number of tokens of one rank, and `S` that of the whole sequence.
 """
@@ -144,8 +145,8 @@ def compress(
     Args:
       x: `[B, T, Hkv, D]`, the rank's own tokens.
       params: The parameters of `phi`, which must be the same on every rank. The gradient of the
-        parameters on a rank covers only the windows of that rank. Sum this gradient over the
-        ranks to get the full gradient.
+        parameters on a rank covers only the windows of that rank. Sum the gradient of the
+        parameters over the ranks to get the full gradient.
       config: as in `nsa_torch.compress`.
       cu_seqlens: Boundaries of the whole sequence, which must be the same on every rank.
       context_mesh, context_layout: as in `nsa_torch.attention`.
@@ -324,8 +325,8 @@ def attention(
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
-    """Return whether all steps on the whole row would run on Mosaic kernels. In this case the
-    steps on parts of the row also run on Mosaic kernels.
+    """Return whether all steps on the whole row would run on Mosaic kernels. If the result is
+    True, the steps on parts of the row also run on Mosaic kernels.
     """
     floats, width = (*key, *value, *gates), value.selected.shape[-1]
     place, dtype, sizes, *rest, _ = problem_key(

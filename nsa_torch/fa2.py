@@ -7,11 +7,11 @@ d + 1` compressed tokens. Within a residue class `t mod d`, each query therefore
 more token than the previous query. The compressed branch is therefore plain causal attention,
 with `d` classes per sequence. Each class is a separate sequence for FA-2. A dozen operators
 reorder queries, keys and results before and after the call of FA-2. The host needs 0.7 to 0.8 ms
-to launch these operators. Below a few thousand tokens, the GPU needs less time than the host. On
-an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to 1.2 ms at
-4096. One call of SDPA with a dense mask takes 0.22 ms. In eager mode FA-2 is therefore worthwhile
-only if the dense mask is too large. A CUDA graph replays the operators without the host. The
-indices for the reordering are computed once for all calls of the same sizes (`_once`).
+to launch the reordering operators. Below a few thousand tokens, the GPU needs less time than the
+host. On an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to 1.2
+ms at 4096. One call of SDPA with a dense mask takes 0.22 ms. In eager mode FA-2 is therefore
+worthwhile only if the dense mask is too large. A CUDA graph replays the operators without the
+host. The indices for the reordering are computed once for all calls of the same sizes (`_once`).
 
 Sliding branch: FA-2 computes attention with a causal window.
 

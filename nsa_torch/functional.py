@@ -26,7 +26,7 @@ boundaries raise `ValueError`. On a GPU and under torch.compile, invalid boundar
   one is less than its predecessor    it counts as the predecessor
   one is beyond `T`                   it counts as `T`
 
-Kernels need tables that are derived from the boundaries. Each call computes these tables again,
+Kernels need tables that are derived from the boundaries. Each call computes the tables again,
 unless `varlen_metadata` has made metadata for the batch. The metadata stores the tables.
 
 All functions are differentiable with respect to floating-point tensors, also through the
@@ -284,7 +284,7 @@ def select_blocks(
     If scores are equal, the block with the lower index is chosen. A score underflows in float32
     if all its logits are 87 or more below the log-sum-exp (103 or more for `sdpa` and `fa2` on a
     GPU). Most implementations treat scores that underflow as 0. Only `reference`, and `sdpa` and
-    `jax` on a CPU, still order these scores (docs/kernels/numerics.md).
+    `jax` on a CPU, still order scores that underflow (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.

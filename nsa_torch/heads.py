@@ -361,8 +361,8 @@ def norms_of(layer: nn.Module) -> Norms | None:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply a plain norm to `x` in float32 or wider. The result has this dtype, since heads are
-    rounded only after the rotation.
+    """Apply a plain norm to `x` in float32 or wider. The result has the wider dtype, since heads
+    are rounded only after the rotation.
     """
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)

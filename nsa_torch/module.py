@@ -128,8 +128,8 @@ class NSAAttention(nn.Module):
 
     The state_dict has entries whose names record `gate` and `phi` (for example
     `kind.gate_sigmoid`), and `kv` if it is "shared". Averaging weights does not change these
-    names. `load_state_dict` raises `ValueError` if these entries do not fit the layer. If a
-    state_dict has no such entries, `load_state_dict` also raises `ValueError`, unless you passed
+    names. `load_state_dict` raises `ValueError` if the recorded kinds do not fit the layer. If a
+    state_dict records no kinds, `load_state_dict` also raises `ValueError`, unless you passed
     `gate` and `phi` to the constructor.
     """
 

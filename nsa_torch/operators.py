@@ -448,7 +448,7 @@ class InputMode(NamedTuple):
     gates and `block_indices`.
 
     Attributes:
-      name: The name of the mode in the kinds of operators.
+      name: The name of the mode, which is a part of the names of kinds.
       compresses: Whether the call receives tokens for the compressed branch. If `compresses` is
         true, the call averages the windows of these tokens.
       shared: Whether all branches share their keys and values. If `shared` is true, keys and

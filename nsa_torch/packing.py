@@ -3,8 +3,8 @@ FlashAttention-2, compute the branches of NSA.
 
 The device computes the new orders of rows by cumulative sums and searches. Arrays have the
 maximum possible length, so that the host need not know the actual length. On CUDA, the Triton
-kernels of `kernels_pallas.triton.pack` move the rows. These kernels need 24 bytes of indices per
-range of tokens, such as a selected block. On a CPU, torch indexes the tensors.
+kernels of `kernels_pallas.triton.pack` move the rows. The Triton kernels need 24 bytes of indices
+per range of tokens, such as a selected block. On a CPU, torch indexes the tensors.
 """
 
 import dataclasses
@@ -71,7 +71,8 @@ def residue_classes(
 def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
     """Return `cu_seqlens` of queries and keys that assign every row to a sequence. Padding
     queries form a sequence without keys. Keys to which no query may attend form a sequence
-    without queries. FA-2 would otherwise not write the outputs and gradients of these rows.
+    without queries. FA-2 would otherwise not write the outputs and gradients of rows that belong
+    to no sequence.
     """
     if cu_seqlens is not None:
         ends = cu_seqlens.to(device, torch.int64).clamp(0, kv_len)
@@ -92,8 +93,8 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 class Ranges:
     """Runs of consecutive tokens, stored one after the other in a packed buffer, from which a
     `Chunk` reads its keys. Two runs of one head either begin at the same token or share no token,
-    as selection blocks do. `read` and `add` launch Triton kernels. Where these cannot run, torch
-    uses `rows` instead.
+    as selection blocks do. `read` and `add` launch Triton kernels. Where Triton kernels cannot
+    run, torch uses `rows` instead.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array

@@ -110,7 +110,7 @@ class PagedCache(PagedArrays):
         """Make a cache on pages that a serving engine owns, without copying the pages. Other
         pages, such as those of other layers, may be between the given pages. For example, pages
         of keys and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same
-        stride between pages, kernels read the arrays without a copy. With such a stride, the
+        stride between pages, kernels read the arrays without a copy. With a common stride, the
         tensors of the cache include the pages in between. Tensors that this method allocates get
         the same number of pages.
 
@@ -244,8 +244,8 @@ class PagedCache(PagedArrays):
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
         """Copy the buffers with the unrounded newest tokens of rows that forked in an fp8 cache.
         `source` and `target` are indices `[K]` of buffers, as in `slots` of `append`. Without
-        this copy up to `l / d` of the fork's next compressed tokens are computed from rounded
-        tokens.
+        `copy_recent`, up to `l / d` of the fork's next compressed tokens are computed from
+        rounded tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -346,9 +346,9 @@ def append(
     A token is not written if it is beyond the end of the row's page table or if its entry of the
     table is negative. Rows of length 0 write nothing. If a token's entry of the table is beyond
     the pool of pages, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
-    without `debug`, such a token is not written. Two rows must not write to the same page. A row
-    may begin with pages that another row fills in this call, except in a call of one token per
-    row.
+    without `debug`, a token with such an entry is not written. Two rows must not write to the
+    same page. A row may begin with pages that another row fills in this call, except in a call of
+    one token per row.
 
     Args:
       cache: the cache, which is modified in place.

@@ -70,12 +70,12 @@ def paged_attention(
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before
     this function, or pass the new tokens to this function. On `mosaic`, a single launch appends
     the tokens and attends, for rows of up to 8 tokens, if compressed tokens are means and
-    `cu_seqlens_q` is None. In such a launch no row may begin with pages that another row fills.
-    The output of a row is bitwise independent of the other rows. The output is 0 for rows of
-    length 0 and for tokens that belong to no row. If the page table names a page that does not
-    exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU without `debug`,
-    such an entry is clamped to the pool of pages. A length beyond the page table is clamped to
-    the table's capacity.
+    `cu_seqlens_q` is None. In a launch that also appends, no row may begin with pages that
+    another row fills. The output of a row is bitwise independent of the other rows. The output is
+    0 for rows of length 0 and for tokens that belong to no row. If the page table names a page
+    that does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
+    without `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the
+    page table is clamped to the table's capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -553,8 +553,8 @@ def side_by_side(
       at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If `at_hand` is given,
         only compressed tokens are copied.
       margin: The number of tokens directly before those of the sliding branch that must be zeros.
-        Tokens before these zeros may be uninitialized. `margin=None` means that all earlier
-        tokens must be zeros.
+        Tokens before the `margin` zeros may be uninitialized. `margin=None` means that all
+        earlier tokens must be zeros.
       last_page: Whether the selected branch needs only the page with each row's last token.
     """
     config = cache.config

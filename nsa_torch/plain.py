@@ -7,11 +7,11 @@ the part that depends on the inputs, so that this module raises an error instead
 
 By default, torch frees the tensors that an operator has saved only after the operator's
 backward pass. The outputs of the three branches are half of the memory of a call. In the backward
-pass only one of the first launches (`deltas`) reads these outputs. dq can then reuse their
-memory. The outputs are therefore released early, but only in the last pass through a graph (no
-`retain_graph`), and only without hooks for saved tensors. A hook may keep such a tensor, or copy
-it back on another stream. After the backward pass, code that reads `out.grad_fn.saved_tensors`
-finds tensors without memory.
+pass only one of the first launches (`deltas`) reads the outputs of the branches. dq can then
+reuse their memory. The outputs are therefore released early, but only in the last pass through a
+graph (no `retain_graph`), and only without hooks for saved tensors. A hook may keep a saved
+tensor, or copy it back on another stream. After the backward pass, code that reads
+`out.grad_fn.saved_tensors` finds tensors without memory.
 """
 
 import contextlib
@@ -101,8 +101,8 @@ def is_last_pass() -> bool:
 
 
 def has_hooks() -> bool:
-    """Return whether `torch.autograd.graph.saved_tensors_hooks` are set. Checkpointing uses
-    such hooks.
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` are set. Checkpointing uses these
+    hooks.
     """
     return _hooks(True) is not None
 

@@ -504,8 +504,8 @@ def keep[Value](key: Hashable, value: Value) -> Value:
 
 
 def forget() -> None:
-    """Forget all plans and calls. Tests and tuners call this after they change state on which
-    plans depend.
+    """Forget all plans and calls. Tests and tuners call this function after they change state on
+    which plans depend.
     """
     KNOWN.clear()
 
@@ -576,8 +576,8 @@ class Planned(NamedTuple):
         """Compile and load the kernels of a layer, in parallel, at its first call.
 
         Other lengths may need other kernels of the layer. A kernel for other lengths is loaded
-        when a plan that runs it is bound. If one of these kernels was never built, all kernels of
-        the call are built.
+        when a plan that runs it is bound. If one of the call's kernels was never built, all
+        kernels of the call are built.
         """
         described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
         # Lengths are axes of tensors, and are among the first numbers of

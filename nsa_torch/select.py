@@ -2,7 +2,7 @@
 per block, and the `n` blocks with the highest scores are selected.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. All arrays are float32 (float64 for float64 input) and
-have no gradient. On a CPU, scores that are too small for this dtype are compared by their
+have no gradient. On a CPU, scores that are too small for the dtype are compared by their
 logarithms. The logarithms are computed only if they decide the selection.
 """
 

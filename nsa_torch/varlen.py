@@ -5,7 +5,7 @@
         y = nsa_torch.attention(query, key, value, gates, config=config, varlen=meta)
 
 The tables that kernels read are computed when a call first needs them. The metadata object stores
-these tables, and other layers, the backward pass and recomputation reuse them.
+the tables, and other layers, the backward pass and recomputation reuse them.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """Compiles and loads all Mosaic kernels of a layer in parallel, before its first call.
 
 A kernel serves every sequence length. Kernels that were prepared for a layer therefore remain
-valid, also on disk (`kernels_pallas.runtime.store`). For this purpose, a layer is a combination
-of heads, widths, dtype and `NSAConfig`.
+valid, also on disk (`kernels_pallas.runtime.store`). In this module, a layer is a combination of
+heads, widths, dtype and `NSAConfig`.
 """
 
 from collections.abc import Iterable

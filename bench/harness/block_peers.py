@@ -1,5 +1,5 @@
 """Kernels of vLLM and flash-msa for attention to selected blocks of 128 keys, for
-`bench.block_selection`. A library is measured if it can be imported. The kernels of these
+`bench.block_selection`. A library is measured if it can be imported. The kernels of the measured
 libraries need a GPU.
 """
 

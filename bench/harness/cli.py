@@ -160,8 +160,8 @@ def run(
 
     Args:
       main: The function that receives the arguments and returns the exit status.
-      own: The flags of the command. If the module of the command is only imported, these flags
-        are not in `flags.FLAGS`. Defaults to the flags that the main module defines in
+      own: The flags of the command. If the module of the command is only imported, the flags in
+        `own` are not in `flags.FLAGS`. Defaults to the flags that the main module defines in
         `flags.FLAGS`.
       arguments: Whether the command accepts arguments that are not flags.
       several: Whether the command itself supports several processes of a launcher.

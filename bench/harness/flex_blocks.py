@@ -1,6 +1,6 @@
 """Runs torch's FlexAttention on lists of selected blocks. The block mask has the union of the
-blocks of each tile of queries. Within these blocks, a function masks single pairs of query and
-key.
+blocks of each tile of queries. Within the blocks of the mask, a function masks single pairs of
+query and key.
 """
 
 import functools

@@ -147,7 +147,8 @@ def make(
       seed: Seed of the random arrays, and of the model that projects the text.
       num_queries: `T`, the number of queries, which are the last of the `S` tokens. Defaults to
         all tokens.
-      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the blocks that these inputs select.
+      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the blocks that the inputs themselves
+        select.
 
     Raises:
       ValueError: `num_queries` is invalid.

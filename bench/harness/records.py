@@ -183,8 +183,8 @@ def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
 
 
 def check_appendable(path: str | Path) -> None:
-    """Check that lines can be appended to the file at `path`. Call this before anything is
-    measured.
+    """Check that lines can be appended to the file at `path`. Call this function before anything
+    is measured.
 
     Raises:
       ValueError: The path is not a file, its last line is truncated, or its folder is a file.

@@ -1,7 +1,7 @@
 """Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
 
 The gradient of the output is zero except in the judged rows. All gradients, including those of
-all keys and values, then follow only from the judged rows. A float32 oracle computes these
+all keys and values, then follow only from the judged rows. A float32 oracle computes the
 gradients row by row. The selected blocks are given, since the choice of another block is not an
 arithmetic error.
 """

@@ -1,4 +1,5 @@
-"""Computes the dense reference on slabs of query rows. Results are compared with this reference.
+"""Computes the dense reference on slabs of query rows. Results of implementations are compared
+with the reference.
 
 A slab is a run of adjacent query rows. Queries are aligned to the end of the keys. The rows `a ..
 b` are therefore a separate problem with the keys up to `b`, or up to `b + S - T` if T < S. Long

@@ -13,7 +13,7 @@ slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or 
 
 Each bound detects other errors. The bound of the maximum does not detect small errors in all
 elements. For example, outputs in bfloat16 that are multiplied by 1.02 satisfy it. The slope
-detects such a factor, since rounding errors have no direction and the slope of many elements is
+detects a common factor, since rounding errors have no direction and the slope of many elements is
 1. The rms detects errors in few elements or without a direction, such as a missing key in the
 window.
 

@@ -6,7 +6,7 @@ A folder has the weights and AdamW's moments in one of two forms:
 - the files `weights`, `mean` and `square` of `nsa_interop.weights`, with which a run can continue
   in the other framework
 - the folder `shards` of `torch.distributed.checkpoint`, which any number of processes can read.
-  `bench.lm.shards` converts such a folder to the first form
+  `bench.lm.shards` converts a checkpoint in shards to the first form
 
 `progress.json` has the number of steps done, which is also the position in the data, the settings
 that must not change, and the checksum of every file.

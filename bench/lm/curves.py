@@ -86,7 +86,7 @@ def verdicts(
       lines: the result of `log.read`.
       tolerance: Bound of the relative difference between the losses of JAX and torch in one step.
         Defaults to the bound for the dtype. The means over the last tenth of the steps may differ
-        by a fifth of this bound.
+        by a fifth of the bound.
       margin: The share by which the loss of NSA may exceed that of dense attention, on the last
         tenth of the training batches and on held-out text.
     """

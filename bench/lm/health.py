@@ -1,7 +1,7 @@
 """Measures gates and selections per layer, which show whether every branch is used.
 
-In this module a head is a unit with its own gates. Such a unit is a query head, or a key/value
-head whose query heads share gates. The query heads of a key/value head always share a selection.
+In this module a head is a unit with its own gates. A head is a query head, or a key/value head
+whose query heads share gates. The query heads of a key/value head always share a selection.
 Sigmoid gates have no fixed sum. The entropy and the largest share therefore use gates divided by
 their sum.
 """

@@ -37,8 +37,8 @@ class Hub:
         return f"{self.name}:{self.config}" if self.config else self.name
 
     def pinned(self) -> "Hub":
-        """Return a copy whose revision is the current commit. A later run with this copy reads
-        the same data.
+        """Return a copy whose revision is the current commit. A later run with the returned copy
+        reads the same data.
 
         Raises:
           ConnectionError: See `take`.

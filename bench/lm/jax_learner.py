@@ -70,7 +70,7 @@ class Begun(NamedTuple):
 
 class Program(NamedTuple):
     """The properties that determine the compiled functions. Learners with equal properties share
-    these functions.
+    their compiled functions.
     """
 
     graphdef: nnx.GraphDef[LM]  # structure of the model with one device's part of the heads
@@ -400,7 +400,7 @@ class Learner:
         return self._tree.unflatten(self.leaves)[1]
 
     def keep(self, params: nnx.State, state: Any) -> None:
-        """Use these weights and moments from now on."""
+        """Use the weights `params` and the moments in `state` from now on."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
         self.weights = len(jax.tree.leaves(params))  # weights come first
         self.compiled: Step | None = None  # compiled for rows with the shapes of the first step

@@ -153,8 +153,8 @@ class Layout:
 
     def summed_gradients(self, compute: Any) -> Any:
         """Return a function that computes the gradients of `summed` as one array. The last number
-        of this array is the loss. The function needs only one all-reduce, and is valid only if
-        `data_only` is true.
+        of the returned array is the loss. The function needs only one all-reduce, and is valid
+        only if `data_only` is true.
 
         If XLA summed the gradient of each weight, it would copy the gradients into buffers of 30
         MB, and back after the all-reduce of each buffer.
@@ -184,8 +184,8 @@ class Layout:
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
     """Within `shard_map`, declare that `x` differs between the devices along `axes`. The gradient
-    of `x` is then the gradient of one device. Without this declaration, JAX would sum the
-    gradients of all devices."""
+    of `x` is then the gradient of one device. JAX would otherwise sum the gradients of all
+    devices for `x`."""
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

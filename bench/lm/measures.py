@@ -9,7 +9,7 @@ the target:
     far     its last occurrence is beyond the window: only the other two branches can reach it
 
 A category is a kind and the part of the row in which the target is. Every process sums the losses
-of its own rows by category. All means follow from these sums.
+of its own rows by category. All mean losses follow from these sums by category.
 """
 
 import dataclasses
@@ -216,7 +216,8 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
     Returns:
       `[heads, 2]`: the share of each head, and the share of a random selection. Only queries
-      count for which the block is not forced. The result is None if there is no such query.
+      count for which the block is not forced. The result is None if the block is forced for all
+      queries.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
@@ -232,8 +233,8 @@ def free_choice(
     query: np.ndarray, wanted: np.ndarray, config: NSAConfig
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each query position, return whether its selection may omit the block `wanted`, because
-    that block is not forced. Also return the chance that a random selection contains such a
-    block.
+    that block is not forced. Also return the chance that a random selection contains a block that
+    is not forced.
     """
     own, forced = query // config.select_block, config.num_initial + config.num_local
     free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)

@@ -10,8 +10,8 @@ class Stream:
     drawn from `seed`.
 
     In the stream, a row begins with the last token of the row before it. A token is therefore
-    predicted at most once. The stream begins at a random position, also drawn from `seed`. With
-    this position, less than one row of tokens is left over.
+    predicted at most once. The stream begins at a random position, also drawn from `seed`. At
+    most a part of a row is left over after the last row.
 
     Args:
       tokens: integers `[total]`.

@@ -142,7 +142,7 @@ class Difference:
 
     def reach(self, share: float) -> float:
         """Return a distance. With the probability `share`, the true value is below the mean plus
-        this distance.
+        the returned distance.
         """
         from scipy import special
 
@@ -411,8 +411,8 @@ def _over_text(kind: Kind) -> np.ndarray:
 
 
 def _copies_from(kind: Kind) -> str | None:
-    """Return the mean step at which runs begin to copy, over the runs that do. For bytes there is
-    no such step, since losses per byte are too small for `COPIED`.
+    """Return the mean step at which runs begin to copy, over the runs that do. For bytes the
+    result is None, since losses per byte are too small for `COPIED`.
     """
     runs = [
         x.values

@@ -16,7 +16,7 @@ Two differences of mean losses of the last 64 tokens, in nats per token, are mea
 For `copied`, both rows end in the same 64 tokens after the same preceding tokens, and only the
 earlier passage differs. The whole difference therefore comes from the earlier passage. The
 earlier passage is beyond the sliding window. Only the compressed and the selected branch can
-therefore reach this passage.
+therefore reach the earlier passage.
 
 `recall` also includes that p fits the text of its row better than q does. A model that only counts
 the tokens of the preceding window already gains 0.5 for rows of 2k tokens and 0.2 for rows of 8k

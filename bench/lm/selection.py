@@ -9,8 +9,9 @@ it could read every block. For each query and group of query heads:
     KL   = sum of p log((p / sum p) / (s / sum s))      over the blocks that are not forced
 
 The loss is the sum of KL over all queries and groups, divided by the sum of p. Each query thereby
-counts by its attention to those blocks. Neither `p` nor the queries nor the input of the layer have
-a gradient, so that the loss trains only the weights that compute compressed keys.
+counts by its attention to the blocks that are not forced. Neither `p` nor the queries nor the
+input of the layer have a gradient, so that the loss trains only the weights that compute
+compressed keys.
 """
 
 import torch

@@ -31,7 +31,8 @@ class ModelSpec:
       norm_eps: Epsilon of the norms.
       dense_first: Number of first blocks with dense attention in a model with NSA. Torch only.
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
-        attention. With 0 there are no such blocks. Torch only.
+        attention. With `dense_every=0`, only the first `dense_first` blocks have dense attention.
+        Torch only.
       selection_loss: Weight of `selection.loss`, which trains the selection. Torch only, and only
         for rows of one sequence.
 

@@ -9,7 +9,8 @@ each slot:
 
 Keys and values are random. A model can therefore predict the value in the copy only if it finds
 the source among all records of the row (multi-query associative recall, arXiv 2312.04927). Every
-fifth pair has no record. In such a pair, the second slot repeats the text of the first.
+fifth pair has no record. In a pair without a record, the second slot repeats the text of the
+first.
 """
 
 from typing import Any

@@ -3,10 +3,10 @@ report's page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
-A run is one kernel at one length. If there are several such runs, the newest counts. A panel
-answers one question for the problem that was measured at the most lengths. The panel compares our
-kernel with all dense kernels of the same framework. The curves of a panel show the time of the
-fastest dense kernel divided by the time of each kernel.
+A run is one kernel at one length. If a kernel has several runs at one length, the newest counts.
+A panel answers one question for the problem that was measured at the most lengths. The panel
+compares our kernel with all dense kernels of the same framework. The curves of a panel show the
+time of the fastest dense kernel divided by the time of each kernel.
 
 At one length NSA is:
 

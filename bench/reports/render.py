@@ -1,4 +1,4 @@
-"""Makes tables and plots from records, and fills the templates of this folder."""
+"""Makes tables and plots from records, and fills the templates in `bench/reports`."""
 
 import csv
 import dataclasses

@@ -92,7 +92,7 @@ def copies_why_not(
 @functools.cache
 def _missing(framework: str) -> str | None:
     """Return a sentence that names a missing package or tool, or packages that do not work
-    together. Return None if there is no such problem.
+    together. Return None if nothing is missing and all packages work together.
     """
     wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
     for name in wanted:
@@ -103,8 +103,8 @@ def _missing(framework: str) -> str | None:
 
 def _pair_why_not() -> str | None:
     """Return the reason why the installed jax-triton and Triton do not work together, or None.
-    jax-triton 0.4 cannot pass the name of a GPU to Triton 3.6, although its metadata allows
-    this pair.
+    jax-triton 0.4 cannot pass the name of a GPU to Triton 3.6, although its metadata allows this
+    pair of versions.
     """
     try:
         caller, compiler = (

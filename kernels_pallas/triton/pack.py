@@ -178,10 +178,11 @@ def sum_ranges(
     """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
     bits for any schedule of the programs.
 
-    The inverse list groups the ranges of a head that begin at the same token. Such a group is
-    called a block. A single program sums their rows in the order of the list and adds the sum to
-    `total`. Two ranges of a head must therefore begin at the same token or share no token. The
-    grid is the same as in `gather_ranges`. Only the first of the ranges of a block has work.
+    The inverse list groups the ranges of a head that begin at the same token. A group of ranges
+    that begin at the same token is called a block. A single program sums their rows in the order
+    of the list and adds the sum to `total`. Two ranges of a head must therefore begin at the same
+    token or share no token. The grid is the same as in `gather_ranges`. Only the first of the
+    ranges of a block has work.
 
     Args:
       block: int64, ascending: a number for the batch row, the head and the first token of the range

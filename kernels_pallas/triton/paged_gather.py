@@ -1,9 +1,10 @@
 """Copies the entries of each row from its pages to contiguous memory, for attention over rows.
 
 A program has some entries of one row, with all heads, of keys and of values. Entries to which no
-query attends are written as zeros. The contents of the pages of such entries are neither read nor
-multiplied. Entries far before the visible entries are not written. The kernel is bandwidth bound,
-since each entry is read once and written once. Entries in fp8 are written in 16 or 32 bits.
+query attends are written as zeros. The contents of pages to which no query attends are neither
+read nor multiplied. Entries far before the visible entries are not written. The kernel is
+bandwidth bound, since each entry is read once and written once. Entries in fp8 are written in 16
+or 32 bits.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""Functions on rows of query heads. All kernels share these functions. The rows of a key/value
-head are numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A tile
-therefore has no unused row, regardless of the size of a group.
+"""Functions on rows of query heads. All Triton kernels share these functions on rows. The rows of
+a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A
+tile therefore has no unused row, regardless of the size of a group.
 
 `c`, the last argument of a kernel, is the NamedTuple of compiled constants from the
 descriptions. In Triton 3.6 and 3.7 the fields of `c` are plain numbers. Functions written in

@@ -1,7 +1,7 @@
 """Splits a fused projection into rotated heads, and joins the gradients of heads. The kernel is
 bound by HBM. A row of the projection has the query heads, then the key heads of each branch,
-then the value heads of each branch. A program processes one of these heads for `ROWS` tokens. The
-program rotates pairs of columns of query and key heads by the angle of the token:
+then the value heads of each branch. A program processes one head for `ROWS` tokens. The program
+rotates pairs of columns of query and key heads by the angle of the token:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
 
@@ -80,8 +80,8 @@ def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROU
     if `turning` is true.
 
     In the backward pass, compute the gradient of the head in the projection from the gradient of
-    these rows. If a mean of `GROUP` heads was computed, the gradient includes a share of the
-    gradient of the mean.
+    the rows of `heads`. If a mean of `GROUP` heads was computed, the gradient includes a share of
+    the gradient of the mean.
     """
     projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))

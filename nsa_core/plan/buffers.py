@@ -24,8 +24,8 @@ class Memory(enum.Enum):
       CONSTANT: The contents depend only on the plan. The contents are computed once and never
         written again.
       BATCH: The contents depend only on the plan and on the argument that many calls share
-        (`ArrayOps.per_batch`). The contents are computed once per such argument and never written
-        again.
+        (`ArrayOps.per_batch`). The contents are computed once per shared argument and never
+        written again.
       WORKSPACE: The memory is a part of the workspace, a single allocation per call.
       ALONE: The buffer has a separate allocation, which exists from its first step to its last.
     """

@@ -212,7 +212,7 @@ class PlanOps(ArrayOps):
     # Buffers
 
     def argument(self, shape: Sequence[int], dtype: str) -> View:
-        """Declare an array that the caller passes. All such arrays must be declared before the
+        """Declare an array that the caller passes. All arguments must be declared before the
         first step.
         """
         return self._new(Array(tuple(shape), dtype), Memory.ARGUMENT)

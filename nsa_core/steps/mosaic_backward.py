@@ -12,11 +12,11 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
 If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of dq
 is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
 key-stationary. The queries of a key tile are determined on the device before this kernel runs. In
-branches with intervals of keys, a search finds these queries. In the selected branch, they are
-read from query lists. A long query list is divided into several work items, and another kernel
-merges the partial sums of the work items. For groups from 8 heads, `dkv` of the selected branch
-also stores dS, and dq is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient
-passes through the scores and the selection of blocks. Every sum has a fixed order.
+branches with intervals of keys, a search finds the queries of a key tile. In the selected branch,
+they are read from query lists. A long query list is divided into several work items, and another
+kernel merges the partial sums of the work items. For groups from 8 heads, `dkv` of the selected
+branch also stores dS, and dq is the product of dS with the keys (`mosaic_stored_ds.py`). No
+gradient passes through the scores and the selection of blocks. Every sum has a fixed order.
 """
 
 import dataclasses

@@ -128,8 +128,8 @@ def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
     """Return the kernels of decode steps with one token per row, for caches in `dtype` and in
-    fp8. These kernels serve any number of rows of any length. The result is empty if the kernels
-    do not support the layer's sizes.
+    fp8. The decode kernels serve any number of rows of any length. The result is empty if the
+    kernels do not support the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []

@@ -3,12 +3,13 @@ frameworks.
 
 If the block list of a tile of queries is long, the next tile loops only over near blocks
 (`kernels_pallas.specs.selected`). The kernel `kernels_pallas.specs.gathered` processes the far
-blocks of that next tile. The list of the previous tile decides, since neighbouring tiles select
-similar blocks and no output may depend on later tokens. The device makes this decision, so that
-the host never waits. Each of the two kernels skips the blocks of the other.
+blocks of that next tile. Whether a tile is gathered depends on the block list of the previous
+tile, since adjacent tiles select similar blocks and no output may depend on later tokens. The
+device decides whether a tile is gathered, so that the host never waits. Each of the two kernels
+skips the blocks of the other.
 
 The gathering kernel is key-stationary. The gathering kernel writes a partial output for each far
-block of a token. Another kernel merges these partial outputs with the output of the loop. Tokens
+block of a token. Another kernel merges the partial outputs with the output of the loop. Tokens
 are split into segments, which limits the number of partial outputs.
 """
 
@@ -111,7 +112,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
     """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. The kernel of `spec`
-    has left these blocks out.
+    has left the far blocks out.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.

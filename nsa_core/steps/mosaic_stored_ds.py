@@ -212,7 +212,8 @@ def _chunks(
 
 @derived(lambda like, *, count, **sizes: [int32(stored_ds.CHUNK_WORDS)] * count)
 def _chunk_words(ops, like, *, count, max_rows, items):
-    """Return the first row and work item of each chunk, in the layout of its kernels."""
+    """Return the first row and the first work item of each chunk of dS, in the layout that the
+    kernels of a chunk read."""
     first = ops.arange(like, count).reshape(-1, 1) * max_rows
     words = ops.xp.concatenate([first, first * items], 1)
     words = ops.pad_end(words, 1, stored_ds.CHUNK_WORDS - words.shape[1], 0)

@@ -3,8 +3,8 @@
 The model has RMSNorm, rotary embedding, grouped heads and SwiGLU. The configuration selects NSA
 or dense attention for each layer. Importing this module registers `model_type="nsa"` with
 `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import this module
-must pass `trust_remote_code=True` to these classes. For such programs, `save_pretrained` and
-`convert` write a small module next to the checkpoint. The public names are:
+must pass `trust_remote_code=True` to these classes. For programs without that import,
+`save_pretrained` and `convert` write a small module next to the checkpoint. The public names are:
   `NSAModelConfig`                      the sizes and the kind of each layer
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       the cache of `generate`: one `nsa_torch.NSACache` per layer

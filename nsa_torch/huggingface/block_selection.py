@@ -10,9 +10,9 @@ Neither the forward nor the backward pass allocates an array of size `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
-Padding tokens on the left have no key to attend to. The output of such a token is the mean of all
-values, the same as with the dense mask of `sdpa`. The output of padding matters because the
-model's indexer scores padding too. Gradients of this output reach only the values.
+Padding tokens on the left have no key to attend to. The output of padding on the left is the mean
+of all values, the same as with the dense mask of `sdpa`. The output of padding matters because
+the model's indexer scores padding too. Gradients of the output of padding reach only the values.
 
 Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
 A mask function is registered under the same name, since transformers would otherwise drop the

@@ -101,7 +101,7 @@ class NSAModelConfig(SavedConfig):
         `head_dim=None` means `hidden_size // num_attention_heads`, and `v_head_dim=None` the
         width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
-        computation depends on this number.
+        computation depends on `max_position_embeddings`.
       initializer_range: initial standard deviation of all matrices except those of gates, `phi`
         and `key_taps`. `initializer_range=None` means 0.02 for the embedding and `1 / sqrt(3 *
         inputs)` for other matrices. Matrices that write to the residual stream start with that

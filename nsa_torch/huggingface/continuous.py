@@ -6,9 +6,10 @@
 
 Each step is planned once for all layers. In a step of one token per row, the manager passes a
 block table. All shapes then depend only on the shape of this table, and the host reads no tensor.
-On a GPU the manager captures such steps as CUDA graphs, one for each power of two of rows. In
-other steps, the manager passes the blocks of all rows one after the other. The host reads the
-boundaries of the rows once and removes padding. `plan_runs` decides which rows run together.
+On a GPU the manager captures steps of one token per row as CUDA graphs, one for each power of two
+of rows. In other steps, the manager passes the blocks of all rows one after the other. The host
+reads the boundaries of the rows once and removes padding. `plan_runs` decides which rows run
+together.
 """
 
 import copy

@@ -81,7 +81,8 @@ class NSAGenerationMixin(GenerationMixin):
         Args:
           persistent_manager: The same as in transformers. If the weights have changed, a new
             manager is made. Changes through `.data` and a change of the active adapter cannot be
-            detected. After such a change, call `destroy_cached_continuous_batching_manager()`.
+            detected. After a change that cannot be detected, call
+            `destroy_cached_continuous_batching_manager()`.
 
         Raises:
           ValueError: A prompt is not a list of at least one token of the vocabulary. All prompts

@@ -124,14 +124,14 @@ def rows(
         The row is then a packed row.
       call: The keyword arguments of the call. A packed row is described by a name in `BORDERS`,
         int `[sequences + 1]`, or by `INDEX`, int `[1, T]`. With `INDEX` the host waits for a
-        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. If such a
-        bound is given, the last sequence must end at the last column of the row.
+        GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. With an upper
+        bound, the last sequence must end at the last column of the row.
       config: The config of the layers with NSA.
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
-        and cache contradict each other. On a GPU these checks wait for the device. Therefore a
-        decode step checks only shapes. If a packed row has several descriptions, they are
-        compared only until they have agreed in one call. In a CUDA graph and under
+        and cache contradict each other. On a GPU the checks of values wait for the device.
+        Therefore a decode step checks only shapes. If a packed row has several descriptions, they
+        are compared only until they have agreed in one call. In a CUDA graph and under
         `torch.compile` no values are checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
@@ -234,7 +234,7 @@ def free_to_read(x: Tensor) -> bool:
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. The other entries of
-    `told` must describe the same boundaries. On a GPU this comparison waits for the device.
+    `told` must describe the same boundaries. On a GPU the comparison waits for the device.
     Entries of the same names are therefore compared only until they have agreed in one call.
     """
     (first, x), *others = told.items()

@@ -10,9 +10,9 @@ token:
 
 With `key_taps`, C also includes the projected keys that a block stores, divided by its tokens.
 
-`PagedCache.carve` divides this memory into arrays over all blocks. All layers form one cache
-group with one block table. The accounting, prefix hashes and block tables of vLLM therefore cover
-all arrays of NSA.
+`PagedCache.carve` divides the memory of a layer into arrays over all blocks. All layers form one
+cache group with one block table. The accounting, prefix hashes and block tables of vLLM therefore
+cover all arrays of NSA.
 """
 
 from typing import Any
