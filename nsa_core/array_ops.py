@@ -139,8 +139,8 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` writes into its last inputs. The first outputs of a kernel in
-        place keep the values of its last inputs in all elements that the kernel does not write.
+        """Return whether `kernel` writes into its last inputs. If it does, the kernel's first
+        outputs keep the values of its last inputs in all elements that it does not write.
         """
         return bool(kernel.in_place)
 
