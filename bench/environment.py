@@ -141,8 +141,8 @@ def is_hopper() -> bool:
 
 
 def _device() -> list[str]:
-    """Return the compute capability and the name of the GPU. A separate process reads them, so
-    that the GPU memory that reading needs is freed.
+    """Return the compute capability and the name of the GPU. A separate process reads both. The
+    GPU memory that it needs is freed when the process ends.
     """
     status, said = _python(DEVICE)
     if status:

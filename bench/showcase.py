@@ -141,8 +141,8 @@ def watched(path: Path) -> Iterator[Path]:
 
 def used(path: Path, seconds: float) -> float | None:
     """Return the mean utilization of the GPU in percent, or None if there are no samples. The
-    mean is over the last `seconds` samples before the last two. During these, the process of a
-    row is timed.
+    mean is over the last `seconds` samples before the last two. The process of a row is timed
+    during these last samples.
     """
     if not path.exists():
         return None

@@ -26,8 +26,8 @@ def slug(device: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys. The original loader would use the last of
-    them."""
+    """A YAML loader that refuses repeated keys. The original loader would use the last of several
+    equal keys."""
 
     def construct_mapping(self, node, deep=False):
         _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])

@@ -347,8 +347,8 @@ class LayerSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return the values that are not None and that determine the function of the layer, for
         the metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included
-        only if they differ from their defaults. A checkpoint that does not record one of them has
-        its default.
+        only if they differ from their defaults. A checkpoint that does not record such a value
+        has the default.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}

@@ -1,5 +1,5 @@
-"""The console scripts of the package. If the extra `bench` is not installed, their error message
-names it."""
+"""The console scripts of the package. If the extra `bench` is not installed, the error message of
+a script names the extra."""
 
 import runpy
 import sys

@@ -477,7 +477,7 @@ def varlen_metadata(
     """Make the argument `varlen` of calls on packed rows, which replaces `segment_ids`.
 
     The limits `max_segments` and `max_seqlen` are checked only if the host can read
-    `segment_ids`. The host can read them on a CPU outside `jax.jit`, and on a GPU while
+    `segment_ids`. The host can read `segment_ids` on a CPU outside `jax.jit`, and on a GPU while
     `nsa_jax.debug` reports events. In other cases the caller must ensure that the rows respect
     the limits.
 

@@ -11,8 +11,8 @@ from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
-    """Return whether the host reads the values of an argument. The host reads them if it need not
-    wait for a device, or if `nsa_core.debug` is on.
+    """Return whether the host reads the values of an argument. The host reads values if it need
+    not wait for a device, or if `nsa_core.debug` is on.
     """
     if isinstance(x, jax.core.Tracer):
         return False

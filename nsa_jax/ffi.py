@@ -154,7 +154,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
 
 
 def _wanted() -> Sequence[Kernel]:
-    """Return the traced kernels that have not run yet. Each of them is returned only once."""
+    """Return the traced kernels that have not run yet. Each kernel is returned only once."""
     with _lock:
         found = list(_prefetch)
         _prefetch.clear()

@@ -197,10 +197,10 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
-    """Return whether the host reads the values of an argument. The host reads them if it need not
-    wait for the device, if `nsa_core.debug` is on, or if the caller permits waiting (`wait`). The
-    host never reads tensors without values, or tensors that are traced, compiled, transformed or
-    captured.
+    """Return whether the host reads the values of an argument. The host reads values if it need
+    not wait for the device, if `nsa_core.debug` is on, or if the caller permits waiting (`wait`).
+    The host never reads tensors without values, or tensors that are traced, compiled, transformed
+    or captured.
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False

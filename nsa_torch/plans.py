@@ -54,9 +54,8 @@ NOTHING = Kept()
 
 
 class Bundle(NamedTuple):
-    """Small tensors that are saved for the backward pass, in one allocation. If each of them were
-    a separate tensor, making, saving or reading one would cost the host half the time of a
-    launch.
+    """Small tensors that are saved for the backward pass, in one allocation. Making, saving or
+    reading a separate tensor would cost the host half the time of a launch.
 
     Attributes:
       offsets: the offset in bytes of each saved tensor, or None if it has its own memory.
@@ -273,8 +272,8 @@ class BoundPlan:
         return kept, addresses
 
     def _made(self) -> list[Tensor]:
-        """Return the constants. Another plan on this device may already have computed them, or
-        arrays from which they are computed.
+        """Return the constants. Another plan on this device may already have computed the
+        constants, or arrays from which they are computed.
         """
         known: dict[int, tuple[Any, Tensor]] = {}  # the source and the tensor of each buffer
         for step in self.plan.constants:

@@ -200,8 +200,8 @@ def _ended(status: int, log: Path) -> str:
 
 
 def _better(first: Record, second: Record) -> Record:
-    """Return the faster of two measurements of one call. If one of them is invalid, return that
-    one.
+    """Return the faster of two measurements of one call. If a measurement is invalid, return the
+    invalid one.
     """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 

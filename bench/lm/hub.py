@@ -56,7 +56,7 @@ class Hub:
 
     def take(self, state: dict[str, Any] | None, count: int) -> tuple[list[str], dict | None]:
         """Return the next `count` documents after `state`, or fewer at the end, and the state
-        after these documents.
+        after the returned documents.
 
         A state is a position in the form of the library `datasets`. None means the start.
 

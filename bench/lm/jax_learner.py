@@ -181,7 +181,7 @@ def _finite(program: Program, leaves):
 @functools.cache
 def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
     """Compile the step. `tree` is the structure of weights and moments. `shapes` has the shapes
-    of their leaves, of the rate and of the rows, each as leaves and a tree."""
+    of weights and moments, of the rate and of the rows, each as leaves and a tree."""
     leaves, rate, rows = (at.unflatten(each) for each, at in shapes)
     of_params = jax.tree.structure(tree.unflatten(leaves)[0])
 
@@ -230,8 +230,8 @@ def _leaves(grads, params) -> list[jax.Array]:
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
-    """Return weights and moments after a step. If the loss or the norm is not finite, return them
-    unchanged.
+    """Return weights and moments after a step. If the loss or the norm is not finite, return
+    weights and moments unchanged.
     """
     norm, clip = numbers[1], program.training.clip
     # The same as optax.clip_by_global_norm, which would compute the norm again.

@@ -405,8 +405,8 @@ def _over_chance(kind: Kind) -> np.ndarray:
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """For each run that has them, return the hits of the best head minus its hits with another
-    text."""
+    """For each run with such records, return the hits of the best head minus the hits of this
+    head with another text."""
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 

@@ -18,7 +18,7 @@ def files(pattern: str) -> list[Path]:
 
     Raises:
       FileNotFoundError: No file matches.
-      ValueError: One of them has an unknown kind.
+      ValueError: One of the files has an unknown kind.
     """
     path = Path(pattern)
     if path.is_dir():

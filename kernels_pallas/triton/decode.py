@@ -95,8 +95,8 @@ def _over_split(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Compute attention of the rows to the entries `begin .. end - 1`. Each row attends only to
-    the entries `low .. high - 1` among these.
+    """Compute attention of the rows to the entries `begin .. end - 1`. Of these entries, each row
+    attends only to `low .. high - 1`.
     """
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))

@@ -238,9 +238,9 @@ def digits(
       scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
         `now_known` of the previous launch, if any, whose bits are the `BITS_BEFORE` higher
         bits. Other arguments are as in `scores`.
-      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: number of blocks of a part with each value of
-        the bits from `SHIFT` on, among the blocks whose higher bits equal those of the least
-        selected score.
+      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on,
+        the number of blocks of a part with this value. Only blocks count whose higher bits equal
+        those of the least selected score.
       now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the least selected score, and the
         number of blocks with these bits that are selected.
       before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger. The

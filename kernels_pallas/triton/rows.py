@@ -135,8 +135,8 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 @triton.jit
 def start(c, BACK):
-    """Return the initial sums of a query-stationary loop. In the forward pass these are the state
-    of `softmax_step`. If `BACK`, the sum is dq without the scale, which is the sum of dS K.
+    """Return the initial sums of a query-stationary loop. In the forward pass the sums are the
+    state of `softmax_step`. If `BACK`, the sum is dq without the scale, which is the sum of dS K.
     """
     if BACK:
         return tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)

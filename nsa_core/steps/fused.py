@@ -288,7 +288,7 @@ def backward(
 
     def rows_of(name, *indices, **how):
         """Return the row statistics of the branch `name`. If the branch must run again to compute
-        them, its output is dropped.
+        the row statistics, its output is dropped.
         """
         gate = getattr(gates, name)
         if lses is not None:

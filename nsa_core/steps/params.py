@@ -1,4 +1,5 @@
-"""The arguments and results of the steps of attention. All kernels use the same types."""
+"""The types of the arguments and results of the steps of attention. Steps on Mosaic and on Triton
+kernels use the same types."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -93,8 +93,8 @@ class DifferentError(Exception):
 
 def pairs(x: Tensor, width: int) -> Tensor:
     """Reorder the rows of each head, which has `width` rows, for another pairing in the rotary
-    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, these are
-    rows 2i and 2i + 1.
+    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, such a pair
+    has the rows 2i and 2i + 1.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
