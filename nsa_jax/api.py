@@ -87,7 +87,7 @@ def attention(
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
     Returns:
-      `[B, T, H, Dv]` in the dtype of `query`.
+      The output, `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -236,7 +236,7 @@ def compress(
       varlen: as in `attention`.
 
     Returns:
-      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+      The compressed tokens, `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -278,7 +278,7 @@ def select_blocks(
       implementation: a name; None means automatic.
 
     Returns:
-      int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
+      The selected blocks, int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
       ValueError: No implementation supports an argument.
@@ -342,7 +342,8 @@ def selected_attention(
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None means `S`.
       segment_ids, varlen, scale, implementation: as in `select_blocks`.
 
-    Returns: as `compressed_attention`. Raises: as `select_blocks`.
+    Returns: the same as `compressed_attention`.
+    Raises: the same errors as `select_blocks`.
     """
     arrays, where = (query, key, value), (kv_len, segment_ids, varlen)
     return _step("selected", arrays, config, *where, scale, implementation, block_indices)
@@ -366,7 +367,8 @@ def sliding_attention(
 
     Args: as in `selected_attention`, without `block_indices`.
 
-    Returns: as `compressed_attention`. Raises: as `select_blocks`.
+    Returns: the same as `compressed_attention`.
+    Raises: the same errors as `select_blocks`.
     """
     arrays, where = (query, key, value), (kv_len, segment_ids, varlen)
     return _step("sliding", arrays, config, *where, scale, implementation)

@@ -199,7 +199,7 @@ def compress(
       context_axis, context_layout: as in `nsa_jax.attention`.
 
     Returns:
-      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+      The compressed tokens, `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit, or `shard_positions` would raise an error.

@@ -152,7 +152,7 @@ def compress(
       context_mesh, context_layout: as in `nsa_torch.attention`.
 
     Returns:
-      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+      The compressed tokens, `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
     """
     ranks, device = _ranks_of(context_mesh, x)
 

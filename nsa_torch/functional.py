@@ -110,7 +110,7 @@ def attention(
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
     Returns:
-      `[B, T, H, Dv]` in the dtype of `query`.
+      The output, `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
       ValueError: An argument has a shape, dtype, device or value that no implementation supports.
@@ -198,7 +198,7 @@ def attend(
       assume_finite: whether keys and values that no query attends to are known to be finite.
 
     Returns:
-      `[B, T, H, Dv]`.
+      The output, `[B, T, H, Dv]`.
     """
 
     def by_branch(query, block_indices, cu_seqlens, *rest):
@@ -252,7 +252,7 @@ def compress(
       varlen: as in `attention`.
 
     Returns:
-      `[B, C, Hkv, D]` in the dtype of `x`, `C = config.num_compressed(S)`.
+      The compressed tokens, `[B, C, Hkv, D]` in the dtype of `x`, `C = config.num_compressed(S)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.
@@ -299,7 +299,7 @@ def select_blocks(
       implementation: a name; None means automatic.
 
     Returns:
-      int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
+      The selected blocks, int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
       ValueError: An argument has a shape, dtype, device or value that no implementation supports.
@@ -333,7 +333,7 @@ def compressed_attention(
       H]` in float32, or in float64 for float64 input. SDPA does not return the log-sum-exp. To
       get the log-sum-exp, `sdpa` on a GPU computes the product `q . k` a second time.
 
-    Raises: as `select_blocks`.
+    Raises: the same errors as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
@@ -369,7 +369,8 @@ def selected_attention(
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
       cu_seqlens, varlen, scale, implementation: as in `select_blocks`.
 
-    Returns: as `compressed_attention`. Raises: as `select_blocks`.
+    Returns: the same as `compressed_attention`.
+    Raises: the same errors as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
@@ -397,7 +398,8 @@ def sliding_attention(
 
     Args: as in `selected_attention`, without `block_indices`.
 
-    Returns: as `compressed_attention`. Raises: as `select_blocks`.
+    Returns: the same as `compressed_attention`.
+    Raises: the same errors as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)

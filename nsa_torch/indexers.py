@@ -75,8 +75,9 @@ def index_blocks(
         per row, and writes up to 256 MiB of scores at a time.
 
     Returns:
-      int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the end. Pass the result as
-      `block_indices` to `block_attention`, with `block_size = pool * entry`.
+      The selected blocks, int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the
+      end. Pass the result as `block_indices` to `block_attention`, with `block_size = pool *
+      entry`.
 
     Raises:
       ValueError: Shapes, dtypes or sizes do not fit.
@@ -150,7 +151,7 @@ def paged_index_blocks(
         all rows.
 
     Returns:
-      int32 `[N, Hi or 1, n]`, ascending, with -1 in empty slots at the end.
+      The selected blocks, int32 `[N, Hi or 1, n]`, ascending, with -1 in empty slots at the end.
 
     Raises:
       ValueError: Shapes, dtypes or sizes do not fit.
