@@ -39,8 +39,8 @@ from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
-# For implementations whose sliding branch reads only tiles with a key in some query's window: the
-# size of their largest tile. A tile begins at a multiple of its size.
+# The implementations whose sliding branch reads only tiles with a key in some query's window, and
+# the size of their largest tile. A tile begins at a multiple of its size.
 READING_TILES = "mosaic", "triton"
 KEY_TILE = max(128, *interval.BLOCKS)
 

@@ -108,9 +108,8 @@ def has_hooks() -> bool:
 
 
 def release(tensors: Sequence[Tensor]) -> None:
-    """Free the memory of tensors that no later operation reads. The tensors have no elements in
-    memory afterwards. Work that is already queued on the current stream may still read the
-    memory.
+    """Free the memory of tensors that no later operation reads. The tensors have no memory
+    afterwards. Work that is already queued on the current stream may still read the memory.
     """
     for x in tensors:
         if x.untyped_storage().nbytes() == x.nbytes:  # no other tensor shares the memory of `x`
