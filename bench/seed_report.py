@@ -26,7 +26,7 @@ from .tuners import threshold_evidence
 NAME = "seed_report.md"
 MARGIN = 1.2
 # The tests of the template. Each has the step that runs it, and a function that selects the
-# records of the test. None means that only the status of the step counts.
+# records of the test. The function None means that only the status of the step counts.
 TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
     "Triton FWD parity": ("triton", lambda r: r.implementation == "triton"),
     "Triton BWD parity": (

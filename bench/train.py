@@ -13,10 +13,10 @@
 By default there are four runs: NSA and dense attention, each in JAX and in torch. All runs read
 the same batches. Weights with the same name start with the same values.
 
-The exit status is 1 if JAX and torch do not agree or if NSA ends worse than dense attention, 4 if a
-loss or gradient is not finite, 69 if another process of the run ended, and 76 if no step ended for
-`--hang_s`. The exit status is 75 if SIGTERM or Ctrl-C stopped the runs. If the runs were stopped,
-their state is saved, and `--resume` continues them.
+The exit status is 1 if JAX and torch do not agree or if NSA ends worse than dense attention. The
+exit status is 4 if a loss or gradient is not finite, 69 if another process of the run ended, and
+76 if no step ended for `--hang_s`. The exit status is 75 if SIGTERM or Ctrl-C stopped the runs.
+If the runs were stopped, their state is saved, and `--resume` continues them.
 """
 
 import dataclasses

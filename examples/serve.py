@@ -208,7 +208,7 @@ def by_rows(
     flags: argparse.Namespace, lm: Any, texts: list[list[int]], cache: str | None = None
 ) -> Iterator[Run]:
     """Serve one batch with `generate`. `cache` is the argument `cache_implementation` of
-    `generate`. None means pages on a GPU and a growing cache on a CPU.
+    `generate`. `cache=None` means pages on a GPU and a growing cache on a CPU.
     """
     given = greedy(flags, cache_implementation=cache)
     lm.generation_config.eos_token_id = None

@@ -48,10 +48,10 @@ class PagedArrays:
       config: The sizes of the layer. `select_block` is the number of tokens per page.
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
-      sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. None means
-        that the sliding branch reads the arrays of the selected branch.
-      raw_key, raw_value: The tokens from which compressed tokens are computed. None means the
-        tokens of the selected branch.
+      sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. If
+        `sliding_key` is None, the sliding branch reads the arrays of the selected branch.
+      raw_key, raw_value: The tokens from which compressed tokens are computed. If `raw_key` is
+        None, compressed tokens are computed from the tokens of the selected branch.
       contents: Facts about how the tokens were computed (`cache_contents.Contents`).
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]` and `[R, 2 l, Hkv,

@@ -60,8 +60,8 @@ PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The lengths from which kernels are chosen. None means that there is no threshold, and
-    "never" excludes the kernel.
+    """The lengths from which kernels are chosen. A field that is None means that there is no
+    threshold, and "never" excludes the kernel.
 
     Thresholds of `fa2` for the sliding (`win`) and the compressed (`cmp`) branch are numbers of
     tokens per sequence. Thresholds of the selected branch are numbers of keys per query,

@@ -23,7 +23,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")
 LAYOUT = "tokens come before heads: query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]"
 
-# The length of each axis. None means any length.
+# The length of each axis, where None means any length.
 type Axes = Sequence[int | None]
 
 

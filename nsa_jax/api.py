@@ -68,7 +68,7 @@ def attention(
       config: block sizes, strides and number of selected blocks; the defaults are those of the
         paper. `config.compute_dtype` is for inference only.
       compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
-        Hkv, Dv]`; None means that each compressed token is the mean of its window.
+        Hkv, Dv]`; `compressed=None` means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
         the blocks are selected by the scores of the compressed branch.
       segment_ids: int `[B, S]`, for packed rows. Consecutive tokens with the same id are one

@@ -149,8 +149,8 @@ def cached_attention(
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
       cache: a cache from `init_cache`. If `key` is a `Branches`, the cache must have been made
         with `separate=True`.
-      config: None means the config of the cache. If you pass another config, it must have the
-        same `compress_block` and `compress_stride`.
+      config: `config=None` means the config of the cache. If you pass another config, it must
+        have the same `compress_block` and `compress_stride`.
       compress_params: parameters of the compressors of keys and values
         (`nsa_core.compress_params`).
       made_with: names and values of other properties of the tokens, such as `("rope_base",

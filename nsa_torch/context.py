@@ -14,11 +14,11 @@ each rank computes the compressed tokens of those windows that begin in its own 
 extend beyond the rank's chunks. The tokens that follow a chunk and belong to its windows are the
 halo of the chunk. All ranks then gather the compressed tokens, of which there are `d` times fewer
 than raw tokens. `phi` therefore runs once per window, not once per rank and window. A window of
-`l` tokens belongs to the chunk with its first token. The halo has `l - d` tokens if the row is
-not packed and the length of a chunk is a multiple of the stride, otherwise `l - 1`. The ranks
-provide the halos by gathering the first tokens of every chunk. In the backward pass the gathers
-of halos and of compressed tokens become reduce-scatters in float32. A learned `phi` is computed
-again.
+`l` tokens belongs to the chunk with its first token. In general the halo has `l - 1` tokens. Only
+`l - d` tokens are needed if the row is not packed and the length of a chunk is a multiple of the
+stride. The ranks provide the halos by gathering the first tokens of every chunk. In the backward
+pass the gathers of halos and of compressed tokens become reduce-scatters in float32. A learned
+`phi` is computed again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
 backward pass slices the input tensors from the rank's own tensors, or gathers them again. The

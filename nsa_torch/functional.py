@@ -93,7 +93,7 @@ def attention(
       config: block sizes, strides and number of selected blocks; the defaults are those of the
         paper. `config.compute_dtype` is for inference only.
       compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
-        Hkv, Dv]`; None means that each compressed token is the mean of its window.
+        Hkv, Dv]`; `compressed=None` means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
         the blocks are selected by the scores of the compressed branch.
       cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see the module).
@@ -192,8 +192,8 @@ def attend(
 
     Args:
       query .. block_indices: as in `attention`, but `key`, `value` and `gates` are `Branches`.
-      compressed: the compressed keys and values. None means that compressed tokens are means,
-        which requires one implementation that runs all steps.
+      compressed: the compressed keys and values. `compressed=None` means that compressed tokens
+        are means, which requires one implementation that runs all steps.
       lengths: a dictionary with `config`, `kv_len`, `cu_seqlens` and `scale`.
       assume_finite: whether keys and values that no query attends to are known to be finite.
 

@@ -83,7 +83,7 @@ def paged_attention(
       cache: the cache with the tokens of all rows.
       page_table, lengths, cu_seqlens_q: as in `append`.
       key, value, params, made_with, slots: arguments of `append`. If `key` and `value` are given,
-        `append` runs first. None means that the tokens are already in the cache.
+        `append` runs first. Without `key` and `value` the tokens must already be in the cache.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: Upper bound of the queries per row. If a row has more queries and the host

@@ -48,15 +48,16 @@ def varlen_metadata(
       max_seqlen: Upper bound of tokens per sequence. If `max_seqlen` is None and the host reads
         the boundaries, the bound is the length of the longest sequence, but at least
         `select_block`, rounded up to a power of two and limited to `total`. If the host does not
-        read the boundaries, None means `total`. If the host does not read the boundaries and a
-        sequence has more tokens than `max_seqlen`, all tokens of the row count as padding, with
-        outputs and gradients of 0.
+        read the boundaries, `max_seqlen=None` means `total`. If the host does not read the
+        boundaries and a sequence has more tokens than `max_seqlen`, all tokens of the row count
+        as padding, with outputs and gradients of 0.
       total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
-        reads `cu_seqlens`. If the host does not read it, the first call determines `total`.
+        reads `cu_seqlens`. If the host does not read `cu_seqlens`, the first call determines
+        `total`.
       padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
         compares the two numbers if it reads the boundaries. If the host does not read the
-        boundaries, None means True. If `padded` is False, tokens after the last sequence must be
-        finite.
+        boundaries, `padded=None` means True. If `padded` is False, tokens after the last sequence
+        must be finite.
       max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`
         means the number of sequences rounded up to a power of two, at least 8. Two calls share
         their plan and kernels if `max_sequences`, the row length, `padded`, and `max_seqlen`

@@ -54,12 +54,12 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
       own: The values to which the flags are added. Defaults to new values, which also have the
         flag `--commit`.
       known: For each flag the default, the help, and optionally a bound or the allowed values.
-        Alternatively the name of another flag, of which the flag is an alias. A flag has the type
-        of its default. The values of a list are separated by commas. A tuple means that the flag
-        may be repeated, with one value each. A type instead of a default means that the default
-        is None, or empty for a tuple. A bound is the minimum, or a pair of both ends. The bound
-        defaults to the minimum 1 for integers and 0 for other numbers. A bound of None means that
-        there is no bound.
+        An entry can also be the name of another flag. The flag is then an alias of the named
+        flag. A flag has the type of its default. The values of a list are separated by commas. A
+        tuple means that the flag may be repeated, with one value each. A type instead of a
+        default means that the default is None, or empty for a tuple. A bound is the minimum, or a
+        pair of both ends. The bound defaults to the minimum 1 for integers and 0 for other
+        numbers. The bound None means that there is no bound.
     """
     if own is None:
         own = flags.FlagValues()

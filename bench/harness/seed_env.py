@@ -36,8 +36,8 @@ class Meaning:
     # another flag with the same meaning; if it is set, the variable is not used
     instead: str = ""
     convert: Callable[[str], str] = str  # converts the variable's value to that of the flag
-    # This applies to a variable without flags. None means that any value is ignored. Otherwise
-    # the text is the default of the seed system, the only value that is not an error.
+    # `only` applies to a variable without flags. `only=None` means that any value is ignored.
+    # Otherwise the text is the default of the seed system, the only value that is not an error.
     only: str | None = None
     required: bool = False  # another command that measures must not ignore the variable
 

@@ -58,7 +58,8 @@ class Hub:
         """Return the next `count` documents after `state`, or fewer at the end, and the state
         after the returned documents.
 
-        A state is a position in the form of the library `datasets`. None means the start.
+        A state is a position in the form of the library `datasets`. The state None means the
+        start.
 
         Raises:
           ConnectionError: the Hub cannot be reached.

@@ -3,8 +3,9 @@ of these curves.
 
     python -m bench.lm.side_by_side figure.svg one/train.jsonl two/train.jsonl ..
 
-The lower part of the figure has the relative difference of each run on several devices from the run
-of the same framework and attention on one device, if that run is among the files.
+The lower part of the figure compares each run on several devices with the run of the same
+framework and attention on one device, if the latter is among the files. The curve is the relative
+difference.
 """
 
 from collections.abc import Mapping, Sequence

@@ -32,8 +32,8 @@ class Documents:
       starts: int64 `[documents + 1]`: the index at which each document begins, and the end.
       vocabulary: size of the vocabulary.
       sha256: The hash of the tokens and the boundaries.
-      held_out: The number of tokens at the end that are held out. None means that the reader
-        decides.
+      held_out: The number of tokens at the end that are held out. `held_out=None` means that the
+        reader decides.
     """
 
     name: str

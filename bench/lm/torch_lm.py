@@ -63,7 +63,7 @@ def _linear(size_in: int, size_out: int) -> nn.Linear:
 
 class DenseAttention(nn.Module):
     """Causal attention to all keys with `scaled_dot_product_attention` and a backend of
-    `BACKENDS`. None means that torch chooses one of them."""
+    `BACKENDS`. The backend None means that torch chooses a backend."""
 
     def __init__(self, spec: LayerSpec, backend: str | None):
         super().__init__()

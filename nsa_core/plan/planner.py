@@ -273,8 +273,8 @@ class PlanOps(ArrayOps):
 
     def _apart(self, results: Iterable[View]) -> list[View]:
         """Return results that each have a whole buffer of their own. A result is copied if it is
-        a part of a buffer, if it shares its buffer with another result, or if that buffer must
-        not be overwritten, such as an argument or a constant.
+        a part of a buffer or shares its buffer with another result. A result is also copied if
+        its buffer must not be overwritten, such as an argument or a constant.
         """
         final: list[View] = []
         for x in results:

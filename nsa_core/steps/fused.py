@@ -187,8 +187,8 @@ def forward(
     """Compute `(out, block_indices)`, which are `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
-      block_indices: The selected blocks. None means that the scores of the compressed branch
-        select blocks.
+      block_indices: The selected blocks. `block_indices=None` means that the scores of the
+        compressed branch select blocks.
       num_blocks: The maximum number of blocks per sequence.
       pages: Pages of the keys and values of the selected branch, or None.
     """

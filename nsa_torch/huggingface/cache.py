@@ -480,7 +480,7 @@ def attend_pages(
 
     Args:
       order: int64 [B * T], the order in which the tokens are passed to `paged_attention`
-        (`Call.order`: real tokens first, then padding). None means the order of `x`.
+        (`Call.order`: real tokens first, then padding). `order=None` means the order of `x`.
       convolve: as in `NSAAttention.project`.
       at: The rows of the tokens, as arguments of `paged_attention`.
     """

@@ -16,7 +16,7 @@ from nsa_core.rotation import SCALINGS
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
 # Options of other models that this model does not have, and the only value that this model
-# accepts for each. None means that the option must be unset.
+# accepts for each. The value None means that the option must be unset.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",

@@ -423,7 +423,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
           labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of
             the next column. Labels of -100 are ignored. If `logits_to_keep` is given, pass the
             labels of the kept columns.
-          use_cache: None means False if labels are given, otherwise as in `NSAModel.forward`.
+          use_cache: whether to make a cache; `use_cache=None` means False if labels are given,
+            otherwise as in `NSAModel.forward`.
           logits_to_keep: The number of last columns for which logits are computed, or the indices
             of such columns. With 0, logits are computed for all columns.
         """

@@ -72,8 +72,8 @@ class Rows(NamedTuple):
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
-        """Return a mask of the columns that are tokens, bool `[B or 1, T]`. None means that all
-        columns are tokens.
+        """Return a mask of the columns that are tokens, bool `[B or 1, T]`. The result None means
+        that all columns are tokens.
         """
         if self.cu_seqlens is not None:
             if not checks.may_be_padded(self.cu_seqlens, length):
