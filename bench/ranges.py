@@ -5,8 +5,8 @@
 
 v1 is a loop on the host over the blocks of one row after the other. v2 is
 `nsa_jax.ranges.to_ranges`, one compiled array program. Before the two are timed, they must return
-the same ranges. The last printed line is the adaptive rule. The rule names the smallest length
-from which v2 was faster at every measured length, or `never`.
+the same ranges. The last printed line is the adaptive rule. The adaptive rule gives the smallest
+length from which v2 was faster at every measured length, or `never`.
 """
 
 import functools

@@ -28,7 +28,7 @@ class NSAConfig:
     `float8_e4m3` is faster than 16 bits for groups of more than 8 query heads.
 
     Raises:
-      ValueError: A value is invalid. The message names the field, the rule and the value.
+      ValueError: A value is invalid. The error message names the field, the rule and the value.
     """
 
     compress_block: int = 32  # l: tokens that one compressed token summarises

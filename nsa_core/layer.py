@@ -106,7 +106,7 @@ class LayerSpec:
         convolution.
 
     Raises:
-      ValueError: A value is invalid. The message names the argument and the value.
+      ValueError: A value is invalid. The error message names the argument and the value.
     """
 
     dim: int

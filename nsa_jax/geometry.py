@@ -5,9 +5,9 @@ array. The metadata of packed rows is computed once for all layers:
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
-The metadata is a pytree of arrays `[B, ..]`. Make the metadata outside of a scan over layers and
-of `jax.checkpoint`. The metadata is then computed once per training step, and no backward pass
-computes it again.
+The result of `varlen_metadata` is a pytree of arrays `[B, ..]`. Make the metadata outside of a
+scan over layers and of `jax.checkpoint`. The metadata is then computed once per training step,
+and no backward pass computes it again.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ def prepare(
 
     Raises:
       NotImplementedError: JAX's default device is not a Hopper GPU.
-      RuntimeError: A kernel could not be built or loaded. The message gives the reason.
+      RuntimeError: A kernel could not be built or loaded. The error message gives the reason.
     """
     capability = jax_problem.capability()
     if capability != HOPPER:

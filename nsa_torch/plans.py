@@ -511,7 +511,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def unplanned(ops: ArrayOps) -> Iterator[None]:
-    """Disable plans in this process. Steps then run directly on `ops`."""
+    """Disable plans in this process: steps run directly on `ops`."""
     global instead
     before, instead = instead, ops
     try:

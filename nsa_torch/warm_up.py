@@ -54,7 +54,7 @@ def prepare(
     Raises:
       ValueError: `device` is no GPU.
       NotImplementedError: There is no Hopper GPU.
-      RuntimeError: A kernel could not be built. The message is that of the compiler.
+      RuntimeError: A kernel could not be built. The error message is that of the compiler.
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -233,7 +233,7 @@ def read(path: str | Path) -> list[Record]:
     """Return the records of the file at `path`.
 
     Raises:
-      ValueError: A line is not a complete, valid record. The message names file and line.
+      ValueError: A line is not a complete, valid record. The error message names file and line.
     """
     return [record for _, record in placed(path)]
 

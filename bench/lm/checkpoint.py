@@ -137,8 +137,8 @@ def check(path: Path, settings: dict[str, Any]) -> None:
 
     Raises:
       DamagedError: A file is missing, or has changed.
-      ValueError: The checkpoint was written under other settings. The message names the first
-        that differs.
+      ValueError: The checkpoint was written under other settings. The error message names the
+        first setting that differs.
     """
     # Checkpoints of old versions have no checksums.
     for name, expected in check_settings(path, settings).get("files", {}).items():

@@ -56,7 +56,7 @@ def read(
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: A key is unknown, or a value without a flag has the wrong type or is out of
-        range. The message names the file or `--set`, and the key.
+        range. The error message names the file or `--set`, and the key.
     """
     values: dict[str, Any] = {}
     told: list[str] = []

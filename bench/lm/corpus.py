@@ -116,8 +116,8 @@ def wheels(path: str | Path) -> Wheels:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a key is missing, unknown or has an invalid value. The message names the file
-        and the key.
+      ValueError: a key is missing, unknown or has an invalid value. The error message names the
+        file and the key.
     """
     return config_files.build(Wheels, _with_others(Path(path)), str(path))
 

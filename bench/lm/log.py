@@ -171,7 +171,7 @@ def read(path: str | Path) -> list[Line]:
     """Return the lines of the file at `path`.
 
     Raises:
-      ValueError: A line is damaged. The message names file and line.
+      ValueError: A line is damaged. The error message names file and line.
     """
     return [_checked(data, where) for where, data in records.read_lines(path)]
 

@@ -57,7 +57,7 @@ def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
     together with the lines of their run. Files of heartbeats among `paths` are skipped.
 
     Raises:
-      ValueError: A line is damaged, or a file or all files are empty. The message names the
+      ValueError: A line is damaged, or a file or all files are empty. The error message names the
         file.
     """
     rows: list[tuple[str, Record]] = []

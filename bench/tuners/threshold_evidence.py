@@ -181,7 +181,7 @@ def read_records(path: str | Path) -> list[Row]:
     """Return the rows of a file of JSON lines, or of the files `FILES` in a folder at any depth.
 
     Raises:
-      ValueError: A line is damaged, a file is empty, or the folder has no such file. The
+      ValueError: A line is damaged, a file is empty, or the folder has no such file. The error
         message names the file and the line.
     """
     path = Path(path)
@@ -204,8 +204,8 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
       device: The device, if the file has no column `device`.
 
     Raises:
-      ValueError: The file is empty, damaged or of another command. The message names the file
-        and the line.
+      ValueError: The file is empty, damaged or of another command. The error message names the
+        file and the line.
     """
     for where, row in command.read_csv(path, ()):
         fa2 = {*FA2_COLUMNS, "branch"} <= row.keys()

@@ -207,8 +207,8 @@ class NSAModelConfig(SavedConfig):
         return super().from_dict(SILENT | config_dict, **kwargs)
 
     def check(self) -> None:
-        """Raise `ValueError` if a value of this configuration is invalid. The message names the
-        attribute and the value.
+        """Raise `ValueError` if a value of this configuration is invalid. The error message names
+        the attribute and the value.
         """
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})

@@ -182,7 +182,7 @@ class NSAPreTrainedModel(PreTrainedModel):
           ValueError: gate, phi or kv differ from those of the checkpoint, or `use_safetensors` is
             False. `ValueError` is also raised if a weight has another shape (unless
             `ignore_mismatched_sizes` is true) or, with `strict`, if a weight is missing or
-            unknown. The message names the first such weight.
+            unknown. The error message names the first such weight.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
