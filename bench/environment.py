@@ -5,9 +5,8 @@
 
 Two packages are compatible if the metadata of one allows the installed version of the other. The
 metadata of torch names a version of triton, and that of JAX names versions of jaxlib and the CUDA
-plugin. On a GPU one process computes in both frameworks. Such a process shows that the CUDA
-runtimes of both frameworks load together. The exit status is 1 if a pair of packages is
-incompatible.
+plugin. On a GPU one process computes in both frameworks, to test whether the CUDA runtimes of
+both frameworks load together. The exit status is 1 if a pair of packages is incompatible.
 """
 
 import dataclasses

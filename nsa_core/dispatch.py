@@ -39,9 +39,10 @@ FUNCTIONS = {  # names of the steps in reasons
 
 
 class Problem(NamedTuple):
-    """The properties of a call that decide whether an implementation can run. `types.py`
-    explains the letters. Under torch.compile, B is 1, and T and S are 0. If only the step
-    `compressed` or only the step `scores` is requested, `S` is the number of compressed tokens.
+    """The properties of a call that decide whether an implementation can run. `types.py` explains
+    the letters B, T, S, H, Hkv, D and Dv. Under torch.compile, B is 1, and T and S are 0. If only
+    the step `compressed` or only the step `scores` is requested, `S` is the number of compressed
+    tokens.
     """
 
     framework: str

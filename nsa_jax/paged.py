@@ -147,7 +147,7 @@ def append(
     A token is not written if it is beyond the end of the row's page table or if its entry of
     the table is negative. Rows of length 0 write nothing. If a token's entry of the table is
     beyond the pool of pages, the call raises an error on a CPU outside traced code. Elsewhere a
-    token with such an entry is not written. Two rows must not write to the same page.
+    token whose entry is beyond the pool is not written. Two rows must not write to the same page.
 
     Args:
       cache: the cache, which the call does not change. If you donate the cache, it is invalid
@@ -222,9 +222,9 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as in `append`.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound of the queries per row. The bound is also limited to the capacity
-        of the page table. Defaults to `N`. If the bound is at most 8, rows are padded to the
-        bound and run on kernels that read pages.
+      max_seqlen_q: Upper bound of the queries per row. `max_seqlen_q` is also limited to the
+        capacity of the page table. Defaults to `N`. If `max_seqlen_q` is at most 8, rows are
+        padded to this length and run on kernels that read pages.
       implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
         8 queries, or an implementation of `attention`, which runs on gathered pages.
         `implementation=None` means that the implementation is chosen automatically.

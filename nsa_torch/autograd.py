@@ -82,7 +82,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
-    """Return the sequence of each token, int32 `[1, S]`. Padding has -1."""
+    """Return the sequence of each token, int32 `[1, S]`. Padding has the sequence -1."""
     if cu_seqlens is None:
         return None
     bounds = cu_seqlens.to(device, torch.int32)

@@ -180,7 +180,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
     the `Work` of the branch.
 
     Args:
-      name: Name in the kind of the call.
+      name: Part of the name of the kind of calls, `branch_attention/<name>`.
       count: Number of tensors, which are the positional arguments of the decorated function. The
         keyword arguments of that function are `with_lse` and the entries of the result of
         `operators.unpack_layout`. The function returns None if no query has a key.

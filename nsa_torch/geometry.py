@@ -145,7 +145,7 @@ def _windows(cu_seqlens, *, length, config):
 
 def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
     """For each compressed slot, return the index of its window's first token in the key array,
-    `[C]`. An unused slot of a packed row has -1.
+    `[C]`. An unused slot of a packed row has the index -1.
     """
     position = where.position[0]
     length, reach = position.numel(), config.compress_block - 1

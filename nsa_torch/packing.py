@@ -26,10 +26,10 @@ def residue_classes(
     computes the compressed branch. R is the number of sequences.
 
     Returns:
-      row_of: `[B*T]`, the packed row of each query. A query without keys has -1.
-      query_of: `[B*T]`, the inverse of `row_of`. Unused packed rows have -1.
+      row_of: `[B*T]`, the packed row of each query. A query without keys has the row -1.
+      query_of: `[B*T]`, the inverse of `row_of`. An unused packed row has the query -1.
       key_of: `[B*d*C]`, the compressed token, counted over `[B*C]`, in each packed row of keys.
-        Unused rows have `B*C`.
+        An unused packed row has the index `B*C`.
       bounds: The `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
     """
     device, stride, borders = where.position.device, config.compress_stride, where.cu_seqlens

@@ -346,9 +346,9 @@ def append(
     A token is not written if it is beyond the end of the row's page table or if its entry of the
     table is negative. Rows of length 0 write nothing. If a token's entry of the table is beyond
     the pool of pages, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
-    without `debug`, a token with such an entry is not written. Two rows must not write to the
-    same page. A row may begin with pages that another row fills in this call, except in a call of
-    one token per row.
+    without `debug`, a token whose entry is beyond the pool is not written. Two rows must not
+    write to the same page. A row may begin with pages that another row fills in this call, except
+    in a call of one token per row.
 
     Args:
       cache: the cache, which is modified in place.

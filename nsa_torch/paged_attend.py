@@ -87,12 +87,12 @@ def paged_attention(
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: Upper bound of the queries per row. If a row has more queries and the host
-        reads `cu_seqlens_q`, the call raises an error. If the host does not read it, the output
-        of that row is undefined. The bound is also limited to the capacity of the page table.
-        Without `cu_seqlens_q`, or with `runs`, the bound is not used. `max_seqlen_q=None` means
-        that the host reads `cu_seqlens_q` from the device. If the bound is at most 8, rows are
-        padded to the bound and run on kernels that read pages. The rounding of the output then
-        depends on the bound.
+        reads `cu_seqlens_q`, the call raises an error. If the host does not read `cu_seqlens_q`,
+        the output of that row is undefined. `max_seqlen_q` is also limited to the capacity of the
+        page table. Without `cu_seqlens_q`, or with `runs`, `max_seqlen_q` is not used.
+        `max_seqlen_q=None` means that the host reads `cu_seqlens_q` from the device. If
+        `max_seqlen_q` is at most 8, rows are padded to this length and run on kernels that read
+        pages. The rounding of the output then depends on `max_seqlen_q`.
       runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host. The
         rows of one run are processed together. With `runs` the host reads nothing from the
         device. The lengths that `plan_runs` receives may be upper bounds. `runs=None` means that

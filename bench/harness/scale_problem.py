@@ -80,7 +80,8 @@ def judged(
       problem: The problem.
       errors: Errors on several devices by result. An error is the root mean square of the
         difference from a float32 oracle, divided by the root mean square of the oracle.
-      alone: The same errors on one device. `alone=None` means that only a few tokens are judged.
+      alone: Errors like `errors`, on one device. `alone=None` means that only a few tokens are
+        judged.
       stray: Whether queries or gates of tokens that are not judged have a gradient.
     """
     eps = float(ml_dtypes.finfo(problem.dtype).eps)

@@ -13,8 +13,8 @@ A list (`configs/corpus/python.yaml`) determines the corpus:
 4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
    `tokenizer_bytes` of the training text, or of that of another list (`learns_from`).
 
-The list also has the SHA-256 of the tokenizer and of the tokens. If the results have other
-hashes, the command ends with an error and writes nothing.
+The list also has the SHA-256 of the tokenizer and of the tokens. If the built tokenizer or tokens
+have other hashes than the list, the command ends with an error and writes nothing.
 
 | file | content |
 |---|---|

@@ -108,8 +108,8 @@ def _cast(tree, dtype):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """Return the losses `[B, T]` of some rows in nats. A target without a loss has 0. On a mesh
-    the rows are those of one device.
+    """Return the losses `[B, T]` of some rows in nats. A target without a loss has the loss 0. On
+    a mesh the rows are those of one device.
     """
     layout = program.layout
     prepare = functools.partial(

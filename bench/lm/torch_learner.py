@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
     """Return the losses of the targets of `rows` in nats, `[B T]` or reduced by `reduction`. A
-    target without a loss has 0.
+    target without a loss has the loss 0.
     """
     tokens, packing = rows.tokens.long(), rows.packing
     target = tokens[:, 1:]

@@ -2,8 +2,8 @@
 thresholds of a device's file.
 
 The registry chooses between the kernel and the portable path for two problems on this device. The
-length of one is the threshold, and the other is shorter by 1. Kernel and portable path are
-assumed to support both problems. No GPU is needed.
+length of one problem is the threshold, and the other problem is shorter by 1. The command assumes
+that kernel and portable path support both problems. No GPU is needed.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ the last `l` tokens. The program reads tokens of this call from the inputs, sinc
 may not have written them yet. Tokens of earlier calls are read from their pages. The launch
 itself takes most of the time.
 
-A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of such a cache use the
+A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of a cache in fp8 use the
 older tokens in the row's ring buffer, if these tokens round to the tokens in the page.
 """
 

@@ -114,8 +114,8 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """Run `function` and return a new array with its own memory. The array may be overwritten
-        later."""
+        """Run `function` and return a new array with its own memory. Later steps may overwrite
+        the new array."""
         named = tuple(sorted(static.items()))
         return self._derived(function, named, arrays, Memory.ALONE, own=True)[0]
 

@@ -132,8 +132,8 @@ def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
 
 @derived(lambda *arrays, tile, tiles: [int32(x.shape[0], tiles, tile.rows) for x in arrays])
 def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
-    """Convert arrays `[B, T]` to int32 `[B, tiles, rows]`. Rows after the last token repeat the
-    last token.
+    """Convert arrays `[B, T]` to int32 `[B, tiles, rows]`. Rows after the last token contain the
+    values of the last token.
     """
     found = []
     for x in arrays:

@@ -84,7 +84,7 @@ def key_states(
     per pair of query and key.
 
     Args:
-      q_offset: The slot of the first query. With a static cache the slot is a tensor.
+      q_offset: The slot of the first query. With a static cache `q_offset` is a tensor.
       attention_mask: `[B, slots]`, True for tokens and False for padding. The mask may have fewer
         than `kv_length` slots.
       config: The config of the text model, whose `index_block_size` is read.
@@ -308,7 +308,7 @@ def chosen_blocks(
     position_ids: Tensor,
 ) -> Tensor:
     """Return the blocks that the indexer selects, int32 `[B, index heads, Sq, n]`, ascending.
-    Empty slots at the end have -1.
+    Empty slots at the end contain the index -1.
 
     Args:
       indexer: a `MiniMaxM3VLIndexer`.
