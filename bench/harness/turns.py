@@ -26,11 +26,11 @@ def wait() -> None:
     child.
 
     Raises:
-      EOFError: The process that starts the timing of its children has ended.
+      EOFError: The parent process, which tells each child when to start, has ended.
     """
     print(READY, end="", flush=True)
     if sys.stdin.readline() != GO:
-        raise EOFError("the process that starts the timing of its children has ended")
+        raise EOFError("the parent process, which tells this child when to start, has ended")
 
 
 class Child:

@@ -217,7 +217,8 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 def _points(found: Sequence[Run]) -> tuple[Point, ...]:
     """Return the lengths at which our kernel and a dense kernel have runs. `found` has the runs of
     one problem, oldest first. If several of our kernels have runs, the kernel with the most timed
-    lengths counts. Among kernels with equally many, the fastest at its longest length counts.
+    lengths is used. Among kernels with the same number of timed lengths, this is the kernel that is
+    the fastest at its longest length.
     """
     lines: dict[tuple[bool, str], dict[int, Run]] = {}
     for run in found:

@@ -216,7 +216,7 @@ class PagedLayer:
         self.pages.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Do nothing, since the memory after the length of a row is not read."""
+        """Do nothing, since no call reads the cache after the length of a row."""
 
 
 class NSAModelCache(Cache):
