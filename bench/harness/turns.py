@@ -26,11 +26,11 @@ def wait() -> None:
     child.
 
     Raises:
-      EOFError: The parent process, which tells each child when to start, has ended.
+      EOFError: The parent process ended before the turn of this child.
     """
     print(READY, end="", flush=True)
     if sys.stdin.readline() != GO:
-        raise EOFError("the parent process, which tells this child when to start, has ended")
+        raise EOFError("the parent process ended before the turn of this child")
 
 
 class Child:
