@@ -1,9 +1,10 @@
-"""Computes dk and dv. The kernels are key-stationary. Queries come from intervals or from query
-lists, and partial sums are merged afterwards.
+"""Computes dk and dv with key-stationary kernels. The queries of a key tile come from intervals
+or from query lists. A second kernel merges the partial sums.
 
-A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with a
-warpgroup's 64 keys. Products are transposed, keys x queries, with all rows or first one half of
-them and then the other (`Dkv.rows_at_once`):
+A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with
+the 64 keys of a warpgroup. Products are transposed: their rows are keys, and their columns are
+queries. A product has all 64 query rows, or first one half of the query rows and then the other
+half (`Dkv.rows_at_once`):
 
     1. S^T   = K Q^T                                       [64 keys, rows at once]
     2. gP^T  = +-exp2(scale * log2(e) * S^T - shift)
@@ -14,29 +15,30 @@ them and then the other (`Dkv.rows_at_once`):
 
 shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in
 registers, as the left operands of 4 and 6. Product 3 runs in parallel with 4, and 5 is computed
-during 4. The G query heads of a key/value head are rows of the query tile, so that the products
-sum over them and GQA needs no separate reduction.
+during 4. The G query heads of a key/value head are rows of the query tile. The products
+therefore sum over these heads, and GQA needs no separate reduction.
 
-Intervals: the queries that see a tile of keys are neighbours. A CTA has a producer warpgroup, and
-two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The producer fills the
-stages of a ring buffer with query tiles of 64 rows, as the consumers release them. Only steps
-at both ends of an interval are masked. A consumer skips the steps in which no query attends to
-its 64 keys.
+Intervals: the queries that see a tile of keys are neighbours. A CTA has a producer warpgroup,
+and two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The producer fills
+a stage of the ring buffer with a query tile of 64 rows when the consumers have released the
+stage. Only steps at both ends of an interval are masked. A consumer skips the steps in which no
+query attends to its 64 keys.
 
-Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
-8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both. A
-step of two warpgroups needs 2048 cycles of the tensor cores. In this time shared memory moves
-192 KB to them (1536 cycles), 32 KB of copies (256 cycles) and statistics (256 cycles). If K and
-V fit in registers (D + Dv <= 128), products read a third less.
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8
+TFLOP = 8.9 ms, sliding 2.2 TFLOP. Both branches are bound by products that read their operands
+from shared memory. A step of two warpgroups needs 2048 cycles of the tensor cores. In this time
+shared memory moves 192 KB to the tensor cores (1536 cycles), 32 KB of copies (256 cycles) and
+statistics (256 cycles). If K and V fit in registers (D + Dv <= 128), products read a third less
+from shared memory.
 
 Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query
-rows, which are several query tiles. As soon as all warps have read a stage, one of the four
-warps starts the copy of each tile. dS^T, which product 6 reads, may also be written to memory
-for `stored_ds.py`.
+rows, which are several query tiles. As soon as all warps have read a stage, the four warps
+start the copies of the next query tiles into it, one warp per tile. dS^T, which product 6
+reads, may also be written to memory for `stored_ds.py`.
 
-Stages: 2 to 4, the largest number with which two CTAs fit on an SM. Floors at B=1 H=64 Hkv=4
-D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which work items that
-run together read from L2.
+Stages: The ring buffer has 2 to 4 stages, the largest number with which two CTAs fit on an SM.
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered
+rows. Work items that run together read these rows from L2.
 """
 
 import functools
@@ -71,9 +73,9 @@ from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
 from kernels_pallas.specs.work_items import WorkItem, part_column
 
-COLUMNS = 8  # query rows whose statistics are in registers at a time
+COLUMNS = 8  # number of query rows whose statistics are in registers at a time
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # per thread, in kernels of intervals
-AT_ONCE = 2, 1  # partials that the merge loads together
+AT_ONCE = 2, 1  # number of partials that the merge loads together
 
 
 def down(column):
@@ -92,8 +94,9 @@ class KeyTile:
 
     Attributes:
       b, g: Batch row and key/value head.
-      begin, end: The bounds of its query tiles, or of its entries in the query lists.
-      partial: Index of the partial that it writes.
+      begin, end: The bounds of the work item's query tiles, or of its entries in the query
+        lists.
+      partial: Index of the partial that the CTA writes.
       steps: Number of steps.
     """
 
@@ -114,15 +117,15 @@ class KeyTile:
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
-        """Return the first step, the first unmasked step, the end of the unmasked steps, and
-        the end of all steps.
+        """Return four bounds of steps: the first step, the first unmasked step, the end of the
+        unmasked steps, and the end of all steps.
 
         Args:
-          column: Index of the integer in the work item that has the begin of the queries. The
+          column: Index in the work item of the integer that is the begin of the queries. The
             next three integers are the begin and the end of the queries that attend to all
             keys, and the end of all queries.
-          first, last: The first step and the end of the steps. Defaults to the bounds in the
-            work item.
+          first, last: The first step and the end of the steps. By default the bounds in the
+            work item are used.
         """
         item, per_step = self.refs.cta.item, self.spec.tiles_per_step
         begin, full_begin, full_end, end = (
@@ -145,8 +148,8 @@ class KeyTile:
         full = refs.step_full.at[stage]
 
         def rows_of(array):
-            """Make a function from columns to those columns of the query tile's rows in `array`,
-            `[B, T, H, width]`.
+            """Return a function of a slice of columns. The function returns these columns of
+            the query tile's rows in `array` `[B, T, H, width]`.
             """
             tokens, group = pl.ds(tile * query_tile.tokens, query_tile.tokens), query_tile.group
             return lambda columns: array.at[
@@ -193,19 +196,21 @@ class KeyTile:
     def add_step(
         self, stage, keys, sums, visible=None, selected=None, take_ds=lambda ds: None
     ) -> tuple:
-        """Return the sums of dK and dV after the query rows of a step, whose copies have arrived.
+        """Add the query rows of a step, whose copies have arrived, and return the new sums of
+        dK and dV.
 
         Args:
           stage: Stage of the rows.
           keys: The left operands K and V, 64 keys.
-          sums: The sums of dK and dV before the step, only those that `spec` wants.
+          sums: The sums of dK and dV before the step. A gradient that `spec` does not want has
+            no sum.
           visible: Function that returns the mask of eight columns, `[64, 8]`. Its arguments are
-            the first of these columns, and `first_key` and `key_end` of their statistics. None
-            means that all queries attend to all keys.
-          selected: Function that returns a bool array `[8]`. Column i is True if its token
-            selected the block of the list entry (a query tile and a block) that the column
-            belongs to. Its argument is the first of the eight columns. None means that all
-            tokens selected their block, or that `visible` checks it.
+            the first of the eight columns, and `first_key` and `key_end` from the statistics of
+            these columns. None means that all queries attend to all keys.
+          selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
+            which is a query tile and a block. Element i is True if the token of column i
+            selected this block. The argument of the function is the first of the eight columns.
+            None means that all tokens selected their block, or that `visible` checks it.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
@@ -250,7 +255,8 @@ class KeyTile:
                 (dp,) = buffers.finish(dp, running=int(spec.want_dv))
                 ds = []  # 5. dS^T
                 for j, of_column in zip(columns, p, strict=True):
-                    # Read again, since keeping delta from above would need 16 registers.
+                    # The statistics are read again, since keeping delta from step 2 would need
+                    # 16 registers.
                     delta = stats_of_columns(j)[1]
                     part = dp[:, j - first : j - first + COLUMNS] - down(delta)
                     ds.append((of_column * part).astype(dtype))
@@ -263,9 +269,12 @@ class KeyTile:
 
 
 def _scratch(spec: Dkv) -> dict[str, Any]:
-    """Return the arrays in shared memory, in this order."""
+    """Return the scratch types of the arrays in shared memory, in the order of the kernel's
+    references.
+    """
     buffers = Buffers.of(spec, spec.query_tile)
-    # Number of copies of K and V of 64 keys, and also of Q and dO of a query tile.
+    # The number of copies for K and V of 64 keys, which is also the number for Q and dO of a
+    # query tile.
     copies = (spec.D + spec.Dv) // buffers.slab
     per_step, stages = spec.tiles_per_step, spec.stages
     stats = stages, per_step * spec.stats_rows, ROW_STATS
@@ -326,7 +335,9 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
             return sums
 
         def produce():
-            """Fill the stages with query tiles, as consumers release them."""
+            """Fill each stage with the next query tile when the consumers have released the
+            stage.
+            """
 
             def load(i, _):
                 stage = tile.stage(i)
@@ -368,7 +379,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
 
 
 class Entries:
-    """The entries of a work item in the query lists. A step has `tiles_per_step` of them."""
+    """The entries of a work item in the query lists. A step has `tiles_per_step` entries."""
 
     def __init__(self, spec: Dkv, refs: Any, tile: KeyTile):
         self.spec, self.refs, self.tile = spec, refs, tile
@@ -384,17 +395,17 @@ class Entries:
         """
         begin, end = self.tile.begin, self.tile.end
         at = [begin + i * self.per_step + t for t in range(self.per_step)]
-        # A work item without entries must not read before the first one of all.
+        # A work item without entries must not read before the first entry of all lists.
         at = [jnp.maximum(jnp.minimum(entry, end - 1), begin) for entry in at]
         return [array[entry] + 0 for entry in at]
 
     def token(self, entry):
-        """Return the token of an entry, which is an index into the selection."""
+        """Return the token of `entry`. The entry is an index into the selection."""
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
-        """Return the indices in ds of the tokens of step `i`, and `NO_ENTRY` after the last
-        one.
+        """Return the indices in `ds` of the tokens of step `i`. After the last token the result
+        is `NO_ENTRY`.
         """
         refs, tile = self.refs, self.tile
         count, places = jnp.int32(self.spec.selection_entries), []
@@ -406,9 +417,9 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """Return the query tiles of step `i`. If they are single tokens and entries are not
-        indices into a selection, the result is empty, and the entries are prefetched into L1 for
-        `load`.
+        """Return the query tiles of step `i`. If query tiles are single tokens and entries are
+        not indices into a selection, return an empty list. The entries are then prefetched into
+        L1 for `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:
@@ -456,14 +467,16 @@ class Entries:
     # Masks.
 
     def _token_of_column(self, row):
-        """Return the tokens of eight columns of a query tile from `row` on."""
+        """Return the tokens of eight columns of a query tile. `row` is the first of these
+        columns.
+        """
         column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
         column = plgpu.layout_cast(column, PER_COLUMN)
         return div(column + row, self.group)
 
     def selected(self, token_bits, j):
-        """Return for each of the eight columns from `j` on whether its token selected the block
-        of the column's list entry, bool `[8]`.
+        """Return a bool array `[8]` for the eight columns from `j` on. It is True if the
+        column's token selected the block of the column's list entry.
         """
         token = self._token_of_column(j % self.spec.query_tile.rows)
         bits = token_bits[j // self.spec.query_tile.rows]
@@ -471,7 +484,7 @@ class Entries:
 
     def visible(self, first, token_bits, j, key_begin, key_end):
         """Return the mask `[64, 8]` of the eight columns from `j` on. `key_end` comes from the
-        statistics of these queries, and `first` is the first entry of the step.
+        statistics of these columns, and `first` is the first entry of the step.
         """
         spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
         key = key_index(first_key)
@@ -558,7 +571,8 @@ def merge(kernel: Kernel) -> Callable:
         if spec.stored_rows:
             row += refs.ds_chunk[FIRST_ROW]
         b, g = div_rem(row, spec.Hkv)
-        # The work items' tile of these 64 keys, and their half of it.
+        # The index of the key tile that contains these 64 keys, and the index of their half of
+        # the tile.
         key_tile = div(tile, spec.consumers)
         keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
         mine = row * refs.sizes.key_tiles + key_tile

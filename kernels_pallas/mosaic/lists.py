@@ -1,9 +1,10 @@
 """The lists of selected attention, built without a sort, and the work items of query lists.
 
-The bitmap of a selection is in shared memory, a word per block with a bit per token. Both lists are
-built from it, since a word has all tokens that a sort would group. One warp has up to 64
-neighbouring tokens, which may belong to several sequences. It handles the sequences one after the
-other, since blocks are counted from the first key of their sequence.
+The bitmap of a selection is in shared memory. It has a word per block, and a word has a bit per
+token. The block lists of tiles and the query lists of blocks are both built from the bitmap,
+since a word has all tokens that a sort would group. One warp has up to 64 neighbouring tokens,
+which may belong to several sequences. The warp handles the sequences one after the other, since
+blocks are counted from the first key of their sequence.
 
     for sequence in range(bitmap.sequences(tokens)):
         first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
@@ -11,8 +12,9 @@ other, since blocks are counted from the first key of their sequence.
 
     bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
 
-Each lane handles one entry of the selection, with `FETCHES` entries in flight, and sets bits by
-atomic OR. Several entries may have the same word, and their order does not matter.
+Each lane handles one entry of the selection at a time, with loads of `FETCHES` entries in
+flight. The lane sets the bit of the entry by an atomic OR. Several entries may set bits of the
+same word, in any order.
 
 The block list of a tile. Algorithm, a warp per tile; for each sequence of the tile's tokens, and
 each window of `WINDOW` of its blocks:
@@ -30,9 +32,10 @@ A warp also computes `specs.selected.BlockCounts`.
         word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
         word 1       0      0    0b0001   0         bits: tokens 32 to 63
 
-Bitmaps are in the order of the blocks, so the list is sorted too. Bound by latency: a warp waits
-for `FETCHES` entries of the selection at a time, then for shared memory. The work grows with the
-blocks of the sequence, not with the selected blocks.
+A bitmap is in the order of the blocks, so the block list is sorted too. The kernel is bound by
+latency. A warp waits for `FETCHES` entries of the selection at a time, and then for shared
+memory. The work grows with the number of blocks in the sequence, not with the number of
+selected blocks.
 
 The query lists of blocks (`specs/block_query_lists.py`):
 
@@ -52,9 +55,10 @@ The traversal, a warp per chunk of tokens:
     shared memory   bits [WARPS, bits]      a word per block, a bit per token
                     next_entry [WARPS, window]  entries counted, or the offset of the next one
 
-No two warps write to one counter, so global memory needs no atomics and the order is fixed. Bound
-by latency, as block lists. The passes over bitmaps grow with the product of chunks and blocks;
-entries are written once.
+No two warps write to one counter. Global memory therefore needs no atomics, and the order of
+entries is fixed. Like the kernel of block lists, this kernel is bound by latency. The number of
+passes over bitmaps grows with the product of the numbers of chunks and blocks. Each entry is
+written once.
 
 The work items of query lists (`specs/work_items.py`). Algorithm, a warp per row of `[B, Hkv]` and
 segment of the tokens:
@@ -66,9 +70,9 @@ segment of the tokens:
         all segments, with another prefix sum of the totals
     mark the remaining rows of the table of the segment as empty
 
-Bound by latency: two or three loads of `edges` per tile, `MAX_HALVES + 2` more if partials are
-counted, and a store of up to 28 bytes per item; a few microseconds, compared with the
-milliseconds of the kernels that read the table.
+The kernel is bound by the latency of two or three loads of `edges` per tile, and of `MAX_HALVES
++ 2` more loads if partials are counted. It stores up to 28 bytes per item. It costs a few
+microseconds, while the kernels that read the table cost milliseconds.
 """
 
 import functools
@@ -85,19 +89,19 @@ from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention
 from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS, cdiv
 from kernels_pallas.specs.work_items import MAX_HALVES, WorkItem, WorkItems
 
-NOWHERE = 2**31 - 1  # a block after all others
-FETCHES = 4  # entries of the selection that a lane waits for at once
+NOWHERE = 2**31 - 1  # in place of a block, sorts after all blocks
+FETCHES = 4  # number of entries of the selection that a lane loads at once
 
 
-type Word = Any  # a 32-bit value per lane, of either machine (`warp.py`, `interpreter.py`)
+type Word = Any  # a 32-bit value per lane, of `warp.py` or of `interpreter.py`
 
 
 class Tokens(NamedTuple):
-    """The properties of each token, by word and lane."""
+    """The properties of each token of a bitmap. An element of a list has one token per lane."""
 
-    sequence: list[Word]  # first key of its sequence; -1 if it may not select any block
+    sequence: list[Word]  # first key of the token's sequence; -1 if no block may be selected
     position: list[Word]  # position of the token in the sequence
-    bound: list[Word]  # number of blocks of the sequence that it may select
+    bound: list[Word]  # number of blocks of its sequence that the token may select
 
 
 class BlockBitmap(NamedTuple):
@@ -109,7 +113,7 @@ class BlockBitmap(NamedTuple):
         and the head `g`.
       T: The number of tokens per row of the selection, an integer or a word.
       tokens: Number of tokens of the bitmap.
-      first: The first block; earlier blocks are ignored.
+      first: Index of the first block in the bitmap. Earlier blocks are ignored.
     """
 
     warp: Any
@@ -148,7 +152,9 @@ class BlockBitmap(NamedTuple):
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
-        """Return the number of sequences, whose tokens are adjacent."""
+        """Return the number of sequences to which the tokens belong. The tokens of a sequence
+        are adjacent.
+        """
         warp = self.warp
         count, before = warp.word(0), warp.word(-1)
         for first_key in tokens.sequence:
@@ -160,9 +166,9 @@ class BlockBitmap(NamedTuple):
         return count
 
     def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
-        """Return the first key of the sequence after the one that begins at `before`, the
-        bounds `Tokens.bound` of its tokens (0 for other tokens), and the largest of these
-        bounds.
+        """Return the first key of the next sequence, the bounds `Tokens.bound` of its tokens,
+        and the largest of these bounds. The next sequence follows the sequence whose first key
+        is `before`. The bounds of tokens in other sequences are 0.
         """
         warp = self.warp
         later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
@@ -184,9 +190,10 @@ class BlockBitmap(NamedTuple):
         warp.repeat(rows, clear_row)
 
     def join(self, bits, window: int, low, token0, own, also=None, *state):
-        """Set the bits of the blocks `low .. low + window - 1` that tokens selected. `own` is the
-        same as in `counts`. Return the last `state = also(entry, token, block, selected, *state)`
-        of all entries of their selection, in any window (`each`).
+        """Set the bits of the blocks `low .. low + window - 1` that tokens selected. `own` is
+        the same as in `counts`. Also compute `state = also(entry, token, block, selected,
+        *state)` for all entries of the tokens' selection, and return the last `state` (`each`).
+        These entries may have blocks outside the window.
         """
         warp = self.warp
 
@@ -203,17 +210,17 @@ class BlockBitmap(NamedTuple):
         return self.each(token0, visit, *state)
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
-        """Return whether `token` may select the block. `own` has, for each token, the number of
-        blocks of the current sequence that it may select: `Tokens.bound`, or 0 for tokens of
-        other sequences (`next_sequence`).
+        """Return whether `token` may select the block. For tokens of the current sequence,
+        `own` has `Tokens.bound`, the number of blocks that the token may select. For tokens of
+        other sequences, `own` has 0 (`next_sequence`).
         """
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
     def each(self, token0, visit, *state):
         """Compute `state = visit(entry, token, block, exists, *state)` for all entries of the
-        tokens' selection, with one entry per lane and a few entries at a time. `exists` states
-        whether the lane has an entry.
+        tokens' selection, with one entry per lane and a few entries at a time. `exists` is true
+        if the lane has an entry.
         """
         warp = self.warp
 
@@ -251,7 +258,7 @@ class BlockBitmap(NamedTuple):
         return warp.where(token < LANES, found, other)
 
 
-WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
+WINDOW = 1024  # number of blocks whose bits are in shared memory at a time
 
 
 def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
@@ -272,7 +279,9 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
 
     def address(array, entry, words=1, word=0):
-        """Return the address of an entry of this tile's list in `starts` or `members`."""
+        """Return the address in `array` of an entry of this tile's list. `array` is `starts` or
+        `members`.
+        """
         row = 4 * spec.entries
         lead = (mine, words * row), (warp.word(word), row)
         return warp.element(array, *lead, (entry, 4))
@@ -369,8 +378,9 @@ BLOCKS = BlockCounts._fields.index("blocks")
 def list_chunk(
     warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False
 ) -> None:
-    """Traverse chunk `WARPS * group + warp` of row `refs.row`. With `fill` entries are written,
-    and otherwise they are counted. With `gather` they are the entries of `fill_gather_lists`.
+    """Traverse chunk `WARPS * group + warp` of row `refs.row`. With `fill` the entries of query
+    lists are written. Without `fill` they are counted. With `gather` the entries are those of
+    the kernel `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv
@@ -378,12 +388,12 @@ def list_chunk(
     bits = warp.shared(refs.bits) + warp.warp() * (4 * spec.bits)
     next_entry = warp.shared(refs.next_entry) + warp.warp() * (4 * spec.window)
     tokens_of_word = spec.query_tiles_of_word * spec.tokens
-    first = 1 if spec.limit else 0  # block 0 is near
+    first = 1 if spec.limit else 0  # block 0 is always a near block
     bitmap = BlockBitmap(warp, spec, refs, sizes.T, tokens_of_word, first)
 
     def far_end(token):
-        """Return the end of the far blocks of a token. If its tile is not gathered
-        (`selected.tile_is_gathered`), the result is 0.
+        """Return the end of the far blocks of a token. If the token's tile is not gathered
+        (`selected.tile_is_gathered`), return 0.
         """
         tile = token // spec.tile
         before = (refs.b * spec.Hkv + refs.g) * sizes.tiles + warp.larger(tile - 1, 0)
@@ -397,17 +407,21 @@ def list_chunk(
     most_of = far_end if spec.limit else None
 
     def edge(tile, after=0):
-        """Return the element of `edges` of the tile and this chunk, or the one after it."""
+        """Return the element of `edges` for the tile and this chunk. With `after`, return the
+        next element.
+        """
         tile = row * sizes.key_tiles + warp.smaller(tile, sizes.key_tiles - 1)
         place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
         return warp.element(refs.edges, (place, 4), (after, 4))
 
-    # The bits of the first token of every query tile, as an int32.
+    # An int32 in which the bit of the first token of every query tile is set.
     first_bits = sum(1 << (u * spec.tokens) for u in range(spec.query_tiles_of_word))
     first_bits -= 2**32 if first_bits >= 2**31 else 0
 
     def tile_entries(low, high, seen, low_block, query_tile0):
-        """Count or write the entries of the tiles `low .. high - 1`, a lane per tile."""
+        """Count or write the list entries of the tiles of keys `low .. high - 1`. Each lane
+        handles one tile.
+        """
         first_key, blocks, last, end_of_bit0 = seen
         tile_from = warp.larger(first_key // ROWS, low)
         tile_to = warp.smaller(cdiv(last, ROWS), high)
@@ -419,8 +433,8 @@ def list_chunk(
             tile = low + offset
             key = tile * ROWS
             seen = (tile >= tile_from) & (tile < tile_to)
-            # Bits below `early` are tokens whose keys end before the tile: positions grow by one
-            # per bit. early < 32 if `seen` holds.
+            # Bits below `early` belong to tokens whose keys end before the tile, since
+            # positions grow by one per bit. early < 32 if `seen` holds.
             early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first_key, 0) // spec.block
 
@@ -447,9 +461,10 @@ def list_chunk(
         warp.repeat(warp.larger(row_to - row_from, 0), row)
 
     def gather_entries(token0, own, first, count):
-        """Write the entries of a sequence that has `count` blocks in `bits`. Every block is a
-        tile of keys, and block 0 is the tile `first` of the window. Each lane has an entry of
-        the selection, whose index in the list follows from the bits of earlier tokens.
+        """Write the list entries of a sequence that has `count` blocks in `bits`. Every block
+        is a tile of keys, and block 0 is the tile `first` of the window. Each lane has an entry
+        of the selection. The bits of earlier tokens determine the index of this entry in the
+        list.
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
@@ -478,7 +493,9 @@ def list_chunk(
         warp.repeat(warp.larger(cdiv(end, LANES) - row, 0), advance)
 
     def write_entries(entry, query_tiles, members, offset, query_tile0):
-        """Write one list entry for each bit of `query_tiles`, from index `entry` on."""
+        """Write one list entry for each set bit of `query_tiles`, from index `entry` of the
+        list on.
+        """
 
         def write(_, entry, query_tiles):
             exists = warp.different(query_tiles, 0)
@@ -525,8 +542,8 @@ def list_chunk(
                 if gather:
                     gather_entries(token0, own, first_key // ROWS - low, count)
                 else:
-                    # The end of the keys that the sequence's last token sees, and of the keys
-                    # that a token at bit 0 would see.
+                    # Two ends of visible keys: for the last token of the sequence, and for a
+                    # token at bit 0.
                     (sequence,), (position,) = tokens.sequence, tokens.position
                     mine, ends = warp.same(sequence, first_key), first_key + position + 1
                     last = warp.largest(warp.where(mine, ends, 0))
@@ -564,8 +581,10 @@ fill_lists = _lists(fill=True)
 fill_gather_lists = _lists(fill=True, gather=True)
 
 
-SEGMENT_SIZES = "cut", "offset", "capacity"  # sizes of each segment in `WorkItems.sizes`
-NUMBER_BITS = 19  # for the index of a work item in its row, below its entries, at most 2048
+SEGMENT_SIZES = "cut", "offset", "capacity"  # the sizes in `WorkItems.sizes` of each segment
+# A sort key has the index of a work item in its lower bits, and the number of the work item's
+# entries, at most 2048, above them.
+NUMBER_BITS = 19
 
 
 def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
@@ -582,8 +601,8 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
             found = warp.where(segment >= i, x, found)
         return found
 
-    # First chunk of the segment and of the next one, index of its first work item for row 0, and
-    # its capacity.
+    # The first chunk of the segment and of the next segment. Then the index of the segment's
+    # first work item for row 0, and the capacity of the segment.
     if spec.halving:
         ends, offsets, capacities = (_of_segments(sizes, x) for x in SEGMENT_SIZES)
         bounds = [0, *ends[:-1]], ends, offsets, capacities
@@ -618,8 +637,8 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.where(tile < tiles, cdiv(end - begin, longest), 0)
 
     def partials_of(tile, count):
-        """Return the first partial of each tile in this segment, and the value of `count` after
-        these 32 tiles.
+        """Return the first partial of each lane's tile in this segment, and the value of
+        `count` after these 32 tiles.
         """
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
         counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
@@ -687,16 +706,16 @@ def _prefix_sum(warp: Any, x):
 
 
 def _of_segments(sizes, name):
-    """Return the values of a size in all segments (`WorkItems.sizes`)."""
+    """Return the values that the size `name` has in all segments (`WorkItems.sizes`)."""
     return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
 
 def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     """Move 32 work items of row `refs.row` to their sorted positions, one per lane.
 
-    For each item, the items of its segment that precede it are counted. These have more
-    entries, or the same number of entries and a lower index. The lanes read 32 other items at a
-    time and exchange them.
+    The sorted position of an item is the number of items in its segment that precede it. An
+    item precedes another item if it has more entries, or the same number of entries and a lower
+    index. The lanes read 32 other items at a time and exchange them.
     """
     lane, columns = warp.lane(), WorkItem._fields
     own = (refs.group * WARPS + warp.warp()) * LANES + lane
@@ -712,8 +731,9 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return (refs.row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
 
     def order(item):
-        """Return a sort key, which is larger for earlier items. Items with more entries come
-        first, then those with a lower index.
+        """Return a sort key, which is larger for items that come earlier. Items with more
+        entries come first. Among items with the same number of entries, the lower index comes
+        first.
         """
         begin, end = (
             warp.fetch(warp.element(refs.table, *at(item, columns.index(name))))

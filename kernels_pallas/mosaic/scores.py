@@ -1,34 +1,37 @@
-"""Computes the scores of blocks and selects the best blocks, with S = Q K^T, or with S^T = K
-Q^T for groups of more than 16 heads.
+"""Computes the scores of blocks and selects the best blocks. The kernel for groups of up to 16
+heads computes S = Q K^T. The kernel for larger groups computes S^T = K Q^T.
 
 Up to 16 heads. Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of the
-compressed branch. The sums of P over phases (`specs/scores.py`) and over the heads of a group are
-added to the score row of each token in shared memory, from which a warp selects the n best
-(`warp_topk.py`).
+compressed branch. P is summed over phases (`specs/scores.py`) and over the heads of a group.
+The sums are added to the score row of each token in shared memory. A warp then selects the n
+best blocks of each score row (`warp_topk.py`).
 
-Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. It loops over
-chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for each of the
-`ratio` phases of its blocks. Each chunk ends with its top-k. A tile whose tokens select all their
-candidate blocks needs no product, if there is one chunk and rows are not packed.
-Tile: 64 query rows per warpgroup, `64 // heads` tokens, in registers as the left operand. A product
-then reads only keys from shared memory, which is half the traffic of two shared operands. With 16
-heads each warp has one token, and with fewer heads 2 to 8 tokens. The sum over heads is an exchange
-between lanes, once per step. The warpgroups share the ring buffer of keys and refill it in turn.
+Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. The CTA loops
+over chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for
+each of the `ratio` phases of its blocks. Each chunk ends with the top-k of its scores. If there
+is one chunk and rows are not packed, a tile whose tokens select all their candidate blocks
+needs no product.
+Tile: 64 query rows per warpgroup, from `64 // heads` tokens. The rows are in registers, as the
+left operand. A product then reads only keys from shared memory, which is half the traffic of a
+product with both operands in shared memory. With 16 heads each warp has one token, and with
+fewer heads 2 to 8 tokens. Once per step, lanes exchange values to sum over heads. The
+warpgroups share the ring buffer of keys and refill it in turn.
 
-Four warpgroups run on an SM, at 128 registers per thread, or three if they would spill registers.
-Some multiply while another computes probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4
-D=128 T=65536 on an H100: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM, 2.4 ms;
-query once 1.1 GB = 0.33 ms.
+Four warpgroups run on an SM, at 128 registers per thread. Three run if four would spill
+registers. Some warpgroups multiply while another warpgroup computes probabilities. The kernel
+is bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2 TFLOP = 2.2 ms;
+8.8 G exponentials at 16 per clock and SM = 2.4 ms; the query, read once, 1.1 GB = 0.33 ms.
 
-More heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2). The sum over
-the heads of a group runs along a row of registers. During a product, the probabilities of the
-product before it are computed. The score rows of a tile stay in shared memory, from which a warp
-per token selects the best blocks that are not forced.
+More heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2). The sum
+over the heads of a group runs along a row of registers. During a product, the warpgroup
+computes the probabilities of the previous product. The score rows of a tile stay in shared
+memory. One warp per token then selects the best blocks that are not forced.
 
-Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. Its loops are the
-same as above.
-Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since with more
-an SM holds only one CTA. Bound by the instructions around the products. The floors are the same.
+Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. The loops are
+those of the kernel for up to 16 heads.
+Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since an SM
+would hold only one CTA with more stages. The kernel is bound by the instructions around the
+products. The floors are those of the kernel for up to 16 heads.
 """
 
 import dataclasses
@@ -67,9 +70,9 @@ from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 
 def tile_of_cta(spec: Scores, refs) -> tuple:
-    """Return the batch row, the key/value head, the index of the tile among those of all batch
-    rows, its first token, the end of its tokens (T without `query_tiles`), and the block where
-    the sequence of its first token begins.
+    """Return the batch row and the key/value head of a CTA, and the index of its tile among the
+    tiles of all batch rows. Also return the tile's first token, the end of the tile's tokens (T
+    without `query_tiles`), and the first block of the sequence that contains the first token.
     """
     b, g = div_rem(refs.cta.bg, spec.Hkv)
     tiles = refs.sizes.tiles
@@ -84,8 +87,8 @@ def tile_of_cta(spec: Scores, refs) -> tuple:
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """Return lse * log2(e) for the rows of `tokens` tokens from `first_token` on. `length` is
-    T. For padding heads, and for rows without keys, it is +inf, so that every probability is
-    zero. Tokens from T on have the value of the last token.
+    T. The result is +inf for padding heads and for rows without keys, which makes every
+    probability zero. Tokens from T on have the value of the last token.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, spec.interpret)
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
@@ -93,8 +96,8 @@ def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
 
 
 def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> None:
-    """Start copies of the keys of product `q`, which are one phase of 64 blocks from `base` on.
-    `place` has the batch row and the key/value head.
+    """Start copies of the keys of product `q`. These keys are one phase of 64 blocks, and
+    `base` is the first block of product 0. `place` has the batch row and the key/value head.
     """
     stage = rem(q, spec.tiling.stages)
     blocks, phase = pl.ds(base + div(q, spec.ratio) * KEYS, KEYS), rem(q, spec.ratio)
@@ -105,12 +108,12 @@ def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> 
 def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     """Compute `carry = step(under_mask, i, carry)` for each step `i` of chunk `k`.
 
-    A step has `ratio` products, one per phase, of 64 blocks. Only the steps at both ends of the
+    A step has 64 blocks and `ratio` products, one per phase. Only the steps at both ends of the
     visible keys of a tile need a mask.
 
     Args:
       spec: The sizes of the problem.
-      step, carry, k: As above.
+      step, carry, k: The function, the initial `carry` and the index of the chunk.
       steps: Steps of the whole tile.
       base: First block of the first step.
       key_begin, key_end: The begin of the keys to which the tile's last row attends, and the
@@ -132,7 +135,8 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     return lax.fori_loop(right, stop, masked, carry)
 
 
-# A product's registers after rows at distance 8 have been added: 8 rows per warp.
+# The layout of a product's registers after rows at distance 8 have been added. A warp has 8
+# rows.
 FOLDED = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -149,7 +153,7 @@ def best_blocks_qk(kernel: Kernel):
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
     step_keys = KEYS * r
     scale_log2 = spec.scale * LOG2E
-    unshared = r - spec.cover + 1  # phases that only count for their own block
+    unshared = r - spec.cover + 1  # phases whose compressed tokens belong to one block only
     run = functools.partial(_each_warp, topk)
     sums_shape, sums_layout = (
         ((ROWS // 2, KEYS), FOLDED) if heads == 16 else ((ROWS, KEYS), MATRIX)
@@ -194,7 +198,9 @@ def best_blocks_qk(kernel: Kernel):
         lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, *places)  # [64]
 
         def refill(q):
-            """Load the next keys of the stage of product `q`, once all warpgroups have read it."""
+            """Load the next keys into the stage of product `q`, once all warpgroups have read
+            the stage.
+            """
             stage = rem(jnp.maximum(q, 0), stages)
             turn = rem(stage, warpgroups) == wg
 
@@ -207,8 +213,8 @@ def best_blocks_qk(kernel: Kernel):
         lag = 1 if stages >= 3 else 0
 
         def probabilities(under_mask, i, phase):
-            """Return the probabilities of 64 keys of one phase, `[64, 64]`, or folded to
-            `sums_shape`.
+            """Return the probabilities of 64 keys of one phase, `[64, 64]`. With 16 heads,
+            return the result of `_fold`, which has the shape `sums_shape`.
             """
             q = i * r + phase
             stage = rem(q, stages)
@@ -236,8 +242,9 @@ def best_blocks_qk(kernel: Kernel):
                 return own
 
             def shared_phase(phase, carry):
-                """Add a phase of keys that belongs to two blocks. It is counted `r - phase`
-                times for the block, and the remaining times of `cover` for the next one.
+                """Add the probabilities of a phase whose keys belong to two blocks. The
+                probabilities count `r - phase` times for the block itself, and `cover - (r -
+                phase)` times for the next block.
                 """
                 own, following = carry
                 p = probabilities(under_mask, i, phase)
@@ -251,7 +258,8 @@ def best_blocks_qk(kernel: Kernel):
             own = lax.fori_loop(0, unshared, unshared_phase, zeros) * float(spec.cover)
             following = zeros
             if unshared < r:
-                # Unrolling more than one of them would need too many registers.
+                # Only the first shared phase is unrolled. Unrolling more would need too many
+                # registers.
                 carry = shared_phase(unshared, (own, None))
                 own, following = lax.fori_loop(unshared + 1, r, shared_phase, carry)
             place = i * KEYS - chunk_begin
@@ -261,8 +269,8 @@ def best_blocks_qk(kernel: Kernel):
         own_block = refs.own_block.at[mine]
 
         def take(k, carry):
-            """Compute the scores of chunk `k`, and select the best of them and of the earlier
-            chunks.
+            """Compute the scores of chunk `k`. Then select the best blocks of this chunk and of
+            the earlier chunks.
             """
             step_of_chunk = functools.partial(step, k * chunk)
             run("begin_chunk", [refs.scores_s], [], [wg, k])
@@ -316,9 +324,10 @@ def best_blocks_qk(kernel: Kernel):
 
 
 def _queries(spec: Scores, query, b, g, token, length):
-    """Load the rows of a warpgroup into registers, `[64, D]`. Its first token is `token`.
-    Padding heads repeat other heads, which has no effect since their `lse` is +inf. Tokens from T
-    on repeat the last token, and their selection is not written.
+    """Load the query rows of a warpgroup into registers, `[64, D]`. `token` is the first token
+    of the warpgroup. The rows of padding heads repeat other heads. The repetition has no
+    effect, since the `lse` of padding heads is +inf. Tokens from T on repeat the last token,
+    and their selection is not written.
     """
     dtype = jnp.dtype(spec.dtype)
     if spec.interpret:
@@ -359,8 +368,8 @@ def _queries(spec: Scores, query, b, g, token, length):
 def _product(buffers: operands.Buffers, queries, ring, stage):
     """Return `queries @ keys.T`, float32 `[64, 64]`, for the keys in a stage of `ring`.
 
-    `mgpu.wgmma` would fence its left operand, so that ptxas would copy the whole operand for
-    each product. Here the operand never changes and needs no fence.
+    `mgpu.wgmma` would fence its left operand, and ptxas would then copy the whole operand for
+    each product. Here the left operand never changes and needs no fence.
     """
     if buffers.interpret:
         return buffers.start_product(queries.astype(jnp.float32), (ring, stage))
@@ -408,8 +417,8 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
 
 
 def _fold(probs, interpret):
-    """Add rows at a distance of 8, which are in the same lane. The result of `[64, 64]` is
-    `[32, 64]`.
+    """Add pairs of rows at a distance of 8, which are in the same lane. `probs` `[64, 64]`
+    gives a result `[32, 64]`.
     """
     if interpret:
         return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)
@@ -429,9 +438,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
     """Call the function `name` of `topk` in every warp. `numbers` are passed as words.
 
     Args:
-      rows: Rows of tokens, arrays in shared memory.
+      rows: Arrays in shared memory with one row per token.
       arrays: Arrays in global memory.
-      sums: Matrices of the warpgroup, float32.
+      sums: Float32 matrices in the registers of the warpgroup.
     """
     if topk.spec.interpret:
         return _each_interpreted_warp(topk, name, rows, arrays, numbers, sums)
@@ -446,9 +455,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """Run `_each_warp` in the interpreter, which sees only the warpgroup's own `rows` as read and
-    written. An element of `arrays` that is not a ref is the shape of an array that is only
-    written, which is returned.
+    """Run `_each_warp` in the interpreter. For the race detector, a warpgroup then reads and
+    writes only its own `rows`. If an element of `arrays` is a shape instead of a ref, the array
+    is only written, and is returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -485,7 +494,8 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
 def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g, end):
     """Run `WarpTopK.write` in the interpreter, for one token of a warpgroup after the other."""
     count, tokens = ROWS // spec.tiling.heads, spec.tile.tokens
-    # The blocks of the tile's tokens are written to an array of one tile, at row 0 and head 0.
+    # `write` writes the blocks of the tile's tokens to an array of one tile, at row 0 and head
+    # 0.
     of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
     zero = jnp.int32(0)
     numbers = [wg, zero, zero, zero, jnp.int32(tokens), jnp.int32(tokens)]
@@ -499,8 +509,8 @@ def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g
 
 
 def _pairs(matrix: np.ndarray) -> list:
-    """Return `_floats` of a NumPy array `[64, 64]` or `[32, 64]`, as words of four warps, `[4,
-    32]`.
+    """Return the same pairs as `_floats` for a NumPy array `[64, 64]` or `[32, 64]`. A value is
+    `[4, 32]`, with an element for each of 4 warps and 32 lanes.
     """
     lane = np.arange(32)
     of_warp = matrix.reshape(4, -1, KEYS)
@@ -514,7 +524,9 @@ def _pairs(matrix: np.ndarray) -> list:
 
 
 def _floats(matrix):
-    """Return pairs of neighbouring values, by row of a lane (`WarpTopK.add`)."""
+    """Return, for each row of a lane, the list of its pairs of neighbouring values, as
+    `WarpTopK.add` reads them.
+    """
     pairs = matrix.registers.reshape(KEYS // 8, -1)
 
     def pair(register):
@@ -523,7 +535,8 @@ def _floats(matrix):
     return [[pair(register) for register in column] for column in pairs.T]
 
 
-# One row of 128 * k columns per warp, four neighbours per lane.
+# Each warp has one row of 128 * k columns, and each lane has groups of four neighbouring
+# columns.
 ROW_PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((KQ_WARPS, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
@@ -568,8 +581,8 @@ def best_blocks_kq(kernel: Kernel):
                 load_keys(spec, buffers, refs, (b, g), base, q)
 
         def multiply(q, meanwhile):
-            """Return the logits K Q^T `[64, rows]` of product `q`, and the result of `meanwhile`,
-            which runs during the product.
+            """Return the logits K Q^T `[64, rows]` of product `q`, and the result of
+            `meanwhile`. The function `meanwhile` runs during the product.
             """
             stage = rem(q, stages)
 
@@ -602,8 +615,8 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """Return for each token the sum of its groups of 8 columns, `[64, 8]`. `store` adds
-            up these 8 columns.
+            """Return, for each token, the sum `[64, 8]` over its groups of 8 columns. `store`
+            then adds up these 8 columns.
             """
             sums = []
             for token in range(0, rows, heads):
@@ -614,8 +627,9 @@ def best_blocks_kq(kernel: Kernel):
             return sums
 
         def store(scores_s, place, sums, add=False):
-            """Add up the columns of the `sums` `[64, 8]` of each token, and write the results to
-            its score row. With `add` the previous contents are added.
+            """Add up the 8 columns of each token's array in `sums`, and write the 64 totals to
+            the token's score row. With `add` the totals are added to the contents of the score
+            row.
             """
             for t, folded in enumerate(sums):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
@@ -638,7 +652,7 @@ def best_blocks_kq(kernel: Kernel):
                 times = jnp.minimum(spec.cover, r - phase)
 
                 def add_phase():
-                    # Registers are short: lse_log2 stays in shared memory.
+                    # lse_log2 stays in shared memory, since registers are scarce.
                     p = jnp.exp2(logits * scale_log2 - down(columns(refs.lse_log2_s)))
                     folded = fold(p)
                     # All heads of a token attend to the same keys.
@@ -684,8 +698,8 @@ def best_blocks_kq(kernel: Kernel):
 
         def extract(scores, indices, keep):
             """Call `keep(four, i, value, index)` with the `i`-th best entry of each score row.
-            If scores are equal, the lower index comes first. All rows are processed together,
-            which hides the latency of reductions.
+            If scores are equal, the lower index comes first. All rows are processed together to
+            hide the latency of reductions.
             """
 
             def one(i, scores):
@@ -708,8 +722,8 @@ def best_blocks_kq(kernel: Kernel):
         ahead, _ = multiply(jnp.int32(0), lambda: None)
 
         def take(k, ahead):
-            """Select the best blocks of chunk `k`. `ahead` has the logits of its first
-            product.
+            """Select the best blocks of chunk `k`. `ahead` has the logits of the first product
+            of the chunk.
             """
             chunk_begin = k * chunk
             for t in range(score_rows):
@@ -808,9 +822,9 @@ def best_blocks_kq(kernel: Kernel):
 
 
 def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, length, end):
-    """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`, one token per warp.
-    `chosen` has `n` arrays `[4]`. `token` is the index of the tile's token `first`, `length` is
-    T, and `end` is the end of the tile's tokens.
+    """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`. Each warp writes one
+    token. `chosen` has `n` arrays `[4]`, with one block per token. `token` is the index in the
+    row of the tile's token `first`. `length` is T, and `end` is the end of the tile's tokens.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)
     if spec.interpret:
