@@ -1,12 +1,13 @@
 """Loads the keys and values of a warp in a decode step into a ring buffer of strips, and
-multiplies with them.
+multiplies Q and P with the strips.
 
-A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies it with 16 bytes
-per lane, and reads it with another assignment of lanes. Each warp has its own ring buffer. The
-lanes of the warp synchronize before they read a strip and before they overwrite it. A strip is
-stored in parts of 128 bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64,
-`[16 rows, 64 bytes]`. The chunks of 16 bytes of a row's part are permuted by the row's index
-(`turned`), so that all banks are used by 8 lanes that access
+A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies a strip with 16
+bytes per lane. When the warp reads the strip, each lane reads other bytes than it copied. Each
+warp has its own ring buffer. The lanes of the warp synchronize before they read a strip and
+before they overwrite it. A strip is stored in parts of 128 bytes per row, `[16 rows, 128
+bytes]`, and possibly a last part of 64, `[16 rows, 64 bytes]`. The 8 chunks of 16 bytes in a
+part of a row are permuted by the row's index (`turned`). All banks are then used by 8 lanes
+that access
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
@@ -19,9 +20,9 @@ being loaded, also while warps wait for others:
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-Tokens that this launch appends are in a warp's last compressed strip or after it. Before a warp
-loads that strip, at the turn `meeting`, it waits for the cluster, whose CTAs append in the
-meantime.
+Tokens that this launch appends are in the last compressed strip of a warp or in later strips. A
+warp loads its last compressed strip at the turn `meeting`. Before this load, the warp waits
+until the CTAs of the cluster have appended the tokens.
 """
 
 from typing import Any, NamedTuple
@@ -35,15 +36,15 @@ CHUNK_BYTES = 16
 ROW_BYTES = 2 * PART  # bytes of a row of a part
 PART_BYTES = STRIP * ROW_BYTES
 LARGEST_EXPONENT = 14  # exponent of a row's largest element in float16 (`half_query`)
-# p times scales must be less than 2^MOST_P_EXPONENT as float16; otherwise it is scaled to less than
-# 2^(P_EXPONENT + 1).
+# In float16, the products of p and the scales of values must be less than 2^MOST_P_EXPONENT.
+# Larger products are scaled to less than 2^(P_EXPONENT + 1).
 P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """Return the number by whose XOR the 8 chunks in a part of a row are permuted, for elements
-    of `size` bytes. It differs between 8 adjacent rows. The lanes of K also read different
-    chunks in 2 adjacent rows.
+    """Return the number whose XOR with a chunk's index permutes the 8 chunks in a part of a
+    row, for elements of `size` bytes. The number differs between 8 adjacent rows. Lanes that
+    read K also read different chunks in 2 adjacent rows.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
@@ -52,14 +53,14 @@ class Queue:
     """The strips that a warp reads, and its ring buffer.
 
     Attributes:
-      limit: Number of strips that are determined by the length, before the blocks are selected.
+      limit: Number of strips that are known from the length, before the blocks are selected.
       total: Number of all strips.
-      near: Index in the queue of the first strip of values. The strips of keys of the
-        compressed and the sliding branch come before it.
+      near: Index in the queue of the first strip of values. The key strips of the compressed
+        and the sliding branch come before it.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
-        """`arrays` has the pages of each branch by name."""
+        """Prepare the queue. `arrays` has the pages of each branch by name."""
         self.m, self.spec = m, spec = lane.m, lane.spec
         self.lane, self.work = lane, work
         self.near = work.mine + work.sliding
@@ -88,7 +89,7 @@ class Queue:
         row, pair = lane.row, lane.pair
 
         def chunk(number: Any, size: int) -> Any:
-            """Return the offset of a chunk in the lane's row of K."""
+            """Return the offset of chunk `number` in the lane's row of K."""
             return row * ROW_BYTES + ((number ^ turned(row, size)) << 4)
 
         self.read_keys_at = [chunk(pair * 2 + i, 2) for i in range(2)]
@@ -111,7 +112,7 @@ class Queue:
         return self._stage(turn)
 
     def refill(self, turn: Any, chosen: bool, meets: bool = False) -> None:
-        """Load the strip of `turn`, if it exists.
+        """Start to load the strip of `turn`, if such a strip exists.
 
         Args:
           turn: Index of the strip in the queue.
@@ -127,12 +128,12 @@ class Queue:
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
-        """Load the first strips, as far as their tokens existed before the launch."""
+        """Load those of the first strips whose tokens all existed before the launch."""
         last = self.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
-        """Load the rest of the first strips."""
+        """Load the first strips that `fill_before_meeting` did not load."""
         m = self.m
 
         def rest(turn):
@@ -142,8 +143,8 @@ class Queue:
         self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
-        """Load the selected strips among the next `stages` strips after `done` turns. They were
-        skipped before the blocks were known.
+        """Load the strips of the selected branch among the `stages` turns from turn `done` on.
+        These strips were skipped before the blocks were known.
         """
         self.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
@@ -196,8 +197,9 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
-        """Return `scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. For keys
-        in fp8, pass the query and the `units` of `half_query`.
+        """Return `scale log2(e) Q K^T` of a strip, as two tiles `[16 heads, 8 keys]`. `query`
+        is the result of `query_fragments`, and `units` is None. For keys in fp8, `query` and
+        `units` are the two results of `half_query` instead.
         """
         m, spec = self.m, self.spec
         stage, tiles = self.take(turn), []
@@ -216,7 +218,7 @@ class Queue:
                 else:
                     k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
                 whole = [k[:2], k[2:]] if units is None else map(m.widened, k)
-                for words in whole:  # in two independent sums
+                for words in whole:  # alternate between two independent sums
                     own, operands = sums[products % 2], (query[products], words)
                     dtype = spec.dtype if units is None else "float16"
                     sums[products % 2] = m.multiply(own, *operands, dtype)
@@ -235,8 +237,8 @@ class Queue:
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
-        """Set the values of keys outside `low .. high - 1` to zero, in a strip that begins with
-        key `first`. Values that were never written may be NaN, and 0 * NaN is NaN.
+        """Set the values (V) of keys outside `low .. high - 1` to zero, in a strip that begins
+        with key `first`. Values that were never written may be NaN, and 0 * NaN is NaN.
         """
         m, lane, spec = self.m, self.lane, self.spec
         row_bytes = spec.token_bytes * spec.Dv
@@ -278,11 +280,12 @@ class Queue:
     def add_rounded(
         self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """Do the same as `add` for values in fp8.
+        """Return `acc + P V` of a strip like `add`, for values in fp8, with the new factor of
+        `acc`.
 
         Args:
-          state: `acc` and its factor. The factor is a power of two with which p times scales
-            fits float16.
+          state: `acc` and its factor, a power of two. The products of p, the scales of values
+            and this factor fit float16.
           turn, first, low, high: As in `add`.
           p: P in float32.
           most: Upper bound of the absolute values of the lane's p.
@@ -324,8 +327,9 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """Return the power of two that scales a non-negative number with these bits to at least
-    2^exponent and less than 2^(exponent + 1). The result is limited to the range of float32.
+    """Return a power of two. The product of the power and the non-negative float32 with these
+    bits is at least 2^exponent and less than 2^(exponent + 1). The power is limited to the
+    range of float32.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
@@ -355,11 +359,13 @@ class _Pages(NamedTuple):
     scales: Any
 
     def alike(self, other: "_Pages") -> bool:
-        """Return whether strips are copied in the same way from both objects."""
+        """Return whether strips of these pages and of `other` are copied in the same way."""
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
-        """Return these pages if `condition` is true, otherwise `other`. Both must be `alike`."""
+        """Return these pages if `condition` is true, otherwise `other`. Both objects must be
+        `alike`.
+        """
         m, scales = self.lane.m, self.scales
         if scales is not None:
             scales = m.where(condition, scales, other.scales)
@@ -369,9 +375,9 @@ class _Pages(NamedTuple):
     def _places(
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
     ) -> list[tuple[Any, int]]:
-        """Return an address and an offset from it, for byte `column` of the rows `row`, `row +
-        step`, .. of a strip. `row` is below `step`. Each row has all heads. All pages are read from
-        the table first, so that these reads overlap.
+        """Return an address and an offset from this address, for byte `column` of each of the
+        rows `row`, `row + step`, .. of a strip. `row` is below `step`. A row has all heads. The
+        indices of all pages are read from the page table first, so that these reads overlap.
         """
         m = self.lane.m
         shift, last = self.rows.bit_length() - 1, self.rows - 1
@@ -413,8 +419,8 @@ class _Pages(NamedTuple):
             self._copy_scales(to, first)
 
     def _copy_scales(self, to: Any, first: Any) -> None:
-        """Copy the scales to the memory after the strip, four per lane. The scales of a head
-        are contiguous in a page.
+        """Start the copy of a strip's scales to the memory after the strip. A lane copies four
+        scales. The scales of a head are contiguous in a page.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
         row = (lane & 3) << 2
@@ -425,8 +431,8 @@ class _Pages(NamedTuple):
 
 
 def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:
-    """Return Q of the group as left operands. The order of columns is that of
-    `Queue.logits`.
+    """Return Q of the group as left operands of products. The columns have the order in which
+    `Queue.logits` reads those of K.
     """
     m, spec = lane.m, lane.spec
     row_bytes, found = 2 * spec.D, []
@@ -452,9 +458,10 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 
 
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
-    """Return Q in float16, in the order of `query_fragments`. Each row is scaled by a power of
-    two so that it fits. Also return a number for each of the lane's two rows. Multiplying a
-    product with the row by this number undoes the power of two and applies the scale of the logits.
+    """Return the result of `query_fragments` in float16, and a factor for each of the lane's
+    two rows. Each row of Q is multiplied by a power of two, with which it fits float16. The
+    factor of a row is the scale of the logits, times log2(e), divided by this power of two. The
+    row's products with keys must be multiplied by the factor.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

@@ -1,29 +1,29 @@
-"""Computes selected attention block by block. The queries that selected a block are gathered,
-and their partials are then merged.
+"""Computes selected attention block by block. A first kernel gathers the queries that selected
+a block and computes their partial results. A second kernel merges the partials of each query.
 
-Algorithm: for each token and far block j a softmax of one block with its lse_log2, or dQ from the
-statistics of the whole row (formulas: `softmax.py`):
+Algorithm: For each token and far block j, forward computes the softmax over this block and its
+lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in `softmax.py`):
 
     forward   S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l
     dq        S = Q K_j^T, dP = dO V_j^T,  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
 
-Loop order: key-stationary. A CTA is one warpgroup with one work item, a selection block of 64 or
-128 keys, which stays in shared memory, and some of the entries (token, slot) that chose it. A step
-gathers the query heads of the tokens that fit in 64 rows, so that no product is wasted, and
-scatters their results:
+Loop order: key-stationary. A CTA is one warpgroup with one work item. A work item is a
+selection block of 64 or 128 keys, which stays in shared memory, and some of the entries (token,
+slot) that selected the block. A step gathers the query heads of as many tokens as fit in 64
+rows, and scatters their results. All 64 rows of a product are therefore used:
 
     load(0)
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
                       compute;  store(i), all columns or a slab at a time
 
-A far block ends before the first token of its tile, so that its tokens attend to the whole
-block. The entries of the next step are read one step ahead, so that they are in the cache when
-its copies start.
-Tiles: 64 // G tokens x G heads, and one block.
+A far block of a tile ends before the tile's first token. The tile's tokens therefore attend to
+the whole block. The entries of a step are read one step ahead, so that they are in the cache
+when the copies of the step start.
+Tiles: 64 // G tokens x G heads of queries, and one block of keys.
 
-The merge: (O, m, l) begins as the output of the loop over a tile's near blocks (`selected.py`), its
-log-sum-exp in log2, and 1. Then, per slot j of a token's selection that has a far block, in the
-order of slots,
+The merge: (O, m, l) begins as the output of the loop over a tile's near blocks (`selected.py`),
+the log-sum-exp of this output in log2, and 1. Then (O, m, l) is updated for each slot j of a
+token's selection that has a far block, in the order of slots:
 
     forward   m'  = max(m, lse_j)                        lse_j in log2
               O'  = O 2^(m - m') + O_j 2^(lse_j - m')
@@ -33,13 +33,13 @@ order of slots,
 
 Tiles that are not gathered keep the result of the loop. Slots without a far block are skipped,
 since their partials are undefined. Slots before the first and after the last far block of the
-tile's tokens are not read. Loop order: query-stationary, a few tiles of 64 rows per CTA, one after
-the other; the partials of the next slots are in flight. With `spec.stays` a CTA whose row of the
-segment has no work items reads nothing else.
+tile's tokens are not read. The merge is query-stationary: A CTA merges a few tiles of 64 rows,
+one after the other, while the partials of the next slots are being loaded. With `spec.stays`, a
+CTA ends at once if the row of `[B, Hkv]` has no work items in this segment.
 
-Bound: HBM, in which the partials are written and read once. Floors at B=1 H=32 Hkv=8 D=Dv=128
-T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq 0.67 TFLOP = 0.67 ms;
-partials are 3.5 GB, written and read in 2.1 ms.
+Bound: the bandwidth of HBM, since the partials are written and read once. Floors at B=1 H=32
+Hkv=8 D=Dv=128 T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq
+0.67 TFLOP = 0.67 ms; the partials are 3.5 GB, which are written and read in 2.1 ms.
 """
 
 import functools
@@ -83,7 +83,9 @@ def partials(kernel: Kernel) -> Callable:
     c, dtype = spec.scale * LOG2E, buffers.dtype
 
     def store_lse(refs, rows, lse_log2):
-        """Store one value per row, at `[slot, tile, row of the tile]` of the row's token."""
+        """Store one value of `lse_log2` per row, at the index `[slot, tile, row of the tile]`
+        of the row's token.
+        """
         slot, tile_tokens = rem(rows.entry, spec.n), spec.tile.tokens
         token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
         index = (slot * tiles + div(token, tile_tokens)) * ROWS
@@ -139,9 +141,9 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Return the number of result columns that are in shared memory at a time: those of a slab
-    if three CTAs fit on an SM only then, otherwise all columns. `loaded` is the number of columns
-    of query rows.
+    """Return the number of result columns that are in shared memory at a time. If three CTAs
+    fit on an SM only with the columns of one slab, return that number. Otherwise return the
+    number of all columns. `loaded` is the number of columns of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -154,11 +156,12 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     Args:
       kernel: The description of the kernel.
       rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
-        keys. A second one is multiplied with the values.
+        keys, and the second array, if there is one, with the values.
       out_width: Number of columns of the result.
-      work: `work(refs, rows)` starts the other loads of a step and returns a function. The
-        arguments of this function are the products `[64, block]` of the step. The result,
-        float32 `[64, out_width]`, is scattered to `refs.partials`.
+      work: `work(refs, rows)` starts the remaining loads of a step and returns a function. The
+        arguments of the returned function are the products `[64, block]` of the step. The
+        result of the returned function, float32 `[64, out_width]`, is scattered to
+        `refs.partials`.
     """
     spec: GatheredAttention = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
@@ -178,7 +181,8 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
         if spec.copied_by_lanes and not spec.interpret:
             copies = RowCopies(buffers, group, spec.Hkv * spec.n)
 
-        # Sums, not loads: under `shard_map` only sums have the type of varying values.
+        # The code adds 0 to each loaded value, since under `shard_map` only a sum has the type
+        # of values that vary.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
         columns = refs.items.at[segment * refs.sizes.items + refs.cta.item]
         item = WorkItem(*(columns[i] + 0 for i in range(len(WorkItem._fields))))
@@ -246,12 +250,12 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
                 plgpu.commit_smem()
             *products, _ = buffers.products(*pairs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # all four warps have read these rows and the last output
+            plgpu.commit_smem()  # all four warps have read these query rows and the last output
             load(i + 1)
             result = compute(*products)
             for column in range(0, out_width, staged):
                 if column:
-                    # Each warp waits for its own copies of the columns before.
+                    # Each warp waits for its own copies of the previous columns.
                     done = lambda _: plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     operands.by_warps(4, done, varies)
                     plgpu.commit_smem()
@@ -339,8 +343,8 @@ def _tile_buffers(spec: GatheredAttention) -> Buffers:
 
 
 def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Callable[[], None]:
-    """Return a function that merges a tile. Inside, a result is a list of slabs, float32 `[64,
-    slab]` each.
+    """Return a function that merges a tile. In that function, a result is a list of slabs,
+    float32 `[64, slab]` each.
     """
     width, buffers, stages = out.shape[-1], _tile_buffers(spec), _stages(spec)
     b, kv_head = div_rem(refs.cta.row, spec.Hkv)
@@ -349,8 +353,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
     tile_rows = TileRows.of(spec)
 
     def heads_of(array):
-        """Make a function from columns to those columns of this tile's rows in `array`,
-        `[B, segment_tokens, H, width]`.
+        """Return a function of a slice of columns. The function returns these columns of the
+        tile's rows in `array` `[B, segment_tokens, H, width]`.
         """
         heads = pl.ds(kv_head * spec.group, spec.group)
         return lambda columns: array.at[b, tokens, heads, columns]
@@ -361,7 +365,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """Load the result of the main loop."""
+        """Load the result of the loop over near blocks."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
@@ -382,7 +386,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
 
     def load(first, end, i):
-        """Start the copies of slot `first + i`, if it exists."""
+        """Start the copies of slot `first + i`, if the slot is below `end`."""
 
         @pl.when(first + i < end)
         def _():
@@ -400,8 +404,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
                 plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
 
     def merge_slots(first, end):
-        """Merge the result of the main loop with the slots `first .. end - 1`. Forward also
-        updates (row_max, row_sum).
+        """Merge the result of the loop over near blocks with the partials of the slots `first
+        .. end - 1`. Forward also updates (row_max, row_sum).
         """
         selection = refs.indices, refs.position, b, kv_head
         token = all_tile * spec.tile.tokens
@@ -444,7 +448,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finish a tile that is not gathered, whose rows are those of the main loop."""
+        """Finish a tile that is not gathered. The rows of the tile are those of the loop."""
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())
@@ -460,7 +464,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Write the loop's rows after `merged` has changed them."""
+            """Load the rows of the loop, change them by `merged`, and write the result."""
             given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []
             for source, target in given:

@@ -1,15 +1,16 @@
-"""Manages matrix operands in shared memory. A buffer has one view for TMA copies and one for
-wgmma.
+"""Manages matrix operands in shared memory. An operand has one view for TMA copies and another
+view of the same memory for wgmma.
 
-A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
-Row `token * G + head` is one head of a token, so that padding heads use no rows. Columns are
-stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each slab is one
-swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]`
-operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any token or key.
-Elements outside the array read as zero and are not written, so arrays need no padding.
+A tile of query rows has up to 64 rows: those of `64 // G` tokens and of the `G` query heads of
+one key/value head. Row `token * G + head` is one head of a token. Padding heads therefore have
+no rows. Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64.
+Each slab is one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the
+`[64, width]` operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any
+token or key. TMA reads elements outside the array as zero and does not write them. Arrays
+therefore need no padding.
 
-Interpret mode has no such aliases. There each operand is only its box, and products are plain
-`jnp.dot` in float32.
+In interpret mode, one memory cannot have two views. Each operand then has only the view for
+copies, and products are plain `jnp.dot` in float32.
 """
 
 import functools
@@ -50,7 +51,7 @@ PARAMS = plgpu.CompilerParams(
 
 
 def matrix_type(shape, dtype=jnp.float32):
-    """Return the type of registers with the layout of a product's result."""
+    """Return the type of an array in registers that has the layout of a product's result."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=MATRIX)
 
 
@@ -64,8 +65,8 @@ def barriers(arrivals: int, count: int = 1):
 
 
 def drain(interpret, stages: int, phases, *waits) -> None:
-    """Wait for the last phases of ring buffers. `waits` are functions that wait for a phase.
-    The interpreter requires a wait for every completed phase.
+    """Wait for the last phases of the barriers of ring buffers, since the interpreter requires
+    a wait for every completed phase. Each function in `waits` waits for a phase.
     """
     if interpret:
 
@@ -151,7 +152,9 @@ class Buffers(NamedTuple):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def clear_rows(self, ref, tiles: int):
-        """Set all rows to zero if some are padding, since copies never write padding rows."""
+        """If some rows are padding, set all rows to zero, since copies never write padding
+        rows.
+        """
         if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape
@@ -177,8 +180,8 @@ class Buffers(NamedTuple):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def write_keys(self, ring, stage, value):
-        """Write float32 registers `[keys, width]` to shared memory, from which they are copied
-        later.
+        """Write float32 registers `[keys, width]` to shared memory. `store_keys` copies the
+        keys from there.
         """
         ref = ring if self.interpret else ring[0]
         for i in range(self._slabs(ring)):
@@ -248,12 +251,13 @@ class Buffers(NamedTuple):
         return side_by_side(parts, interpret=False)
 
     def start_product(self, left, right, some=None):
-        """Start `left @ right.T` of operands `(ref, copy)`. The left one may be in registers.
-        The product sums over the number of columns of the narrower operand. The result is
-        pending until `finish`, and until then no iteration of a loop may begin (`wgmma.py`).
+        """Start `left @ right.T` of operands `(ref, copy)`. The left operand may be in
+        registers. The product sums over the number of columns of the narrower operand. The
+        result is pending until `finish` returns it. No iteration of a loop may begin while a
+        result is pending (`wgmma.py`).
 
-        `some` has the first row and the number of rows of the right operand that are used. None
-          means all rows.
+        `some` has the first row and the number of rows that are used of the right operand. None
+        means all rows.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
@@ -262,7 +266,7 @@ class Buffers(NamedTuple):
             right = self._rows(right, some)
             width = min(left.shape[1], right.shape[1])
             result = jnp.dot(left[:, :width], right[:, :width].T)
-            plgpu.commit_smem()  # otherwise the race detector attributes these reads to later code
+            plgpu.commit_smem()  # otherwise the race detector attributes the reads to later code
             return result
         right, copy = right
         shape = ROWS, right[0].shape[2] if some is None else some[1]
@@ -285,7 +289,8 @@ class Buffers(NamedTuple):
 
     def start_sum(self, total, left, right, some=None):
         """Start `total + left @ right` of registers and an operand `(ref, copy)`. For operands
-        in e4m3 it is `total + left @ right.T`. Otherwise it behaves like `start_product`.
+        in e4m3 the sum is `total + left @ right.T`. As in `start_product`, the result is
+        pending until `finish`.
         """
         if self.interpret:
             if self.is_fp8:
@@ -308,8 +313,8 @@ class Buffers(NamedTuple):
         return start(total, left, right[0].at[copy])
 
     def finish(self, *sums, running: int = 0) -> list:
-        """Wait for pending products and return their sums in registers. The `running` newest
-        products may still be pending.
+        """Wait for pending products and return their results in registers. The `running` newest
+        products may remain pending.
         """
         if self.interpret:
             return list(sums)
@@ -322,11 +327,12 @@ class Buffers(NamedTuple):
         return warp.each(wait, [], [], sums, MATRIX, result=shapes)
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
-        """Return `left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the
-        result of `meanwhile`, which runs during the products. The products sum over the number
-        of columns of the narrower operand. The products of Mosaic are used here since they are
-        faster for operands at constant addresses, whose descriptors the compiler keeps. With
-        `start_product` such kernels are up to 11 % slower (docs/kernels/gathered.md).
+        """Return `left @ right.T` of each pair of operands `(ref, copy)`, and then the result
+        of `meanwhile`. The products and `meanwhile` run in parallel. A product sums over the
+        number of columns of the narrower operand. If operands are at constant addresses, the
+        products of Mosaic (`plgpu.wgmma`) are faster, since the compiler keeps the descriptors.
+        With `start_product`, kernels with such operands are up to 11 % slower
+        (docs/kernels/gathered.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()
@@ -355,8 +361,9 @@ class Buffers(NamedTuple):
             return_type=matrix_type(total.shape, total.dtype),
         )
         def product(_, total, left, right):
-            # `plgpu.wgmma` would multiply the slabs one by one, as narrow products. Tiles may
-            # have any strides: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
+            # `plgpu.wgmma` would multiply the slabs one by one, as narrow products.
+            # `mgpu.wgmma` accepts tiles with any strides, so all slabs become one operand:
+            # [slabs, keys / 8, 1, 8, slab] becomes [keys / 8, slabs, 8, slab].
             right = mgpu.memref_slice(right, (slice(None), slice(None), 0))
             right = mgpu.memref_transpose(right, (1, 0, 2, 3))
             total = mgpu.WGMMAAccumulator.from_registers(total)
@@ -369,15 +376,15 @@ class Buffers(NamedTuple):
 
 
 def column_stats(ref, start: int, interpret, group: int = 0):
-    """Return shift, delta, first_key and key_end `[8]` of the columns from `start` on, for a
-    product whose columns are queries.
+    """Return shift, delta, first_key and key_end of eight columns, `[8]` each. The columns are
+    query rows of a transposed product.
 
     Args:
       ref: float32 `[columns, 4]` in shared memory.
-      start: First column.
+      start: First of the eight columns.
       interpret: Whether kernels are interpreted.
       group: If not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]`, and the first `group` rows
-        of each token are used. Columns after the last token get no keys.
+        of each token are used. Queries in columns after the last token attend to no keys.
     """
     columns = 8
     if interpret:
@@ -404,7 +411,8 @@ def column_stats(ref, start: int, interpret, group: int = 0):
         registers = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
         indices = list(np.ndindex(registers[0].shape))
         for index, (first,) in zip(indices, layout.thread_idxs(shape), strict=True):
-            # A register holds two neighbours; one load has all statistics of a neighbour.
+            # A register holds two neighbouring columns. One load has all statistics of one
+            # column.
             rows = []
             for i in range(2):
                 at = column = arith.addi(first, _index(start + i))
@@ -446,7 +454,7 @@ def by_column(ref, shape, interpret):
         for i, (index, (column,)) in enumerate(
             zip(indices, layout.thread_idxs(shape[1:]), strict=True)
         ):
-            if first is None:  # the others follow at multiples of eight columns
+            if first is None:  # further registers are at multiples of eight columns
                 first = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, column))
             i8 = ir.IntegerType.get_signless(8)
             pointer = llvm.getelementptr(first.type, first, [], [32 * i], i8, 0)
@@ -473,8 +481,8 @@ def side_by_side(parts, interpret):
 
 
 def with_sign_bit(x, shift, interpret):
-    """Give non-negative `x` the last bit of `shift` as its sign. Both are float32 and have one
-    shape.
+    """Return non-negative `x` with the last bit of `shift` as its sign bit. `x` and `shift` are
+    float32 arrays of the same shape.
     """
     if interpret:
         bits, sign = (lax.bitcast_convert_type(y, jnp.uint32) for y in (x, shift))
@@ -499,9 +507,8 @@ def _index(number: int):
 
 
 def by_warps(count: int, function, varies: bool) -> None:
-    """Call `function(i)` for each `i` below `count`, distributed over the four warps.
-
-    With `varies` all warps make each call, since `shard_map` does not allow values that vary along
+    """Call `function(i)` for each `i` below `count`. The four warps share the calls. With
+    `varies` every warp makes all calls, since `shard_map` does not allow values that vary along
     its mesh in `warp_map`.
     """
     if varies:
@@ -539,7 +546,7 @@ def row_index():
 
 
 def across(row, shape):
-    """Broadcast a value per row along the columns."""
+    """Broadcast one value per row to all columns of `shape`."""
     return lax.broadcast_in_dim(row, shape, [0])
 
 
@@ -554,11 +561,12 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raise ValueError unless warpgroups may have these numbers of registers per thread.
+    """Raise ValueError unless the warpgroups of a CTA may have these numbers of registers per
+    thread.
 
-    If the pool is too small, `setmaxnreg` waits forever and the GPU hangs. The pool is the
-    allocation of the launch: the number of warpgroups times the largest multiple of 8 registers
-    per thread that fits, at most 248.
+    Warpgroups take registers from the pool that the launch allocated. If the pool is too small,
+    `setmaxnreg` waits forever and the GPU hangs. The pool has the same number of registers per
+    thread for every warpgroup: the largest multiple of 8 that fits, at most 248.
     """
     threads = 128 * len(warpgroups)
     pool = min(REGISTERS // threads // 8 * 8, 255 // 8 * 8) * len(warpgroups)

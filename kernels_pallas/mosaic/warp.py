@@ -1,8 +1,8 @@
 """The instructions of a warp on words. A word has a value per lane, of 32 bits except for
 addresses in global memory. The instructions are for bodies of `plgpu.inline_mgpu`, since Pallas
-has neither shuffles nor votes. Addresses are in bytes. A program receives the instructions as
-an argument. It can therefore also run in the Pallas interpreter, on an object with the same
-functions (`interpreter.py`).
+has neither shuffles nor votes. Addresses are in bytes. A program of a warp receives the
+instructions as an argument. In the Pallas interpreter, the program receives an object with the
+same functions (`interpreter.py`).
 
 Programs on clusters of CTAs also use asynchronous copies, products of 16 rows, and stores to
 the shared memory of another CTA:
@@ -97,8 +97,8 @@ def _compare(kind: str, a: Number, b: Number) -> Word:
 
 
 same, different = _comparison("eq"), _comparison("ne")
-below = _comparison("ult")  # `0 <= x < count`, for `count` from 0
-where = functools.partial(_apply, arith.select)  # of a condition and two numbers
+below = _comparison("ult")  # `0 <= x < count`, for a `count` of at least 0
+where = functools.partial(_apply, arith.select)  # `where(condition, x, y)`
 smaller = functools.partial(_apply, arith.minsi)
 
 
@@ -155,8 +155,8 @@ def unpack(x: Word, dtype: str) -> list[Word]:
 
 
 def codes(x: Sequence[Word]) -> Word:
-    """Convert four float32 of at most 448 to numbers of e4m3 in a word, rounded to the
-    nearest.
+    """Round four float32 of at most 448 to the nearest numbers of e4m3, and return them in one
+    word.
     """
     convert = "cvt.rn.satfinite.e4m3x2.f32"
     text = f"{{ .reg .b16 h<2>; {convert} h0, $2, $1; {convert} h1, $4, $3; "
@@ -182,8 +182,8 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
     list of types.
 
     Args:
-      together: Whether all lanes execute it together.
-      reads: Whether it reads memory or other lanes.
+      together: Whether all lanes execute the instruction together.
+      reads: Whether the instruction reads memory or other lanes.
     """
     values, several = [word(x).value for x in operands], isinstance(result, list)
     options = {"has_side_effects": reads, "convergent": together}
@@ -196,16 +196,19 @@ def _to_float32(text: str) -> Callable[..., Word]:
     return lambda *operands: _ptx(text, *operands, result=ir.F32Type.get())
 
 
-# The error is at most 2^-22 for inputs from 0.5 to 2, and at most 2^-22 of the result for others.
+# The error of log2 is at most 2^-22 for inputs from 0.5 to 2. For other inputs it is at most
+# 2^-22 times the result.
 log2 = _to_float32("lg2.approx.f32 $0, $1;")
 exp2 = _to_float32("ex2.approx.ftz.f32 $0, $1;")
-divided = _to_float32("div.rn.f32 $0, $1, $2;")  # rounded to the nearest
+divided = _to_float32("div.rn.f32 $0, $1, $2;")  # the quotient, rounded to the nearest
 quotient = _to_float32("div.approx.ftz.f32 $0, $1, $2;")
 multiply_add = _to_float32("fma.rn.ftz.f32 $0, $1, $2, $3;")  # `a * b + c`, rounded once
 
 
 def _do(text: str, *operands: Number, only: "Word | None" = None, together=False) -> None:
-    """Emit an instruction without a result, which runs in the lanes in which `only` is true."""
+    """Emit an instruction without a result. The instruction runs in the lanes in which `only`
+    is true.
+    """
     values = [word(x).value for x in operands]
     predicate = None if only is None else only.value
     utils.inline_ptx(text, *values, predicate=predicate, convergent=together)
@@ -230,7 +233,7 @@ def _of_warp(text: str) -> Callable[..., Word]:
 
 
 shuffle = _of_warp("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")  # the integer of a lane
-largest = _of_warp("redux.sync.max.s32 $0, $1, 0xffffffff;")  # integer of all lanes
+largest = _of_warp("redux.sync.max.s32 $0, $1, 0xffffffff;")  # the largest integer of all lanes
 smallest = _of_warp("redux.sync.min.s32 $0, $1, 0xffffffff;")
 # The transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns `2 * (l % 4)` and
 # `2 * (l % 4) + 1` of row `l // 4`.
@@ -275,7 +278,9 @@ def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -
 
 
 def join(address: Word, x: Word, only: Word) -> None:
-    """Set the bits of `x` in shared memory if `only` is true. Lanes may have the same address."""
+    """Set the bits of `x` in the word at an address in shared memory, if `only` is true.
+    Several lanes may have the same address.
+    """
     _do("red.shared.or.b32 [$0], $1;", address, x, only=only)
 
 
@@ -285,7 +290,9 @@ def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
 
 
 def element(ref, *places: tuple[Number, int]):
-    """Return the address in global memory, from the index and the stride in bytes of each axis."""
+    """Return the address in global memory of an element of `ref`. Each axis is given by the
+    index along the axis and the stride in bytes.
+    """
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
     for index, size in places:
@@ -305,7 +312,7 @@ def fetch_int(array, index: Number) -> Word:
 
 
 def prefetch(address: Word) -> None:
-    """Prefetch the line of global memory with this address into L1."""
+    """Prefetch the cache line that contains this address of global memory into L1."""
     _do("prefetch.global.L1 [$0];", address)
 
 
@@ -342,21 +349,21 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
 
 
 def when(condition: Word, body) -> None:
-    """Run `body()` if `condition` is true. `condition` must be the same in all lanes."""
+    """Run `body()` if `condition` is true. `condition` must have the same value in all lanes."""
     with utils.when(condition.value):
         body()
 
 
 def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
     """Compute `state = body(i, *state)` for `i` below `times`. `state` has words, numbers, and
-    nested lists of them. A state of one value is returned as this value.
+    nested lists of them. If the state has one value, this value is returned instead of a list.
 
     `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
     execute together deadlock. `unrolled` allows the compilers to unroll the loop.
     """
     tree, before = jax.tree.structure(state), _values(state)
     if not unrolled:
-        # LLVM cannot know the result of inline PTX, so that it does not unroll the loop.
+        # LLVM cannot know the result of inline PTX, and therefore does not unroll the loop.
         times = _ptx("mov.b32 $0, $1;", times, reads=True)
 
     def step(i, inner):
@@ -466,8 +473,8 @@ def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> W
 def copy(
     to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
 ) -> None:
-    """Start a copy of 16 bytes from global to shared memory, if `only` holds. It bypasses L1, so
-    that it reads the writes of other multiprocessors.
+    """Start a copy of 16 bytes from global to shared memory, if `only` holds. The copy bypasses
+    L1, and therefore reads data that other multiprocessors have written.
     """
     text = "cp.async.cg.shared.global.L2::128B"
     _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address, only=only)
@@ -489,9 +496,10 @@ def sync_cta() -> None:
 
 
 def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
-    """Open barriers from `address` on, 8 bytes each. Each barrier completes once, when its
-    bytes have arrived. With `publish`, the writes of this lane to global memory become visible
-    to every warp of the cluster that has called `wait_for_cluster`.
+    """Initialize barriers from `address` on, 8 bytes each. Each barrier completes once, when
+    the number of bytes that it expects has arrived. With `publish`, the writes of this lane to
+    global memory become visible to every warp of the cluster that has called
+    `wait_for_cluster`.
     """
     first = same(warp_of_cta() * 32 + lane(), 0)
     for i, _ in enumerate(bytes_):
@@ -505,16 +513,18 @@ def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False
 
 
 def wait_for_cluster() -> None:
-    """Wait until all CTAs have opened their barriers. Afterwards a warp may push."""
+    """Wait until all CTAs of the cluster have initialized their barriers. Afterwards a warp may
+    call `push`.
+    """
     _do("barrier.cluster.wait.aligned;", together=True)
 
 
 def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
-    """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if `only`
-    holds. The barrier of that CTA counts their bytes. `barrier` and `address` are those of this
-    CTA, and are translated to the other one.
+    """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if
+    `only` holds. The barrier of that CTA counts their bytes. `barrier` and `address` are
+    addresses in this CTA. `push` translates them to addresses in the CTA `cta`.
     """
     to, its_barrier = (
         _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)
@@ -535,13 +545,13 @@ def wait_for_bytes(barrier: Word) -> None:
 
 
 def scalar(number) -> Word:
-    """Return the word of an argument of `inline_mgpu` with the layout `SCALAR`."""
+    """Return an argument of `inline_mgpu` with the layout `SCALAR` as a word."""
     return Word(number.registers.flat[0])
 
 
 def each(function, refs, numbers, matrices=(), layout=None, *, types=(), result: Any = ()):
-    """Call `function` in every warp of a Pallas kernel. Its arguments are references, scalars
-    as words, and matrices of this layout.
+    """Call `function` in every warp of a Pallas kernel. The arguments of `function` are the
+    references, the scalars as words, and the matrices in the given layout.
 
     Args:
       types: Types of the last references. Defaults to references without transforms.

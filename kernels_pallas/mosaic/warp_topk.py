@@ -1,5 +1,5 @@
-"""Selects the top k of a token's block scores with one warp, which extracts the maximum
-repeatedly.
+"""Selects the blocks with the highest scores of a token. One warp repeatedly extracts the
+maximum from the scores.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
@@ -7,19 +7,20 @@ Scores of a token are in its score row in shared memory, in stripes of 32 entrie
     then            scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-Each lane has a column, and stores its best entry or its best two entries in registers. To
-extract a winner, a warp finds the maximum of its lanes (`redux`) and the lowest entry among
-equals. Then all lanes read the winner's column again, one stripe each, to find its best
-remaining entry. If two entries were known, this happens only after both are extracted.
+Each lane has a column of the score row, and stores the best entry or the best two entries of
+its column in registers. To extract a winner, a warp finds the maximum over its lanes (`redux`),
+and the lowest entry among equal ones. Then all lanes read the winner's column again, one stripe
+each, to find the best remaining entry of the column. If a lane stores two entries, the column
+is read again only after both entries are extracted.
 
-With a single chunk, if each token for which a warp extracts at once has at most `free` candidate
-blocks, these tokens select all of them without their scores. The start costs a read and a few
-instructions per stripe, and more if two entries are stored. Each winner costs two reductions.
-Each column that is read again costs a read, and a reduction and a vote per known entry. A warp
-extracts for up to four tokens at once, to hide latency.
+A warp extracts the winners of up to four tokens at once, to hide latency. If there is a single
+chunk and each of these tokens has at most `free` candidate blocks, the tokens select all
+candidate blocks without reading scores. Finding the first entries of the lanes costs a read and
+a few instructions per stripe, and more if a lane stores two entries. Each winner costs two
+reductions. Reading a column again costs a read, and a reduction and a vote per stored entry.
 
-A single warp does all of this (`warp.py`), without waiting for others. Scores, which are not
-negative, are compared as integers; -1.0 is below all of them.
+A warp never waits for other warps (`warp.py`). Scores are not negative, and are compared as
+integers. The value -1.0 is below all scores.
 """
 
 from typing import Any, NamedTuple
@@ -28,12 +29,12 @@ from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROWS
 from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slots
 
-NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
+NO_BLOCK = 1 << 30  # in place of a block, sorts after all blocks
 NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of an extracted score, below `NO_SCORE`
-TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels/scores.md)
-WARP_ROWS = 16  # rows that a warp has of a product of 64 rows
-TOGETHER = 4  # tokens for which a warp extracts at a time
+TWO_KNOWN = 8  # with more stripes, a lane stores only its best entry (docs/kernels/scores.md)
+WARP_ROWS = 16  # number of rows that a warp has in a product of 64 rows
+TOGETHER = 4  # maximum number of tokens whose winners a warp extracts at once
 
 
 class WarpTopK(NamedTuple):
@@ -101,8 +102,8 @@ class WarpTopK(NamedTuple):
         return warp.shared(winners) + number * (4 * self.winner_slots)
 
     def begin_chunk(self, scores, wg, k) -> None:
-        """Begin a chunk with the carry of the previous one. The first chunk has no earlier
-        winners.
+        """Start the score rows of chunk `k` with the carry of the previous chunk. The first
+        chunk has no carry and no earlier winners.
         """
         warp = self.warp
         lane, is_first = warp.lane(), warp.same(k, 0)
@@ -122,17 +123,19 @@ class WarpTopK(NamedTuple):
         warp.sync()
 
     def add(self, scores, wg, place, own, following) -> None:
-        """Write the scores of 64 blocks to the score rows, from index `place` of the chunk on.
+        """Write the scores of 64 blocks to the score rows. `place` is the index of the first of
+        these blocks in the chunk.
 
         `own` and `following` are sums over phases, in the layout of a product's registers. A
-        lane has one token, or two at a distance of 8 rows. For each token and each 8 columns,
-        it has the two neighbours from column `8 * j + 2 * (lane % 4)` on. A block's score is
-        its `own` and the `following` of the block before.
+        lane has values of one token, or of two tokens at a distance of 8 rows. For each token
+        and each group `j` of 8 columns, the lane has the two columns from `8 * j + 2 * (lane %
+        4)` on. The score of a block is the block's `own` plus `following` of the previous
+        block.
         """
         warp = self.warp
         lane = warp.lane()
-        sharing = min(self.heads, 8)  # lanes, at distance 4, that have rows of one token
-        width = 8 * sharing  # columns that these lanes split, a pair each
+        sharing = min(self.heads, 8)  # lanes, at a distance of 4, with rows of one token
+        width = 8 * sharing  # number of columns that these lanes divide, one pair per lane
         inner = lane & (width // 2 - 1)
         first = warp.same(inner, 0)
         left = (lane & (31 ^ (width // 2 - 1))) | ((lane + 31) & (width // 2 - 1))
@@ -144,7 +147,8 @@ class WarpTopK(NamedTuple):
         tokens = [token, token + 8 // self.heads][: len(own)]
         base = wg * (ROWS // self.heads) + warp.warp() * self.tokens
         rows = [self._score_row(scores, base + token) + start * 4 for token in tokens]
-        # Different lanes write a carry, read it and overwrite it.
+        # The lane that writes a carry, the lane that reads the carry and the lane that
+        # overwrites it may differ.
         warp.sync()
         carries = [warp.real(warp.read(row)) for row in rows]
         warp.sync()
@@ -161,9 +165,10 @@ class WarpTopK(NamedTuple):
             )
 
     def extract(self, scores, winners, own_block, base_block, wg, k, begin) -> None:
-        """Extract the best blocks of the score rows of a chunk. If scores are equal, the lower
-        block comes first. `own_block` and `base_block` `[score_rows]` are as in
-        `specs.scores.best_blocks`. `begin` is the first block of the tile.
+        """Write the best blocks of the score rows of a chunk to `winners`. Of blocks with equal
+        scores, the one with the lower index comes first. `own_block` and `base_block`
+        `[score_rows]` are as in `specs.scores.best_blocks`. `begin` is the first block of the
+        tile.
         """
         warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
@@ -205,7 +210,7 @@ class WarpTopK(NamedTuple):
                 )
             ]
 
-        # Whether all candidates are selected, which must hold for all of these tokens.
+        # `all_win` is true if every one of these tokens selects all its candidates.
         all_win = warp.same(int(not self.several_chunks), 1)
         for column in columns:
             all_win = all_win & (column.count <= spec.free)
@@ -218,7 +223,7 @@ class WarpTopK(NamedTuple):
                 of_few = warp.where(place < column.count, place + spec.num_initial, NO_BLOCK)
                 blocks.append(warp.where(all_win, of_few, block))
             found.append((column, blocks, values))
-        warp.sync()  # all lanes have read the rows that are now overwritten
+        warp.sync()  # all lanes have read the score rows that are now overwritten
         for column, blocks, values in found:
             for t, (block, value) in enumerate(zip(blocks, values, strict=True)):
                 warp.write(column.slots + lane * 4, block, 4 * LANES * t)
@@ -227,10 +232,10 @@ class WarpTopK(NamedTuple):
         warp.sync()
 
     def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
-        """Add the forced blocks to the winners and write all of them in ascending order. Blocks
-        are distinct, so that the index of a block is the number of smaller blocks. `selection`
-        is `[B, T, Hkv, n]`, and `length` is T. The tile has at most the tokens `first .. end -
-        1`.
+        """Add the forced blocks to the winners and write all selected blocks to `selection` in
+        ascending order. Blocks are distinct, so the slot of a block is the number of selected
+        blocks with a lower index. `selection` is `[B, T, Hkv, n]`, and `length` is T. The tile
+        has at most the tokens `first .. end - 1`.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -272,12 +277,13 @@ class WarpTopK(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of a score row, one per lane. An entry is `32 * stripe + column`.
+    """The columns of a score row. Each lane has one column. The index of an entry is `32 *
+    stripe + column`.
 
     Attributes:
       of: The sizes of score rows.
       score_row, slots: Addresses of the score row and of the winners.
-      shift: Entry of the first block of the token's sequence, minus `of.front`.
+      shift: Index of the entry of the first block in the token's sequence, minus `of.front`.
       low, count: The first entry that may be selected, and the number of such entries.
     """
 
@@ -290,12 +296,12 @@ class _Columns(NamedTuple):
 
     @property
     def known(self) -> int:
-        """The number of best entries of its column that a lane stores."""
+        """The number of best entries that a lane stores of its column."""
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:
-        """Return the score and the stripe of the best entry of a lane's column, and of the
-        second best if it is known.
+        """Return the score and the stripe of the best entry of a lane's column. If a lane
+        stores two entries, also return the score and the stripe of the second best entry.
         """
         warp = self.of.warp
         lane, front = warp.lane(), self.of.front
@@ -313,8 +319,9 @@ class _Columns(NamedTuple):
         return [best, at, second, second_at][: 2 * self.known]
 
     def refilled(self, entry, most, known) -> list:
-        """Return `known` after `entry` was extracted with the score `most`. If a lane has no
-        known entry left, it reads the best remaining entries of its column.
+        """Return the entries that a lane stores, `known`, after `entry` was extracted with the
+        score `most`. If a lane has no stored entry left, the warp finds the best remaining
+        entries of the lane's column.
         """
         warp = self.of.warp
         if self.of.stripes <= self.known:
@@ -359,8 +366,9 @@ class _Columns(NamedTuple):
 
 
 def _take(warp, hits, known, values, entries):
-    """Extract the next winner of a score row. Return its entry and score, the remaining known
-    entries, and `values` and `entries`, into which the lane that `hits` has put the winner.
+    """Extract the next winner of a score row. Return the winner's entry and score, and the
+    stored entries that remain. Also return `values` and `entries`, into which the lane in which
+    `hits` is true has put the winner.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()
@@ -376,8 +384,8 @@ def _take(warp, hits, known, values, entries):
 
 
 def _sums_of_heads(warp, pairs, lane, sharing: int):
-    """Sum pairs over `sharing` lanes at a distance of 4. Each lane keeps one of every `sharing`
-    pairs.
+    """Sum pairs of columns over `sharing` lanes at a distance of 4. Each lane keeps the sums of
+    one of every `sharing` pairs.
     """
     distance = 4
     while distance < 4 * sharing:

@@ -27,7 +27,7 @@ STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 NEW_PAGES = 2  # maximum number of pages for a row's new tokens
 BARRIERS = 8  # 8-byte words at the end of shared memory, of which four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
-RAW = "raw", "selected", "sliding"  # tokens to compress, and those of the other branches
+RAW = "raw", "selected", "sliding"  # raw tokens are those that are compressed
 FP8 = "float8_e4m3fn"
 GATE_DTYPES = "float32", "bfloat16", "float16"
 
@@ -49,8 +49,8 @@ class Variant:
     capacity: int
 
 
-# The compiled variants. For each capacity, the first ones have the lowest latency. The later ones
-# run more clusters at once, or need less shared memory.
+# The compiled variants. For each capacity, the first variants have the lowest latency. Later
+# variants run more clusters at once, or need less shared memory.
 VARIANTS = (
     Variant(8, 4, 2, 128),
     Variant(4, 4, 4, 128),
@@ -73,8 +73,8 @@ VARIANTS = (
     Variant(8, 8, 2, 2560),
 )
 # Number of clusters that an H100 runs at once with one CTA per SM, for each cluster size, from
-# `cuOccupancyMaxActiveClusters`. For sizes 4, 8 and 16 it is one less, since chips differ in
-# which SMs are disabled.
+# `cuOccupancyMaxActiveClusters`. For sizes 4, 8 and 16 the number here is one less than the
+# function returned, since chips differ in which SMs are disabled.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 8: 14, 16: 6}
 SMEM = SMEM_BYTES - 1024  # bytes per CTA, without the alignment and the word that Mosaic needs
 HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
@@ -82,8 +82,8 @@ HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Spec):
-    """Static sizes. `B`, `pages`, `table_pages` and `rings` are not compiled in. A launch passes
-    them, `B` by its grid.
+    """Static sizes. `B`, `pages`, `table_pages` and `rings` are not compiled into the kernel. A
+    launch passes them as arguments, and `B` by the size of the grid.
 
     Attributes:
       B: Number of rows.
@@ -197,8 +197,9 @@ class Decode(Spec):
 
     @cached_property
     def spare_strips(self) -> int:
-        """1 if a window that begins within a strip can have more strips than the `sliding_strips`
-        of all warps, otherwise 0. The last warp of the cluster then has the additional strip.
+        """1 if a window that begins within a strip can have more strips than the
+        `sliding_strips` of all warps together, otherwise 0. The last warp of the cluster has
+        the additional strip.
         """
         strips = cdiv(self.window + STRIP - 1, STRIP) if self.window else 0
         return cdiv(strips, self.cluster_warps) - self.sliding_strips
@@ -211,8 +212,8 @@ class Decode(Spec):
 
     @cached_property
     def kept_strips(self) -> int:
-        """The number of strips whose logits a warp stores. The first are compressed strips,
-        which selected strips replace later, and sliding strips follow.
+        """The number of strips whose logits a warp stores. The compressed strips come first,
+        and the sliding strips follow. Selected strips later overwrite compressed strips.
         """
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
@@ -228,8 +229,8 @@ class Decode(Spec):
 
     @cached_property
     def slice(self) -> int:
-        """The number of elements of the output `[16, Dv]` that a CTA adds up. It is a multiple
-        of 4, and the last CTA may have fewer.
+        """The number of elements of the output `[16, Dv]` that a CTA adds up, a multiple of 4.
+        The last CTA may have fewer elements.
         """
         return 4 * cdiv(HEADS * self.Dv // 4, self.variant.cluster)
 
@@ -244,10 +245,10 @@ class Decode(Spec):
 
         `found` reuses the memory of the scores, which the warps of the CTA have already read.
         The statistics of the selected branch reuse the memory of those of the compressed
-        branch. A warp with compressed strips reads the latter before it writes scores to other
-        CTAs, and no warp starts the selected branch before it has all scores. `partial_out`
-        reuses the memory from `sliding_stats` on, since every warp of the cluster has read it
-        before the third exchange ends.
+        branch. A warp with compressed strips reads the statistics of the compressed branch
+        before it writes scores to other CTAs. No warp starts the selected branch before it has
+        all scores. `partial_out` reuses the memory from `sliding_stats` on, since every warp of
+        the cluster has read it before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -414,9 +415,9 @@ def decode(spec: Decode) -> Kernel:
 def with_variant(spec: Decode) -> Decode:
     """Return `spec` with the variant for its batch and its page table.
 
-    Among the variants with the smallest sufficient capacity, it is the first one that needs the
-    fewest rounds of concurrent clusters. If no variant is sufficient, it is the one with the
-    largest capacity, for which `why_not` returns the reason.
+    Among the variants with the smallest sufficient capacity, the first variant with the fewest
+    rounds of concurrent clusters is chosen. If no capacity is sufficient, the variant with the
+    largest capacity is chosen, and `why_not` then returns the reason.
     """
     clusters, found = spec.tokens * spec.Hkv, []
     for variant in VARIANTS:

@@ -6,12 +6,12 @@ of work. In `dkv` each work item writes a partial, and a second kernel adds the 
 tile in order.
 
 Tokens are divided into segments. Items of one segment run together and read the same queries,
-so that these stay in L2. With `streams`, items that read the same queries are also neighbours
-within a segment.
+which therefore stay in L2. With `streams`, items of a segment that read the same queries are
+also neighbours in the table.
 
-    table     [items, 8] int32    one `WorkItem` per row; for intervals [items, 16]
-    first     [B, Hkv, tiles]     index of the first partial of a tile of keys
-    count     [B, Hkv, tiles]     number of its partials
+    table [items, 8] int32 one `WorkItem` per row; for intervals [items, 16] first [B, Hkv,
+    tiles] index of the first partial of a tile of keys count [B, Hkv, tiles] number of partials
+    of a tile of keys
 
     order of work items
       of intervals                [segment, tile, row of B x Hkv], the last segment first
@@ -44,20 +44,20 @@ from kernels_pallas.specs.tile import (
 )
 
 GPU_ITEMS = 16 * SMS  # number of work items that fill a GPU
-# maximum number of work items of intervals with several segments, since each item has its own
-# partial
+# Maximum number of work items of intervals with several segments. The maximum exists since each
+# item has its own partial.
 MAX_ITEMS = 20 * SMS
-# numbers of segments of the tokens that `split_causal` compares, for intervals
+# numbers of segments that `split_causal` compares, for intervals
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-MIN_INTERVAL = 16  # minimum number of query tiles per segment, for intervals
+MIN_INTERVAL = 16  # for intervals: minimum number of query tiles per segment
 # For intervals: the cost of an item's begin, end and merge, in units of a step of 64 rows. If
-# all items run at once, the steps of the last item cost 1.15 times as much, since it compares
-# all its keys.
+# all items run at once, the steps of the last item cost 1.15 times as much, since the last item
+# masks all its steps.
 ITEM_STEPS, COMPARED = 12, 1.15
-# maximum number of entries per work item of a list; a smaller one would cost more partials,
-# since each item has its own partial
+# Maximum number of entries per work item of a list. A smaller maximum would cost more partials,
+# since each item has its own partial.
 MAX_ENTRIES = 2048
-MIN_ENTRIES = 256  # number of entries that a work item of a list may always have
+MIN_ENTRIES = 256  # the maximum number of entries of a list's work item is at least this
 MIN_SEGMENT = (
     4096  # query tiles of a segment: with 16 rows each, 34 MB of Q and dO at D=Dv=128 fit in L2
 )
@@ -68,9 +68,10 @@ MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1
 class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
-    Queries are counted in query tiles, or in entries from the begin of all lists. In the table
-    of intervals, `PART_COLUMNS` follow for each 64 keys of the tile. They replace the columns
-    of unmasked queries.
+    For intervals, queries are counted in query tiles. For lists, they are counted in entries
+    from the begin of all lists. In the table of intervals, the columns `PART_COLUMNS` follow
+    for each 64 keys of the tile. These columns replace `unmasked_begin` and the column after
+    it.
     """
 
     row: Any  # row of [B, Hkv]; a negative row means that there is no work item
@@ -82,7 +83,7 @@ class WorkItem(NamedTuple):
     partial: Any  # index of the item's partial; `dkv` only
 
 
-# Of each 64 keys of an interval's tile, after the columns of `WorkItem`.
+# The columns after those of `WorkItem`, for each 64 keys of an interval's tile.
 PART_COLUMNS = "begin", "unmasked_begin", "unmasked_end", "end"
 
 
@@ -92,8 +93,8 @@ def part_column(part: Any) -> Any:
 
 
 def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
-    """Return the largest number of entries of a work item, given the number of entries of all
-    lists. If there are few entries, they are spread over `items` work items.
+    """Return the maximum number of entries of a work item, given the number of entries of all
+    lists. Few entries are spread over `items` work items.
     """
     return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
@@ -124,9 +125,9 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """Return the split for queries that attend to all earlier keys. Several numbers of segments
-    are compared, and the one with the fewest steps per SM is used. The last segment, which has
-    the most items, comes first.
+    """Return the split for queries that attend to all earlier keys. The function compares
+    several numbers of segments, and uses the number with the fewest steps per SM. The last
+    segment, which has the most items, comes first.
 
     Args:
       spec: A `Dkv`.
@@ -162,8 +163,8 @@ def split_window(
 ) -> IntervalSplit:
     """Return the split for queries that attend to a window. Each segment has one SM for each
     tile of keys to which a query attends. The tiles of a segment then follow one another as a
-    stream. Tiles that run together read the same queries at about the same time, so that these
-    stay in L2.
+    stream. Tiles that run together read the same queries at about the same time, and these
+    queries therefore stay in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -199,8 +200,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     segments, span = split.segments, cdiv(spec.query_tiles, split.segments)
     xp, integers = ops.xp, ops.to_int32
 
-    # The query tiles that attend to some of each 64 keys, and those that attend to all of them:
-    # `[B, tiles, .]`.
+    # For each 64 keys: the query tiles that attend to at least one of these keys, and the query
+    # tiles that attend to all of these keys. The arrays are `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
     begin = ops.searchsorted(last, start, "right")
@@ -266,21 +267,23 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 class WorkItems:
     """The work items of query lists, as static sizes.
 
-    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple of
-    those of a chunk. With `halving`, each segment is half of the tokens before the next one, and
-    the first has at least `segment` query tiles. The lists of a segment then have similar
-    lengths. There is a single segment if `halving` and not `square`, since the last key of a
-    token is not known.
+    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple
+    of the query tiles of a chunk. With `halving`, each segment is the second half of the tokens
+    before the next segment, and the first segment has at least `segment` query tiles. The lists
+    of a segment then have similar lengths. There is a single segment if `halving` and not
+    `square`, since the last key of a token is not known.
 
     Attributes:
       lists: The query lists.
-      segment: Number of query tiles per segment, with `halving` the least number.
+      segment: Number of query tiles per segment. With `halving`, the minimum number.
       longest: Maximum number of entries of a work item.
-      halving: Whether the tokens are halved. This is so in `dkv`, but not in `gathered`.
+      halving: Whether the tokens are divided into halves. The value is True for `dkv` and False
+        for `gathered`.
       first_query: Key index of the first query, if the lists are indexed by slots of packed
         rows (`nsa_core.varlen`). `first_key` then has the keys of the slots. None means that
         the lists are indexed by keys.
-      gap: Number of keys between the two halves of the queries, with `first_query`.
+      gap: With `first_query`, the number of keys between the first and the second half of the
+        queries.
     """
 
     lists: BlockQueryLists
@@ -349,16 +352,17 @@ class WorkItems:
 
     @cached_property
     def items(self) -> int:
-        """The distance between the work items of two neighbouring rows. If `halving`, a row's
-        items are contiguous, and the distance is the number of its items in all segments.
-        Otherwise it is the number in one segment.
+        """The distance in the table between the work items of two neighbouring rows. With
+        `halving`, a row's items are contiguous, and the distance is the number of the row's
+        items in all segments. Without `halving`, the distance is the number of the row's items
+        in one segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The index of the first work item of each segment in row 0. Each further row adds
-        `items`.
+        """The index of the first work item of each segment in row 0. The index in row `i` is
+        larger by `i * items`.
         """
         step = 1 if self.halving else self.lists.rows
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
@@ -373,8 +377,8 @@ class WorkItems:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the lists and of the segments. If `halving`, they include the sizes of
-        each segment, and the last segment is repeated.
+        """The sizes of the lists and of the segments. With `halving`, the sizes of each segment
+        are included, and those of the last segment are repeated.
         """
         lists = self.lists
         sizes = {
