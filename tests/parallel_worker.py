@@ -5,6 +5,7 @@ Four processes are started once. In each phase some of them are the ranks of a g
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -48,38 +49,42 @@ class Documents(Batches):
 
 def run_of(
     folder: Path,
-    ranks,
-    parallel: Parallel,
     todo: spec.Task,
+    parallel: Parallel = Parallel(),
     kind=Batches,
     framework: str = "torch",
     graph: bool = False,
     **options,
 ):
     if todo.model.attention == "nsa":
-        packed = kind is Documents
         names = Branches(None, None, None)
-        variant = variants.nsa(framework, names, "error", todo, packed)
+        variant = variants.nsa(framework, names, "error", todo, kind is Documents)
     else:
         variant = variants.dense(framework, "auto", todo.dtype)
     variant = dataclasses.replace(variant, parallel=parallel, graph=graph)
     batches = kind(todo.training.batch, todo.training.seq_len, 0, CORPUS)
-    path = folder / "train.jsonl"
     options = {"watched": Settings(every=4), **options}
-    return loop.Run(variant, todo, batches, path, folder / "kept", ranks=ranks, **options)
+    return loop.Run(variant, todo, batches, folder / "train.jsonl", folder / "kept", **options)
 
 
-def trained(folder: Path, todo: spec.Task, framework: str = "torch", stop=None, **options):
-    """A run of one process from its last checkpoint on, its summary and the losses of its steps."""
-    run = run_of(folder, Ranks(), Parallel(), todo, framework=framework, **options)
+def trained(folder: Path, todo: spec.Task, *spread, stop=None, **options):
+    """A run from its last checkpoint on, its summary and the losses of its steps."""
+    run = run_of(folder, todo, *spread, **options)
     summary = loop.run(run, stop or StopAt(0, False))
     return run, summary, curves.losses(log.read(run.path)).get(run.name, np.zeros(0))
 
 
-def learner_of(folder: Path, todo: spec.Task, spread: Parallel = Parallel(), **options):
-    """A learner in one process, and the run that would have it."""
-    run = run_of(folder, Ranks(), spread, todo, **options)
-    return variants.learner(run.variant, todo, folder), run
+def learner_of(folder: Path, todo: spec.Task, *spread, ranks: Ranks = Ranks(), **options):
+    """A learner, and the run that would have it."""
+    run = run_of(folder, todo, *spread, ranks=ranks, **options)
+    scratch = folder / f"scratch{ranks.rank}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    return variants.learner(run.variant, todo, scratch, ranks), run
+
+
+def apart(one, other) -> float:
+    assert len(one) == len(other)
+    return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
 
 
 class StopAt(loop.Stop):
@@ -95,79 +100,67 @@ class StopAt(loop.Stop):
 
 
 @contextlib.contextmanager
-def group(folder: Path, rank: int, size: int, level: str = "OFF"):
+def started(folder: Path, name: str, rank: int, size: int, level: str = "OFF"):
     """The ranks of a phase; None on processes that are none of them."""
     if rank >= size:
         yield None
         return
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.FileStore(str(folder / f"{name}.store"), size)
     with debug_level(level):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield TorchRanks(TIMEOUT_S)
     dist.destroy_process_group()
 
 
-def started(folder: Path, name: str, rank: int, size: int, level: str = "OFF"):
-    place = folder / name
-    place.mkdir(exist_ok=True)
-    return group(place, rank, size, level)
-
-
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    four = lambda kind, **how: Parallel(kind, 4, **how)
-    two = lambda kind, **how: Parallel(kind, 2, **how)
 
-    def ran(name: str, ranks, spread: Parallel, todo: spec.Task, stop=None, **options):
-        run = run_of(folder / name, ranks, spread, todo, **options)
-        loop.run(run, stop or StopAt(0, False))
+    def ran(name: str, ranks, spread: Parallel, todo: spec.Task = task(), **options):
+        trained(folder / name, todo, spread, ranks=ranks, **options)
 
     with started(folder, "ddp4", rank, 4) as ranks:
-        ran("ddp4", ranks, four("ddp"), task())
+        ran("ddp4", ranks, Parallel("ddp", 4))
     with started(folder, "moved", rank, 4) as ranks:
         stop = StopAt(STOPPED, rank == 2)
-        ran("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
+        ran("moved", ranks, Parallel("fsdp", 4), stop=stop, kind=Documents)
     if rank == 3:  # alone, and none waits for it
         with watchdog(folder / "stacks.txt", 0.2):
             time.sleep(TIMEOUT_S)
     with started(folder, "compared", rank, 2, "DETAIL") as ranks:
         if ranks is not None:
-            ran("safe", ranks, two("ddp", accumulate=2, safe=True), task(), kind=Documents)
-            ran("safe fsdp", ranks, two("fsdp", safe=True), task("dense"), kind=Documents)
+            micro = Parallel("ddp", 2, accumulate=2, safe=True)
+            ran("safe", ranks, micro, kind=Documents)
+            shards = Parallel("fsdp", 2, safe=True)
+            ran("safe fsdp", ranks, shards, task("dense"), kind=Documents)
             for kind in ("ddp", "fsdp"):
                 other_collective(folder, ranks, kind)
     with started(folder, "two", rank, 2) as ranks:
         if ranks is None:
             return
-        ran("moved", ranks, two("fsdp"), task(), kind=Documents)
-        micro = two("ddp", accumulate=2)
-        ran("packed", ranks, micro, task(), kind=Documents)
-        ran("graph", ranks, micro, task(), kind=Documents, graph=True)
-        ran("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
-        ran("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
+        shards, micro = Parallel("fsdp", 2), Parallel("ddp", 2, accumulate=2)
+        ran("moved", ranks, shards, kind=Documents)
+        ran("packed", ranks, micro, kind=Documents)
+        ran("graph", ranks, micro, kind=Documents, graph=True)
+        ran("bf16", ranks, Parallel("fsdp", 2, accumulate=2), task(dtype="bfloat16"))
+        ran("dense", ranks, shards, task("dense"), kind=Documents)
         same_rows(folder, ranks)
         faults(folder, ranks)
 
 
 def same_rows(folder: Path, ranks) -> None:
     """A mutant: every rank takes the rows of the first."""
-    todo = task("dense")
-    run = run_of(folder, ranks, Parallel("ddp", 2), todo)
-    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    learner, run = learner_of(folder, task("dense"), Parallel("ddp", 2), ranks=ranks)
     wrong = dataclasses.replace(learner.share, rank=0)
-    losses = []
-    for step in range(4):
-        batch = wrong.of(lambda rows, step=step: run.batches.train(step, rows))
-        losses.append(learner.step(batch, step)[0])
+    batches = (wrong.of(functools.partial(run.batches.train, step)) for step in range(4))
+    losses = [learner.step(batch, step)[0] for step, batch in enumerate(batches)]
     told(folder, "same_rows", ranks, losses)
 
 
 def other_collective(folder: Path, ranks, kind: str) -> None:
     """Rank 0 begins a step, where its gradients are added up; rank 1 adds up something else."""
-    todo = task("dense")
-    run = run_of(folder, ranks, Parallel(kind, 2, safe=True), todo)
-    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
-    batch = learner.share.of(lambda rows: run.batches.train(0, rows))
+    spread = Parallel(kind, 2, safe=True)
+    learner, run = learner_of(folder, task("dense"), spread, ranks=ranks)
+    batch = learner.share.of(functools.partial(run.batches.train, 0))
     step = lambda: learner.step(batch, 0)
     error = raised((lambda: dist.all_reduce(torch.ones(3))) if ranks.rank else step)
     told(folder, f"compared {kind}", ranks, error)
@@ -180,22 +173,19 @@ def faults(folder: Path, ranks) -> None:
     learner.step(batch, 2)
     if ranks.rank == 1:
         os._exit(9)
-    start = time.monotonic()
-    run = run_of(folder / "gone", ranks, Parallel("fsdp", 2), task("dense"))
-    error = raised(lambda: loop.run(run, StopAt(0, False)))
+    start, spread = time.monotonic(), Parallel("fsdp", 2)
+    error = raised(lambda: trained(folder / "gone", task("dense"), spread, ranks=ranks))
     told(folder, "gone", ranks, [error, time.monotonic() - start])
-
     os._exit(0)
 
 
 def broken(folder: Path, ranks, kind: str):
     """A learner after faults of rank 1, and its batch."""
-    todo = task("dense")
-    spread = Parallel("fsdp" if kind == "fsdp" else "ddp", 2, safe=kind == "ddp")
-    run = run_of(folder, ranks, spread, todo, graph=kind == "graph")
-    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
-    network = learner.model if kind == "graph" else learner.master
-    batch = learner.share.of(lambda rows: run.batches.train(0, rows))
+    graph = kind == "graph"
+    spread = Parallel("ddp" if graph else kind, 2, safe=kind == "ddp")
+    learner, run = learner_of(folder, task("dense"), spread, graph=graph, ranks=ranks)
+    network = learner.model if graph else learner.master
+    batch = learner.share.of(functools.partial(run.batches.train, 0))
     learner.step(batch, 0)
     step = lambda: learner.step(batch, 7)
     if kind == "ddp":  # of shards all are told by torch
@@ -220,12 +210,6 @@ def broken(folder: Path, ranks, kind: str):
 def full_disk(folder: Path) -> None:
     (folder / "weights.safetensors").write_bytes(b"half")
     raise OSError(28, "No space left on device")
-
-
-def scratch(folder: Path, ranks) -> Path:
-    place = folder / f"scratch{ranks.rank}"
-    place.mkdir(exist_ok=True)
-    return place
 
 
 def raised(call) -> str:

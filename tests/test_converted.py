@@ -20,20 +20,12 @@ SMALL = converted.Preset(
 )
 
 
-def run(folder, *arguments):
-    assert commands.called(converted, f"--out={folder}", *arguments) == 0
-    return records.flat_lines(folder / "converted.jsonl")
-
-
-@pytest.fixture
-def small(monkeypatch):
+def test_lines_of_runs_that_begin_alike(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(converted.PRESETS, "tiny", SMALL)
-
-
-def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
     runs = [*STARTS, "shared:num_selected=50"]  # every block
     words = "--preset=tiny", "--seed=1", "--commit=c0ffee", f"--runs={','.join(runs)}"
-    lines = run(tmp_path, *words)
+    assert commands.called(converted, f"--out={tmp_path}", *words) == 0
+    lines = records.flat_lines(tmp_path / "converted.jsonl")
     found = {(x["run"], x["step"]): x for x in lines}
     assert {x["commit"] for x in lines} == {"c0ffee"}
     assert set(found) == {(x, i) for x in ("dense", *runs) for i in range(3)}
@@ -60,22 +52,3 @@ def test_no_row_is_seen_twice():
     other = converted.rows(SMALL, 1)
     assert [x.tobytes() for each in other.evaluation(16) for x in each.tokens] == held
     assert other.train(0).tokens.tobytes() != batches.train(0).tokens.tobytes()
-
-
-@pytest.mark.parametrize(
-    "words, error, sentence",
-    [
-        (["--steps=1000000"], ValueError, r"corpus in .* must have at least .* bytes, got"),
-        (
-            ["--runs=shared:lora"],
-            ValueError,
-            r"--runs must be START\[:NAME=NUMBER..\], got 'sha",
-        ),
-        (["--runs=shred"], ValueError, r"start must be one of .* got 'shred'"),
-        (["--runs=shared:n_sel=2"], Exception, "num_selected"),
-    ],
-)
-def test_refused_before_the_training(small, tmp_path, words, error, sentence):
-    with pytest.raises(error, match=sentence):
-        run(tmp_path, "--preset=tiny", *words)
-    assert not list(tmp_path.iterdir())

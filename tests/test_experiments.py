@@ -20,11 +20,11 @@ from bench.lm import (
     quality,
     selection,
     spec,
-    variants,
 )
 from nsa_torch import NSAAttention, functional
 from tests import commands, pretend
-from tests.test_train import SIZES, run_of, task
+from tests.parallel_worker import learner_of
+from tests.test_train import SIZES, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
 SMALL = experiments.Experiment("?", "tiny", ("dense", "sigmoid"), (0, 1))
@@ -157,8 +157,7 @@ def test_variants_of_the_model(changes, tmp_path):
     layer = dataclasses.replace(todo.model.layer, kv=changes.pop("kv", "separate"))
     model = dataclasses.replace(todo.model, layer=layer, **changes)
     todo = dataclasses.replace(todo, model=model)
-    run = run_of(tmp_path, "torch", todo)
-    learner = variants.learner(run.variant, todo, tmp_path)
+    learner, run = learner_of(tmp_path, todo)
     matrices = [x for x in learner.master.parameters() if x.ndim > 1]
     assert model.products() == sum(x.numel() for x in matrices) - model.vocabulary * 16
     before = {name: x.detach().clone() for name, x in learner.master.named_parameters()}
@@ -168,36 +167,32 @@ def test_variants_of_the_model(changes, tmp_path):
     assert [learner.step(run.batches.train(i), i)[0] for i in (1, 2, 3)][-1] < first
     assert len(learner.observe(run.batches.train(0))) == 2 - model.dense_layers()
     path = checkpoint.save(tmp_path / "kept", learner, 4, run.settings())
-    again = variants.learner(run.variant, todo, tmp_path)
+    again, _ = learner_of(tmp_path, todo)
     assert checkpoint.load_last(path.parent, again, run.settings()) == 4
     batch = run.batches.train(5)
     assert measures.loss(learner, batch) == measures.loss(again, batch)
     with pytest.raises(NotImplementedError, match="JAX has no "):
-        variants.learner(run_of(tmp_path, "jax", todo).variant, todo, tmp_path)
+        learner_of(tmp_path, todo, framework="jax")
     if "selection_loss" in changes:
+        message = "selection_loss must be 0 on several devices"
+        with pytest.raises(NotImplementedError, match=message):
+            learner_of(tmp_path, todo, parallel.Parallel("ddp", 2))
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
         with pytest.raises(NotImplementedError, match="packed rows do not support selection_"):
             measures.loss(learner, packed)
 
 
-def test_variants_of_a_model_that_are_refused():
-    with pytest.raises(ValueError, match=r"dense_first must be in 0\.\."):
-        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "nsa", 2, 8, dense_first=2)
-    with pytest.raises(ValueError, match=r"dense_first must be in 0\.\."):
-        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, dense_first=1)
-    with pytest.raises(ValueError, match="selection_loss must be >= 0"):
-        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, selection_loss=-1)
-
-
-def test_the_selection_s_loss_of_several_devices_is_refused(tmp_path):
-    todo = task("nsa")
-    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, selection_loss=0.5))
-    variant = run_of(tmp_path, "torch", todo).variant
-    variant = dataclasses.replace(variant, parallel=parallel.Parallel("ddp", 2))
-    with pytest.raises(
-        NotImplementedError, match="selection_loss must be 0 on several devices"
-    ):
-        variants.learner(variant, todo, tmp_path)
+@pytest.mark.parametrize(
+    ("attention", "change", "message"),
+    [
+        ("nsa", {"dense_first": 2}, r"dense_first must be in 0\.\."),
+        ("dense", {"dense_first": 1}, r"dense_first must be in 0\.\."),
+        ("dense", {"selection_loss": -1}, "selection_loss must be >= 0"),
+    ],
+)
+def test_variants_of_a_model_that_are_refused(attention, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(task(attention).model, **change)
 
 
 def small_layer():

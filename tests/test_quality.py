@@ -15,7 +15,8 @@ from bench.lm.recall import PASSAGE
 from bench.lm.share import Share
 from nsa_core.layer import LayerSpec
 from tests.measured import logged
-from tests.test_train import run_of, task
+from tests.parallel_worker import run_of
+from tests.test_train import task
 
 WINDOW, WIDTH = 40, 400
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=6, w=WINDOW)
@@ -115,7 +116,7 @@ def test_what_a_reader_gains():
 def test_a_run_ends_with_its_recall(tmp_path):
     """Of rows that are long enough; the tiny model has learned nothing of it."""
     for length, there in ((200, True), (32, False)):
-        run = run_of(tmp_path / str(length), "torch", task("nsa", seq_len=length, steps=2))
+        run = run_of(tmp_path / str(length), task("nsa", seq_len=length, steps=2))
         end = loop.run(run, loop.Stop())
         for gain in (end.recall_gain, end.copied_gain):
             assert (gain is not None) == there
@@ -153,10 +154,10 @@ def test_measures_are_means_of_the_losses_of_targets(tmp_path, attention):
     """In torch beside the loss of each target, in JAX beside torch."""
     todo = task(attention)
     torch, jax = (
-        variants.learner(run_of(tmp_path, name, todo).variant, todo, tmp_path)
+        variants.learner(run_of(tmp_path, todo, framework=name).variant, todo, tmp_path)
         for name in ("torch", "jax")
     )
-    (batch,) = run_of(tmp_path, "torch", todo).batches.evaluation(1)
+    (batch,) = run_of(tmp_path, todo).batches.evaluation(1)
     length = batch.tokens.shape[1] - 1
     each = np.arange(len(batch.tokens) * length).reshape(-1, length).astype(np.int32)
     losses = torch.loss_sums(batch, each, each.size).reshape(each.shape)
@@ -304,41 +305,44 @@ RUNS = {
 }
 
 
-def of(found, measure, kind=1):
-    (group,) = quality.groups(found)
-    return quality.difference(group.kinds[kind], group.dense, measure)
-
-
-def test_differences_are_of_pairs():
-    """0.1, 0.2, 0.3: mean 0.2, s = 0.1."""
-    loss = of(RUNS, "end")
-    assert (loss.mean, loss.error) == pytest.approx((0.2, 0.1 / 3**0.5))
-    # Of two degrees of freedom a twentieth lies beyond 2.92.
-    assert loss.upper == pytest.approx(0.2 + 2.920 * 0.1 / 3**0.5, rel=1e-3)
-
-
-def test_no_recall_of_short_rows():
-    short = {"a": pair(0, (1.1, None), (1, None)), "b": pair(1, (1.2, None), (1, None))}
-    assert of(short, "recall") is None and of(short, "end").pairs == 2
+ALONE = lines("nsa", 1, 1.0, 1.0)
+kind_of = functools.partial(quality.kind_of, "nsa")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("function", "found", "message"),
     [
-        ({"b": pair(0, (1, 1), (1, 1))}, "seed 0 occurs twice among the runs with nsa"),
-        ({"b": lines("nsa", 1, 1.0, 1.0, steps=11)}, "must include dense attention"),
-        ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a finished run of torch-nsa"),
         (
-            {"b": lines("nsa", 1, 1.0, 1.0)},
+            quality.groups,
+            RUNS | {"b": RUNS["a"]},
+            "seed 0 occurs twice among the runs with nsa",
+        ),
+        (
+            quality.groups,
+            RUNS | {"b": lines("nsa", 1, 1.0, 1.0, steps=11)},
+            "must include dense attention",
+        ),
+        (
+            quality.groups,
+            RUNS | {"b": pair(1, (1, 1), (1, 1), status="diverged")},
+            "a finished run of torch-nsa",
+        ),
+        (
+            quality.groups,
+            RUNS | {"b": ALONE},
             r"dense must have the seeds of nsa .*but lacks the seeds \[1\]",
         ),
-        ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
-        ({"b": []}, "must contain a run, got none"),
+        (quality.groups, RUNS | {"b": ALONE[:1]}, "a finished run of torch-nsa"),
+        (quality.groups, {"b": []}, "must contain a run, got none"),
+        (kind_of, {"a": RUNS["a"]}, "a must contain one run"),
+        (kind_of, {"a": []}, "a must contain one run"),
+        (kind_of, {"a": ALONE[:1]}, "a finished run of torch-nsa"),
+        (kind_of, {"a": ALONE, "b": ALONE}, "b: seed 1 occurs twice among the runs with"),
     ],
 )
-def test_runs_that_are_no_pairs_are_refused(change, message):
+def test_runs_that_are_no_pairs_or_no_kind_are_refused(function, found, message):
     with pytest.raises(ValueError, match=message):
-        quality.groups(RUNS | change)
+        function(found)
 
 
 @pytest.fixture
@@ -363,50 +367,12 @@ def five(apart, recall=1.0, spread=0.001):
     }
 
 
-@pytest.mark.parametrize(
-    ("runs", "broken"),
-    [
-        (five(0.0), []),
-        (five(-0.1, 0.975), []),
-        (five(0.0, 0.96), ["recall"]),
-        (five(0.0029), ["end"]),  # the mean is within the bound, the upper bound is not
-        (five(0.0, spread=0.02), ["new", "end"]),
-        (five(0.05), ["new", "end", "far"]),
-    ],
-)
-def test_bounds_decide(runs, broken, command):
-    (group,) = quality.groups(runs)
-    told = quality.verdicts(group, group.kinds[1])
-    assert [x.question.split()[0] for x in told if not x.ok] == broken
-    (found,) = quality.selection(group, group.kinds[1])
-    assert found.ok and "best head: +0.220 ± 0.007 over another text, 5 seeds" in str(found)
-    status, said = command(runs)
-    assert status == bool(broken) and (": NO" in said.out) == bool(broken)
-
-
 def test_the_head_of_the_bounds():
     losses = [f"95 % bound at most {quality.BOUNDS[x]:+.1%}" for x in quality.UPPER]
     losses.append(f"mean at most {quality.BOUNDS['far']:+.1%}")
     rules = [*losses, f"mean at least {-quality.BOUNDS['recall']:+.2f}"]
     titles = [", ".join(x) for x in zip(quality.BOUNDS, rules, strict=True)]
     assert quality.head("bounds")[2:] == [*titles, "pairs"]
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"a": RUNS["a"]}, "a must contain one run"),
-        ({"a": []}, "a must contain one run"),
-        ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a finished run of torch-nsa"),
-        (
-            {x: lines("nsa", 1, 1.0, 1.0) for x in "ab"},
-            "b: seed 1 occurs twice among the runs with",
-        ),
-    ],
-)
-def test_runs_that_are_no_kind_are_refused(found, message):
-    with pytest.raises(ValueError, match=message):
-        quality.kind_of("nsa", found)
 
 
 def with_heads(heads):
@@ -420,19 +386,49 @@ def with_heads(heads):
     }
 
 
-def told(heads):
-    """What is told of selections by runs with such heads."""
-    (group,) = quality.groups(with_heads(heads))
-    return quality.selection(group, group.kinds[1])
+NOTHING = with_heads(lambda seed: finds(0.01 * (seed % 2)))
+THREE, TWO = (
+    with_heads(lambda seed, after=after: finds(0.2) if seed > after else None)
+    for after in (1, 2)
+)
+BEST = "best head: +0.220 ± 0.007 over another text, 5 seeds"
+UNMEASURED = {
+    k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
+}
+FEW = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
+ROW = "| 10M, 10 x 2 x 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |"
 
 
-def test_a_selection_that_finds_no_copies():
-    (found,) = told(lambda seed: finds(0.01 * (seed % 2)))
-    assert not found.ok and found.question.startswith("selection finds copies, nsa")
-    (found,) = told(lambda seed: finds(0.2) if seed > 1 else None)
-    assert found.ok and "+0.200 ± 0.000 over another text, 3 seeds" in str(found)
-    with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
-        told(lambda seed: finds(0.2) if seed > 2 else None)
+@pytest.mark.parametrize(
+    ("runs", "broken", "text"),
+    [
+        (five(0.0), "", BEST),
+        (five(-0.1, 0.975), "", BEST),
+        (five(0.0, 0.96), "recall", BEST),
+        (five(0.0029), "end", BEST),  # the mean is within the bound, the upper bound is not
+        (five(0.0, spread=0.02), "new end", BEST),
+        (five(0.05), "new end far", BEST),
+        (NOTHING, "selection", "selection finds copies, nsa"),
+        (THREE, "", "+0.200 ± 0.000 over another text, 3 seeds"),
+        (TWO, "", "must have records of what heads find, got 2 such runs"),
+        (RUNS, "", "(10M, 10 x 2 x 2k) needs 5 seeds, got the seeds [0, 1, 2]"),
+        (RUNS, "", ROW),
+        ({"dense": lines("dense", 0, 1.0, 1.0)}, "", "not decided, since no run has NSA"),
+        # A kind of few pairs hides no verdict on others.
+        (FEW, "new end far", "needs 5 seeds, got the seeds [0]"),
+        (
+            UNMEASURED,
+            "",
+            "not decided: runs of nsa (10M, 10 x 2 x 2k) lack the measures ['new', 'far']",
+        ),
+    ],
+)
+def test_bounds_decide(runs, broken, text, command):
+    status, said = command(runs)
+    told = said.out.splitlines()
+    assert [x.split()[0] for x in told if ": NO" in x] == broken.split()
+    undecided = "not decided" in said.err
+    assert status == (1 if broken else 3 * undecided) and text in said.out + said.err
 
 
 def tabled():
@@ -443,7 +439,6 @@ def tabled():
     early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
     again = changed(lines("nsa", 0, 1.1, 2.0), log.Header, epochs=4.17)
     unsaid = changed(lines("dense", 0, 1.0, 1.0), log.Header, epochs=None)
-    nothing = lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None
     some = five(-0.1)
     for name, lost in {"0": "dense nsa", "1": "dense", "2": "nsa"}.items():
         without = changed(some[name], log.Summary, copied_at=None)
@@ -464,20 +459,13 @@ def tabled():
         "all",
         {"a": changed(never, log.Evaluation, measures=late | {"new": 3.0})},
     )
+    yield "no recall of short rows", "all", {"a": pair(0, (1.1, None), (1.0, None))}
     yield "bytes", "answers", {"a": pair(0, (1.1, 2.0), (1.0, 1.0), vocabulary=256)}
     yield "no measures", "answers", {"a": [x for x in a if not isinstance(x, log.Evaluation)]}
     yield "a text seen again, by the runs that say so", "all", {"a": again, "b": unsaid}
-    yield (
-        "heads of three runs",
-        "found",
-        with_heads(lambda seed: finds(0.2) if seed > 1 else None),
-    )
-    yield (
-        "heads of two runs",
-        "found summary",
-        with_heads(lambda seed: finds(0.2) if seed > 2 else None),
-    )
-    yield "heads that find nothing", "found summary", with_heads(nothing)
+    yield ("heads of three runs", "found", THREE)
+    yield "heads of two runs", "found summary", TWO
+    yield "heads that find nothing", "found summary", NOTHING
     yield "distances of some runs", "distances", some
     yield "distances of no run", "distances", {"0": some["0"]}
     # Gates of dense attention make no kind; the first dense one is what others are beside. Gates
@@ -517,41 +505,6 @@ def tables():
 def test_tables():
     """Those of `golden/quality.md`, which `python -m tests.test_quality` writes again."""
     assert GOLDEN.read_text() == tables()
-
-
-def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(command):
-    status, said = command(RUNS)
-    assert (
-        status == quality.exit_status.NOT_MEASURED
-        and "needs 5 seeds, got the seeds [0, 1, 2]" in said.err
-    )
-    table = said.out.splitlines()
-    assert table[2].startswith("| 10M, 10 x 2 x 2k | dense | 10.0 | - |")
-    assert table[3].startswith(
-        "| 10M, 10 x 2 x 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |"
-    )
-
-
-def test_dense_runs_alone_decide_nothing(command):
-    status, said = command({"dense": lines("dense", 0, 1.0, 1.0)})
-    assert status == quality.exit_status.NOT_MEASURED
-    assert "not decided, since no run has NSA" in said.err
-
-
-def test_a_kind_of_few_pairs_hides_no_verdict_on_others(command):
-    runs = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
-    status, said = command(runs)
-    assert status == quality.exit_status.WRONG and "new as good, nsa, 10M" in said.out
-    assert "needs 5 seeds, got the seeds [0]" in said.err
-
-
-def test_runs_without_measures_are_not_decided():
-    runs = {
-        k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
-    }
-    (group,) = quality.groups(runs)
-    with pytest.raises(NotImplementedError, match=r"lack the measures \['new', 'far'\]"):
-        quality.verdicts(group, group.kinds[1])
 
 
 if __name__ == "__main__":

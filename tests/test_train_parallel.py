@@ -24,7 +24,6 @@ from bench.lm import (
     curves,
     health,
     log,
-    loop,
     measures,
     shards,
     spec,
@@ -32,13 +31,13 @@ from bench.lm import (
     variants,
     watch,
 )
+from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
-from bench.lm.ranks import Ranks
 from bench.lm.share import Share
 from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
 from tests import spawned
-from tests.parallel_worker import Documents, StopAt, learner_of, run_of, task, trained
+from tests.parallel_worker import Documents, StopAt, apart, learner_of, run_of, task, trained
 
 # Of losses over the steps of `worker.TRAINING`, relative.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -53,11 +52,6 @@ def norms(folder: Path) -> list[float]:
     """Of each step's gradient; the steps of the folder's last run."""
     lines = log.read(folder / "train.jsonl")
     return [line.grad_norm for line in lines if isinstance(line, log.Step)]
-
-
-def apart(one, other) -> float:
-    assert len(one) == len(other)
-    return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +106,14 @@ def sharded_graphs(rank: int, folder: Path) -> None:
     torch_learner.timing.cuda_graph = rerun
     with worker.started(folder, "group", rank, 2) as ranks:
         spread = Parallel("fsdp", 2, accumulate=2)
-        run = run_of(folder, ranks, spread, task(), kind=Documents, graph=True)
-        loop.run(run, StopAt(0, False))
+        options = dict(kind=Documents, graph=True, ranks=ranks)
+        trained(folder, task(), spread, **options)
         found = []
         for graph in (False, True):
-            scratch = worker.scratch(folder, ranks)
-            learner = variants.learner(run.variant, run.task, scratch, ranks)
+            learner, run = learner_of(folder, task(), spread, **options)
             learner.graph, numbers = graph, []
             for step in range(3):
-                batch = learner.share.of(lambda rows, step=step: run.batches.train(step, rows))
+                batch = learner.share.of(functools.partial(run.batches.train, step))
                 learner._backward(learner._rows(batch))  # what is there is not added to
                 numbers.append([*learner.step(batch, step), measures.loss(learner, batch)])
             # The embedding too, which a forward pass leaves gathered.
@@ -381,8 +374,7 @@ def test_a_captured_step_reads_new_rows(tmp_path, documents, monkeypatch):
     monkeypatch.setattr(torch_learner.timing, "cuda_graph", rerun)
     found = []
     for graph in (False, True):
-        kind = {"kind": Documents} if documents else {}
-        learner, run = learner_of(tmp_path, task(), **kind)
+        learner, run = learner_of(tmp_path, task(), kind=Documents if documents else Batches)
         learner.graph = graph
         found.append([learner.step(run.batches.train(i), i)[0] for i in range(3)])
     np.testing.assert_array_equal(*found)
@@ -397,10 +389,9 @@ def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
     sizes = dict(d_k=16, d_v=16, l=32, d=16, l_sel=64, w=64)
     todo, found = layered(task(attention, "bfloat16", seq_len=200), **sizes), []
     for graph in (False, True):
-        run = run_of(tmp_path, Ranks(), Parallel(accumulate=2), todo, kind=Documents)
+        spread = Parallel(accumulate=2)
+        learner, run = learner_of(tmp_path, todo, spread, kind=Documents, graph=graph)
         assert run.variant.label in ("mosaic", "flash")
-        variant = dataclasses.replace(run.variant, graph=graph)
-        learner = variants.learner(variant, run.task, tmp_path)
         found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
     np.testing.assert_array_equal(*found)
 
@@ -409,7 +400,7 @@ def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
 def test_varlen_is_dense_attention_with_a_mask(tmp_path):
     todo, found = task("dense", "bfloat16"), []
     for backend in ("math", "flash"):
-        run = run_of(tmp_path, Ranks(), Parallel(), todo, kind=Documents)
+        run = run_of(tmp_path, todo, kind=Documents)
         variant = dataclasses.replace(run.variant, implementation=backend)
         learner = variants.learner(variant, todo, tmp_path)
         found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
