@@ -16,36 +16,25 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, SILENT, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import Mark
-from nsa_jax.nn import NSAAttention as JaxAttention
-from nsa_torch import NSAAttention as TorchAttention
+from tests.test_layers import SIZES, in_jax, in_torch
 
-SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
 NAMED = dict(gate="softmax", phi="avg")  # what the seed system's layer is
 FORMER = dict(gate="softmax", phi="mlp")
 
 
-def torch_layer(**options):
-    torch.manual_seed(0)
-    return TorchAttention(**(SIZES | options))
-
-
-def jax_layer(**options):
-    return JaxAttention(LayerSpec(**(SIZES | options)), rngs=nnx.Rngs(0))
-
-
 def state_of(**options):
-    return torch_layer(**options).state_dict()
+    return in_torch(**options).state_dict()
 
 
 def seed_state():
     """A state_dict as the seed system's module has it."""
-    parameters = torch_layer(**NAMED).named_parameters()
+    parameters = in_torch(**NAMED).named_parameters()
     return {name: value.detach() + 1 for name, value in parameters}
 
 
 def former_state(text=None):
     """A state_dict as it was until its kind stood in names: 64 bytes of JSON as uint8."""
-    layer = torch_layer(**FORMER)
+    layer = in_torch(**FORMER)
     words = {"gate": str(layer.spec.gate), "phi": str(layer.spec.phi)}
     kind = torch.tensor(list((text or json.dumps(words)).ljust(64).encode()), dtype=torch.uint8)
     state = {name: value + 1 for name, value in layer.named_parameters()} | {EXTRA_STATE: kind}
@@ -78,7 +67,7 @@ WAYS = "torch", "not strict", "in a model", "torch file", "jax file"
 
 def loaded(way, state, scratch, metadata=None, **options):
     """A layer that a state_dict was loaded into, and its values before; or the error."""
-    layer = jax_layer(**options) if way == "jax file" else torch_layer(**options)
+    layer = in_jax(**options) if way == "jax file" else in_torch(**options)
     before, error = values(layer), None
     try:
         if way.endswith("file"):
@@ -155,11 +144,11 @@ def test_a_state_of_another_kind_changes_nothing(state, options, message, way, t
 @pytest.mark.parametrize("phi", PHI)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_state_survives_torch_save(gate, phi, tmp_path):
-    source = torch_layer(gate=gate, phi=phi)
+    source = in_torch(gate=gate, phi=phi)
     torch.save(source.state_dict(), tmp_path / "layer.pt")
     state = torch.load(tmp_path / "layer.pt", weights_only=True)
     assert {f"kind.gate_{gate}._extra_state", f"kind.phi_{phi}._extra_state"} < state.keys()
-    target = TorchAttention(**SIZES, gate=gate, phi=phi)
+    target = in_torch(seed=1, gate=gate, phi=phi)
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
     assert same(values(source), values(target))
     # safetensors takes tensors only; a cast of everything keeps names.
@@ -170,7 +159,7 @@ def test_the_state_survives_torch_save(gate, phi, tmp_path):
 
 def test_moving_averages_load():
     """torch's, and one in place over all values of a state_dict."""
-    layer = torch_layer()
+    layer = in_torch()
     mean = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
     mean.update_parameters(layer)
     layer.W_Q.weight.data.zero_()
@@ -188,7 +177,7 @@ def test_an_average_of_two_kinds_is_no_checkpoint():
     one, two = state_of(), state_of(gate="softmax")
     with pytest.raises(KeyError, match="gate_sigmoid"):
         average(one, two)
-    for layer in (torch_layer(), torch_layer(gate="softmax")):
+    for layer in (in_torch(), in_torch(gate="softmax")):
         with pytest.raises(ValueError, match="gate must have one value"):
             layer.load_state_dict({**two, **one})
 
@@ -196,7 +185,7 @@ def test_an_average_of_two_kinds_is_no_checkpoint():
 @pytest.mark.parametrize("way", ["torch file", "jax file"])
 def test_hyper_parameters_of_a_file(way, tmp_path):
     """Files with the kind as bytes have them, and they are compared."""
-    metadata = {weights.METADATA_KEY: json.dumps(torch_layer(**FORMER).hyper_parameters())}
+    metadata = {weights.METADATA_KEY: json.dumps(in_torch(**FORMER).hyper_parameters())}
     for options, message in (
         (FORMER, "None"),
         ({"phi": "mlp"}, "hyper-parameter gate must be"),
@@ -204,8 +193,8 @@ def test_hyper_parameters_of_a_file(way, tmp_path):
         *_, error = loaded(way, former_state(), tmp_path, metadata, **options)
         assert message in str(error)
     for ours, theirs in (("shared", "separate"), ("separate", "shared")):
-        weights.save(tmp_path / "kv.safetensors", torch_layer(kv=theirs))
-        make = jax_layer if way == "jax file" else torch_layer
+        weights.save(tmp_path / "kv.safetensors", in_torch(kv=theirs))
+        make = in_jax if way == "jax file" else in_torch
         with pytest.raises(ValueError, match="hyper-parameter kv must be"):
             weights.load(tmp_path / "kv.safetensors", make(kv=ours))
 
@@ -213,12 +202,12 @@ def test_hyper_parameters_of_a_file(way, tmp_path):
 @pytest.mark.parametrize("text", ["none", '{"gate": "sigmoid"'])
 def test_a_kind_that_is_no_json(text):
     with pytest.raises(ValueError, match=r"_extra_state must hold bytes of JSON"):
-        torch_layer(**FORMER).load_state_dict(former_state(text))
+        in_torch(**FORMER).load_state_dict(former_state(text))
 
 
 def test_the_state_of_distributed_checkpoints():
     """torch looks up every key of a state_dict in the module."""
-    model = torch.nn.ModuleDict({"layer": torch_layer(phi="mlp")})
+    model = torch.nn.ModuleDict({"layer": in_torch(phi="mlp")})
     state = get_model_state_dict(model)
     assert state.keys() == model.state_dict().keys()
     set_model_state_dict(model, state)
@@ -230,16 +219,16 @@ def test_missing_weights_are_left_to_torch():
     state = seed_state()
     state.pop("out.weight")
     with pytest.raises(RuntimeError, match=r'Missing key.* "out\.weight"'):
-        torch_layer(**NAMED).load_state_dict(state)
-    model = torch.nn.ModuleDict({"layer": torch_layer(), "head": torch.nn.Linear(2, 2)})
+        in_torch(**NAMED).load_state_dict(state)
+    model = torch.nn.ModuleDict({"layer": in_torch(), "head": torch.nn.Linear(2, 2)})
     head = {name: value for name, value in model.state_dict().items() if "head" in name}
     assert model.load_state_dict(head, strict=False).missing_keys
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(head)
 
 
-def test_a_copy_of_a_torch_layer_checks_for_itself():
-    twin = copy.deepcopy(torch_layer(gate="softmax"))
+def test_a_copy_of_a_in_torch_checks_for_itself():
+    twin = copy.deepcopy(in_torch(gate="softmax"))
     twin.load_state_dict(state_of(gate="softmax"))
     with pytest.raises(ValueError, match="gate must be 'softmax'"):
         twin.load_state_dict(state_of())
@@ -249,27 +238,27 @@ def test_a_copy_of_a_torch_layer_checks_for_itself():
 @pytest.mark.parametrize("form", ["state", "pure", "average"])
 def test_another_kind_is_refused_by_nnx(changed, form):
     ((name, ours),) = changed.items()
-    state = nnx.state(jax_layer())
+    state = nnx.state(in_jax())
     if form == "pure":
         state = nnx.to_pure_dict(state)
     elif form == "average":
-        state = jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, state, nnx.state(jax_layer()))
+        state = jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, state, nnx.state(in_jax()))
     theirs = getattr(LayerSpec(**SIZES), name)
     message = f"{name} must be {ours!r} as in the module, got .*{theirs}"
     with pytest.raises(ValueError, match=message):
-        nnx.update(jax_layer(**changed), state)
-    nnx.update(jax_layer(), state)
+        nnx.update(in_jax(**changed), state)
+    nnx.update(in_jax(), state)
 
 
 def test_kv_in_names_of_a_state():
     assert not any("kv" in key for key in state_of())
     assert "kind.kv_shared._extra_state" in state_of(kv="shared")
     with pytest.raises(ValueError, match="W_K"):  # which is the first that differs
-        nnx.update(jax_layer(), nnx.state(jax_layer(kv="shared")))
+        nnx.update(in_jax(), nnx.state(in_jax(kv="shared")))
 
 
 def test_the_state_of_nnx_is_differentiable_and_compiles_once():
-    graph, state = nnx.split(jax_layer())
+    graph, state = nnx.split(in_jax())
     marks = nnx.to_flat_state(nnx.filter_state(state, Mark))
     assert [path[-1] for path, _ in marks] == ["gate_sigmoid", "phi_avg"]
     loss = lambda state, x: nnx.merge(graph, state)(x)[0].sum()

@@ -1,5 +1,6 @@
 """`bench.lm.corpus` from small made-up wheels: what is taken, what is refused, what is read."""
 
+import functools
 import hashlib
 import json
 import lzma
@@ -11,7 +12,7 @@ import yaml
 
 from bench.lm import corpus, data
 from bench.lm.tokens import Documents
-from tests import commands
+from tests import commands, refusals
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
 
@@ -112,25 +113,17 @@ def test_no_more_than_a_package_may_give(given, tmp_path):
     assert about["documents"][0] <= 5 and about["documents"][1] == 2
 
 
-def test_rows_of_a_corpus_are_seen_once(given, tmp_path):
+def test_rows_of_a_corpus(given, tmp_path):
     command(tmp_path, given)
     found = corpus.read(tmp_path / "corpus")
-    batches = data.load(str(tmp_path / "corpus"), 2, 16, seed=3)
-    assert batches.pack == "once" and batches.vocabulary == found.vocabulary
-    assert len(batches.held_out) == found.held_out
-    count = (len(batches.training) - 1) // 16
-    rows = np.concatenate([batches.train(i).tokens for i in range(count // 2)])
-    assert len({row.tobytes() for row in rows}) == len(rows)
-    stream = batches.training.tobytes()
-    assert all(row.tobytes() in stream for row in rows)
-    assert batches.epochs(10) == pytest.approx(10 * 2 * 16 / len(batches.training))
-    one, other = (data.load(str(tmp_path / "corpus"), 2, 16, seed=x) for x in (3, 4))
-    assert (one.train(1).tokens == batches.train(1).tokens).all()
-    assert (one.train(1).tokens != other.train(1).tokens).any()
+    load = functools.partial(data.load, str(tmp_path / "corpus"), 2, 16)
+    one, other = load(3), load(4)
+    assert one.pack == "once" and one.vocabulary == found.vocabulary
+    assert np.array_equal(np.concatenate([one.training, one.held_out]), found.tokens)
+    assert len(one.held_out) == found.held_out
     for mine, theirs in zip(one.evaluation(3), other.evaluation(3), strict=True):
         assert (mine.tokens == theirs.tokens).all()  # the same for every seed
-    packed = data.load(str(tmp_path / "corpus"), 2, 16, seed=3, pack="documents")
-    assert packed.train(0).segment_ids is not None
+    assert load(3, pack="documents").train(0).segment_ids is not None
 
 
 def test_a_second_epoch_has_the_same_rows_in_another_order():
@@ -143,28 +136,23 @@ def test_a_second_epoch_has_the_same_rows_in_another_order():
         predicted = epoch[:, 1:].ravel()
         assert len(set(predicted.tolist())) == 6 * 13
     assert (np.sort(rows[:6, 0]) != rows[:6, 0]).any()
-    assert (batches.train(3, slice(1, 2)).tokens == rows[10:11]).all()
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "content", "message"),
     [
-        (lambda x: (x / "tokens.xz").write_bytes(b"no"), "is not a complete corpus"),
-        (lambda x: (x / "tokens.xz").unlink(), "is not a complete corpus"),
-        (lambda x: (x / "corpus.json").write_text("{}"), "is not a complete corpus"),
-        (
-            lambda x: (x / "tokenizer.json").write_text("{}"),
-            "tokenizer must be that of the corpus",
-        ),
-        (
-            lambda x: (x / "tokens.xz").write_bytes(lzma.compress(b"\x00\x01\x00\x00")),
-            "tokens of corpus .* must have SHA-256",
-        ),
+        ("tokens.xz", b"no", "is not a complete corpus"),
+        ("tokens.xz", None, "is not a complete corpus"),
+        ("corpus.json", b"{}", "is not a complete corpus"),
+        ("tokenizer.json", b"{}", "tokenizer must be that of the corpus"),
+        ("tokens.xz", lzma.compress(b"\0\1\0\0"), "tokens of corpus .* must have SHA-256"),
     ],
 )
-def test_a_corpus_that_is_not_as_it_was_written(given, tmp_path, damage, message):
+def test_a_corpus_that_is_not_as_it_was_written(given, tmp_path, name, content, message):
     command(tmp_path, given)
-    damage(tmp_path / "corpus")
+    (tmp_path / "corpus" / name).unlink()
+    if content is not None:
+        (tmp_path / "corpus" / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.load(str(tmp_path / "corpus"), 2, 16, 0)
 
@@ -174,8 +162,6 @@ def test_a_tokenizer_of_another_corpus(given, tmp_path):
     command(tmp_path, given, "other", vocabulary=280)
     own, other = (str(tmp_path / x / "tokenizer.json") for x in ("corpus", "other"))
     data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=own)
-    with pytest.raises(FileNotFoundError, match=r"a tokenizer.json file .*, got gpt2: No such"):
-        data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer="gpt2")
     with pytest.raises(
         ValueError, match=r"tokenizer must be that of the corpus .* with SHA-256"
     ):
@@ -192,22 +178,9 @@ def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocabulary": 100}, "vocabulary: Input should be greater than 256, got 100"),
-        ({"held_out": {}}, "held_out: .* at least 1 item"),
-        ({"held_out": {"x": "0" * 64}}, "held_out.x.*: String should match pattern '=='"),
-        ({"file_bytes": [500, 200]}, "file_bytes must begin with the smaller number"),
-        ({"package_bytes": True}, "package_bytes: Input should be a valid integer, got True"),
-        ({"held_out": {"x==1": "g" * 64}}, "held_out.x==1: String should match pattern"),
-        ({"tokens": 3}, "tokens: Input should be a valid string, got 3"),
-        ({"extra": 1}, "extra: unknown key"),
-        ({"file_bytes": [10**4, 10**5]}, "must each have a document, got 0 and 0"),
-    ],
-)
-def test_lists_that_are_refused(given, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("changes", "sentence", "error"), refusals.rows("corpus"))
+def test_lists_that_are_refused(given, tmp_path, changes, sentence, error):
+    with pytest.raises(error, match=refusals.words(sentence)):
         command(tmp_path, given, **changes)
     assert not (tmp_path / "corpus").exists()
 

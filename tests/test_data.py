@@ -13,17 +13,11 @@ from bench.harness import process
 from bench.lm import data, log, sources, stream, tokens
 from bench.lm.data import Batches
 from bench.lm.packing import Packed
+from tests import refusals
 
 WIDTH = 9
-PACKS = ("documents", "none")
 # Of documents, shorter and longer than a row.
 LENGTHS = (5, 40, 1, 12, 7, 23, 3, 30, 8, 16, 2, 19, 11, 6, 28, 14, 9, 21, 4, 17)
-
-
-def numbered(lengths=LENGTHS):
-    """Tokens that are their own places, and the borders of documents of these lengths."""
-    starts = np.cumsum([0, *lengths])
-    return np.arange(starts[-1]), starts
 
 
 def faults(packed, starts, width):
@@ -49,15 +43,16 @@ def faults(packed, starts, width):
     return found
 
 
-@pytest.mark.parametrize("width", [2, 5, 9, 40])
-def test_packing_predicts_each_token_once(width):
-    places, starts = numbered()
-    assert not faults(Packed(places, starts, (1,), width), starts, width)
+@pytest.mark.parametrize(
+    ("width", "lengths"),
+    [*((width, LENGTHS) for width in (2, 5, 9, 40)), (4, (0, 5, 0, 0, 9, 0))],
+)
+def test_packing_predicts_each_token_once(width, lengths):
+    starts = np.cumsum([0, *lengths])
+    assert not faults(Packed(np.arange(starts[-1]), starts, (1,), width), starts, width)
 
 
-def test_empty_documents_and_none():
-    places, starts = numbered((0, 5, 0, 0, 9, 0))
-    assert not faults(Packed(places, starts, (1,), 4), starts, 4)
+def test_packing_of_no_document():
     assert Packed(np.zeros(0), np.zeros(1, int), (1,), 4).count == 0
 
 
@@ -95,27 +90,23 @@ def same(one, other):
         np.testing.assert_array_equal(one.segment_ids, other.segment_ids)
 
 
-@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("pack", data.PACKS)
 def test_a_batch_follows_from_seed_and_step(texts, load, pack):
     one, again, other = (load(texts, pack=pack, seed=seed) for seed in (1, 1, 2))
     late = one.train(70)  # of a later epoch
     same(again.train(70), late)  # a run that goes on there
     assert late.tokens.shape == (4, WIDTH) and late.tokens.dtype == np.uint8
-    assert (late.segment_ids is None) == (pack == "none")
+    assert (late.segment_ids is None) == (pack != "documents")
     assert (one.train(71).tokens != late.tokens).any()
     assert (other.train(70).tokens != late.tokens).any()
-    for step, ranks in itertools.product((0, 13, 70), (1, 2, 4)):
-        whole = one.train(step)
-        for rank in range(ranks):
-            rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-            part = again.train(step, rows)
-            np.testing.assert_array_equal(part.tokens, whole.tokens[rows])
-            if pack == "documents":
-                np.testing.assert_array_equal(part.segment_ids, whole.segment_ids[rows])
+    for step, size in itertools.product((0, 13, 70), (1, 2)):
+        parts = [again.train(step, slice(i, i + size)) for i in range(0, 4, size)]
+        same(data.joined(parts), one.train(step))
     for part, whole in zip(again.evaluation(2, slice(1, 3)), one.evaluation(2), strict=True):
         np.testing.assert_array_equal(part.tokens, whole.tokens[1:3])
     assert one.vocabulary == 256 and one.sha256 == other.sha256
-    assert load(texts, pack=PACKS[pack == "documents"]).sha256 != one.sha256
+    others = {load(texts, pack=x).sha256 for x in data.PACKS}
+    assert len(others) == 3 and one.sha256 in others
 
 
 def test_rows_hold_the_documents(texts, load):
@@ -161,41 +152,15 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
         load(texts / "a.jsonl")
 
 
-def test_a_row_shorter_than_a_document(load, tmp_path):
-    (tmp_path / "long.txt").write_text("".join(map(chr, range(48, 90))) * 8)
-    batches = load(tmp_path / "long.txt")
-    rows = np.concatenate([batches.train(i).tokens for i in range(9)])
-    assert (batches.train(0).segment_ids == 0).all()  # one document throughout
-    assert ((np.diff(rows.astype(int)) == 1) | (np.diff(rows.astype(int)) == -41)).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.jsonl", "", "dataset .*x.jsonl has no document with a token"),
-        ("x.jsonl", '{"text": ""}\n', "has no document with a token"),
-        ("x.jsonl", '{"text": "a"}\n{"text": "b', r"x.jsonl:2 is not JSON: "),
-        ("x.jsonl", "[1]\n", r"x.jsonl:1 must be a JSON object, got b'\[1\]"),
-        (
-            "x.jsonl",
-            '{"body": "a"}\n',
-            r"x.jsonl:1 has no column 'text'.*\['body'\].*--text_col",
-        ),
-        ("x.jsonl", '{"text": 3}\n', "x.jsonl:1: column 'text' must be text, got 3"),
-        ("x.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
-        ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8"),
-        ("x.txt", "short", "tokens of dataset .*x.txt must exceed 144 for seq_len=8, got 5"),
-        ("x.csv", "a,b\n", "must consist of files with one of .*, got .*x.csv"),
-    ],
-    ids=str,
-)
-def test_bad_files_are_named(load, tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("row", "sentence", "error"), refusals.rows("local files"))
+def test_bad_files_are_named(load, tmp_path, row, sentence, error):
+    path = tmp_path / row["name"]
+    path.write_text(row["text"], encoding="latin-1")
+    with pytest.raises(error, match=refusals.words(sentence)):
         load(path)
     left = [x for x in (tmp_path / "cache").glob("*") if x.suffix != ".lock"]
-    assert bool(left) == (content == "short")  # a whole file, only too short for this row
+    # A whole file, only too short for this row.
+    assert bool(left) == (row["text"] == "short")
 
 
 def test_files_that_are_not_there(load, tmp_path):
@@ -336,7 +301,7 @@ def test_a_damaged_note_is_not_believed(streamed):
     same(later.train(49), expected[49])
 
 
-@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("pack", ["documents", "none"])
 def test_ranks_of_a_stream_share_its_rows(streamed, pack):
     one, other = streamed(pack=pack), streamed(pack=pack)
     for step, rows in itertools.product((0, 9, 10, 40), (slice(0, 2), slice(2, 4))):
@@ -360,21 +325,18 @@ def test_a_stream_holds_out_every_sixteenth_document(streamed):
         assert set(batch.tokens.tobytes()) <= set(joined) and batch.tokens.shape == (4, WIDTH)
 
 
-def test_a_stream_that_fills_no_row(streamed):
-    with pytest.raises(
-        ValueError, match="dataset memory must fill a row of 9 tokens, got 0 tok"
-    ):
-        streamed([])
-    with pytest.raises(
-        ValueError, match="must fill a row of 9 tokens, got 3 tokens in 3 docum"
-    ):
-        streamed(["a", "b", "c"])
-    with pytest.raises(
-        ValueError, match="held-out documents of dataset memory must fill a row"
-    ):
-        streamed(["long enough for a row"] * 3).evaluation(1)
-    with pytest.raises(ValueError, match="shuffle_buffer must be >= 16, got 3"):
-        streamed(buffer=3)
+@pytest.mark.parametrize(
+    ("texts", "buffer", "message"),
+    [
+        ([], 16, "^dataset memory must fill a row of 9 tokens, got 0 tok"),
+        (["a", "b", "c"], 16, "must fill a row of 9 tokens, got 3 tokens in 3 docum"),
+        (["long enough for a row"] * 3, 16, "held-out documents of dataset memory must fill"),
+        (None, 3, "shuffle_buffer must be >= 16, got 3"),
+    ],
+)
+def test_a_stream_that_fills_no_row(streamed, texts, buffer, message):
+    with pytest.raises(ValueError, match=message):
+        streamed(texts, buffer=buffer).evaluation(1)
 
 
 # In a process of its own: the library reads the Hub's address when it is imported.

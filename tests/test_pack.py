@@ -26,7 +26,7 @@ LONG = NSAConfig(8, 8, 128, num_selected=3, num_initial=0, num_local=1, window=4
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Some selections; `lengths` packs sequences in the row, `kv_lens` differ by row."""
+    """Some selections; `of` are `cu_seqlens`, or numbers of keys that differ by row."""
 
     T: int
     S: int
@@ -34,27 +34,13 @@ class Packed:
     config: NSAConfig = ODD
     B: int = 1
     Hkv: int = 2
-    lengths: tuple[int, ...] | None = None
-    kv_lens: tuple[int, ...] | None = None
+    of: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     strided: bool = False
 
-    def __str__(self):
-        return "-".join(str(x) for x in dataclasses.astuple(self) if not isinstance(x, tuple))
-
     def where(self, device):
-        cu_seqlens, kv_len = None, self.S
-        if self.lengths is not None:
-            cu_seqlens = torch.tensor([0, *self.lengths], device=device).cumsum(0)
-        if self.kv_lens is not None:
-            kv_len = torch.tensor(self.kv_lens, device=device)
-        return geometry(
-            self.B,
-            self.T,
-            config=self.config,
-            kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
-            device=torch.device(device),
-        )
+        given = {name: torch.tensor(x, device=device) for name, x in self.of.items()}
+        options = {"config": self.config, "kv_len": self.S, "device": torch.device(device)}
+        return geometry(self.B, self.T, **options | given)
 
     def selection(self, device):
         """Random blocks, with empty slots and a few that begin behind their query."""
@@ -75,24 +61,21 @@ class Packed:
 
     def array(self, dtype):
         make = torch.Generator().manual_seed(self.S)
-        shape = (self.B, self.Hkv, self.S, self.D) if self.strided else self.shape
-        x = torch.randn(shape, generator=make).to(DEVICE, dtype)
-        return x.transpose(1, 2) if self.strided else x
-
-    @property
-    def shape(self):
-        return self.B, self.S, self.Hkv, self.D
+        x = torch.randn(self.B, self.S, self.Hkv, self.D, generator=make).to(DEVICE, dtype)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if self.strided else x
 
 
 CASES = (
     Packed(7, 63, D=24, B=2, Hkv=3),
-    Packed(11, 37, D=64, B=2, kv_lens=(11, 29), strided=True),
-    Packed(23, 23, D=32, config=TINY, lengths=(1, 9, 0, 1, 8)),  # then padding
+    Packed(11, 37, D=64, B=2, of={"kv_len": [11, 29]}, strided=True),
+    Packed(
+        23, 23, D=32, config=TINY, of={"cu_seqlens": [0, 1, 10, 10, 11, 19]}
+    ),  # then padding
     Packed(3, 3, D=1, Hkv=1),
     Packed(3, 150, D=96, config=LONG, strided=True),
     Packed(4, 40, D=256, config=LONG, Hkv=1),  # one block, longer than the keys
 )
-by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}-{case.S}")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 by_dtype = pytest.mark.parametrize(
     # The interpreter is slow, and to it 16 bits are 16 bits.
@@ -154,8 +137,7 @@ def test_the_ranges_are_the_tokens_of_the_blocks(case):
     assert bounds.tolist() == ends and bounds.dtype == torch.int32
     rows = ranges.rows(case.S).index
     assert rows.tolist() == wanted + [case.B * case.S * case.Hkv] * (len(rows) - len(wanted))
-    if not case.kv_lens:
-        assert len(wanted) > 0
+    assert wanted or "kv_len" in case.of
     assert (ranges.length == 0).any()
 
 
@@ -282,7 +264,7 @@ if INTERPRETED:
     def test_sums_in_deterministic_mode_do_not_hang_on_the_order_of_launch(monkeypatch):
         from triton.runtime.interpreter import interpreter_builder as builder
 
-        case = Packed(64, 64, D=40, config=TINY, lengths=(50, 1, 13))
+        case = Packed(64, 64, D=40, config=TINY, of={"cu_seqlens": [0, 50, 51, 64]})
         ranges, used = case.ranges()
         x, grad = case.array(torch.float32), gradient(ranges, used, case.D)
         both = functools.partial(add, ranges, x, grad)

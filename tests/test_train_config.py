@@ -15,6 +15,7 @@ from bench import train
 from bench.lm import config_file, log, spec
 from bench.lm.parallel import Parallel
 from nsa_core import config_files
+from tests import refusals
 from tests.commands import parsed
 from tests.test_train import command  # noqa: F401, a fixture
 
@@ -66,28 +67,11 @@ def test_every_flag_of_the_table_is_one():
     assert not set(config_file.OWN) & config_file.FLAGS.keys()
 
 
-FAULTS = {
-    "train: {lrr: 1}": "unknown key 'train.lrr', the nearest is 'train.lr'; known: .*'train.lr'",
-    "trian: {lr: 1}": r"unknown key 'trian.lr', .*; known: \['data', 'model', 'nsa'",
-    "lr: 1": "unknown key 'lr'",
-    "train: 3": "unknown key 'train'",
-    "train: {eps: fast}": "train.eps: Input should be a valid number, got 'fast'",
-    "model: {dim: 1.5}": "model.dim: Input should be a valid integer, got 1.5",
-    "nsa: {kv: v3}": "nsa.kv: Input should be .*'shared'.* got 'v3'",
-    "model: {dim: -1}": "model.dim: Input should be greater than 0, got -1",
-    "train: {batch: 1, batch_size: 2}": "train.batch and train.batch_size are both given",
-    "train: {clip: 1, grad_clip: 2}": "train.clip must be given only once, got .*grad_clip",
-    "train: {lr_schedule: linear}": "train.lr_schedule must be cosine, got 'linear'",
-    "- 1": "must hold a dict, got list",
-    "a: [": "is not YAML",
-}
-
-
-@pytest.mark.parametrize("text", FAULTS)
-def test_faults_name_file_and_key(text, tmp_path):
+@pytest.mark.parametrize(("row", "sentence", "error"), refusals.rows("training"))
+def test_faults_name_file_and_key(row, sentence, error, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"run.yaml.*{FAULTS[text]}"):
+    path.write_text(row["text"])
+    with pytest.raises(error, match=f"run.yaml.*{refusals.words(sentence)}"):
         config_file.read(str(path))
 
 
