@@ -87,6 +87,11 @@ def apart(one, other) -> float:
     return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
 
 
+def stepped(learner, run, steps) -> list[float]:
+    """The losses of these steps."""
+    return [learner.step(run.batches.train(step), step)[0] for step in steps]
+
+
 class StopAt(loop.Stop):
     """Asked to stop after some steps, on one rank only."""
 

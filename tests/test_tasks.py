@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench.lm import experiments, log, tasks, tokens
+from bench.lm.share import Share
 from nsa_core.layer import LayerSpec
 from tests.test_experiments import TINY, command  # noqa: F401, a fixture
 
@@ -26,10 +27,7 @@ class Solver:
     of all sources, and no other head of it selects one."""
 
     def __init__(self, batches, reach):
-        self.batches, self.reach = batches, reach
-        self.share = type(
-            "Share", (), {"of_whole": lambda _, x: x, "rows_of": lambda _, x: x}
-        )()
+        self.batches, self.reach, self.share = batches, reach, Share(2)
 
     def loss_sums(self, batch, categories, count):
         found = np.zeros(count)

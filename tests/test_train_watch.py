@@ -3,9 +3,9 @@
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import sys
-import types
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from bench.lm.parallel import Parallel
 from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
 from bench.reports import page, sources
+from nsa_core.types import Branches
 from tests import commands
 from tests.measured import logged
 from tests.parallel_worker import StopAt, learner_of, task, trained
@@ -47,26 +48,22 @@ def whole(tmp_path_factory):
 
 def test_health_is_what_loops_say():
     rng = np.random.default_rng(0)
-    tokens, heads = 7, 2
-    gates = rng.uniform(0.01, 1, (tokens, heads, 3))
+    gates = rng.uniform(0.01, 1, (7, 2, 3))  # of 7 tokens and 2 heads
     gates[:, 1] = [1e-4, 0.9, 1e-4]  # attends by one branch
     indices = np.array([sorted(rng.choice(6, 3, replace=False)) for _ in range(14)])
-    indices = indices.reshape(tokens, heads, 3)
+    indices = indices.reshape(7, 2, 3)
     indices[0, :, 1:] = -1
-    found = types.SimpleNamespace(**health.layer(gates, indices))
     entropies = scipy.stats.entropy(gates, axis=-1).mean(axis=0)
-    largest = (gates.max(axis=-1) / gates.sum(axis=-1)).mean(axis=0)
-    same = []
-    for token in range(1, tokens):
-        for head in range(heads):
-            before = set(indices[token - 1, head]) - {-1}
-            now = set(indices[token, head]) - {-1}
-            same.append(len(now & before) / len(now))
-    assert found.entropy == pytest.approx(entropies.mean())
-    assert found.entropy_min == pytest.approx(entropies[1]) and entropies[1] < 0.1
-    assert found.largest == pytest.approx(largest.mean()) and found.collapsed == 0.5
-    assert found.selected == pytest.approx(gates[..., 1].mean())
-    assert found.overlap == pytest.approx(np.mean(same))
+    tokens = (zip(*each, strict=True) for each in itertools.pairwise(indices))
+    heads = [({*before}, {*now}) for each in tokens for before, now in each]
+    expected = dict(zip(Branches._fields, gates.mean(axis=(0, 1)), strict=True)) | {
+        "entropy": entropies.mean(),
+        "entropy_min": entropies[1],
+        "largest": (gates.max(axis=-1) / gates.sum(axis=-1)).mean(),
+        "collapsed": 0.5,
+        "overlap": np.mean([len(before & now) / len(now) for before, now in heads]),
+    }
+    assert entropies[1] < 0.1 and health.layer(gates, indices) == pytest.approx(expected)
 
 
 def test_what_a_run_leaves(tmp_path):

@@ -92,6 +92,8 @@ REFUSED = {  # options of the layer that is saved and of that which loads; what 
     ),
     "a size": ({}, {"w": 4}, keep, "hyper-parameter w must be 4 as in the module, got 10"),
     "phi": ({}, {"phi": "mlp"}, keep, "hyper-parameter phi must be 'mlp'.*got 'avg'"),
+    "kv": ({"kv": "shared"}, {}, keep, "hyper-parameter kv must be"),
+    "shared kv": ({}, {"kv": "shared"}, keep, "hyper-parameter kv must be"),
     "gate": ({"gate": "softmax"}, {}, keep, "gate must be 'sigmoid' .*, got 'softmax'"),
     "a float": ({}, {"gate_temp": 0.1 + 0.2}, keep, r"gate_temp must be 0\.30{6}"),
     "a new one": ({}, {"bias": True}, keep, "bias must be True.*got 'no such name'"),
