@@ -39,8 +39,10 @@ class Packed:
 
     def where(self, device):
         given = {name: torch.tensor(x, device=device) for name, x in self.of.items()}
-        options = {"config": self.config, "kv_len": self.S, "device": torch.device(device)}
-        return geometry(self.B, self.T, **options | given)
+        options = {"kv_len": self.S, "cu_seqlens": None} | given
+        return geometry(
+            self.B, self.T, config=self.config, device=torch.device(device), **options
+        )
 
     def selection(self, device):
         """Random blocks, with empty slots and a few that begin behind their query."""
