@@ -1,107 +1,78 @@
 """The Hugging Face Hub on this machine: a dataset's files, and faults on request."""
 
+import contextlib
 import hashlib
 import http.server
 import json
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 COMMIT = "c0ffee" + "0" * 34
 
 
-class FakeHub(http.server.ThreadingHTTPServer):
-    """Serves `files` (path: bytes) as the dataset `name`, while entered.
+@contextlib.contextmanager
+def hub_of(dataset: str, files: Mapping[str, bytes]) -> Iterator[str]:
+    """The address that serves `files` (path: bytes), all in one folder. After "/down" requests
+    are not answered."""
+    api, place = f"/api/datasets/{dataset}", f"/datasets/{dataset}/resolve/{COMMIT}/"
+    tree, folder = f"{api}/tree/{COMMIT}", next(iter(files)).partition("/")[0]
+    sums = {name: hashlib.sha1(data).hexdigest() for name, data in files.items()}
+    about = {"_id": "1", "id": dataset, "sha": COMMIT, "tags": [], "downloads": 0, "likes": 0}
+    about |= {"siblings": [{"rfilename": name} for name in files]}
+    about |= dict.fromkeys(("private", "gated", "disabled"), False)
+    answers = {
+        "/down": {},
+        api: about,
+        f"{api}/revision/{COMMIT}": about,
+        tree: [{"type": "directory", "path": folder, "size": 0, "oid": "0" * 40}],
+        f"{tree}/{folder}": [
+            {"type": "file", "path": name, "size": len(data), "oid": sums[name]}
+            for name, data in files.items()
+        ],
+    }
 
-    Attributes:
-      down: requests are not answered; after "/down".
-    """
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version, down = "HTTP/1.1", False
 
-    daemon_threads = True
+        def log_message(self, *_: object) -> None:
+            pass
 
-    def __init__(self, name: str, files: Mapping[str, bytes]):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.name, self.files = name, dict(files)
-        self.down = False
+        def do_GET(self) -> None:
+            path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if Handler.down:
+                self.close_connection = True
+                return
+            Handler.down = path == "/down"
+            status, headers, data = 200, {}, files.get(path.removeprefix(place))
+            if path in answers:
+                body, headers["Content-Type"] = json.dumps(answers[path]), "application/json"
+                data = body.encode()
+            elif data is None:
+                status, data = 404, b"{}"
+                known = "Entry" if path.startswith(place) else "Repo"
+                headers["X-Error-Code"] = f"{known}NotFound"
+            else:
+                headers["ETag"] = f'"{sums[path.removeprefix(place)]}"'
+                headers |= {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+                if asked := self.headers.get("Range"):
+                    first, last = asked.removeprefix("bytes=").split("-")
+                    status, size = 206, len(data)
+                    data = data[int(first) : int(last or size) + 1]
+                    end = int(first) + len(data) - 1
+                    headers["Content-Range"] = f"bytes {first}-{end}/{size}"
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(data))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        do_HEAD = do_POST = do_GET
 
-    def __enter__(self) -> "FakeHub":
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def entry(self, path: str) -> dict:
-        if path in self.files:
-            data = self.files[path]
-            return {"type": "file", "path": path, "size": len(data), "oid": _oid(data)}
-        return {"type": "directory", "path": path, "size": 0, "oid": "0" * 40}
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FakeHub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        hub, url = self.server, urllib.parse.urlparse(self.path)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if hub.down:
-            self.close_connection = True
-            return
-        if url.path == "/down":
-            hub.down = True
-            self._send(200, b"", {})
-            return
-        api, files = f"/api/datasets/{hub.name}", f"/datasets/{hub.name}/resolve/{COMMIT}/"
-        path = urllib.parse.unquote(url.path)
-        if path in (api, f"{api}/revision/{COMMIT}"):
-            names = [{"rfilename": name} for name in hub.files]
-            about = {"_id": "1", "id": hub.name, "sha": COMMIT, "siblings": names, "tags": []}
-            flags = dict.fromkeys(("private", "gated", "disabled"), False)
-            self._json(about | flags | {"downloads": 0, "likes": 0})
-        elif path == f"{api}/tree/{COMMIT}":
-            self._json([hub.entry(name.partition("/")[0]) for name in list(hub.files)[:1]])
-        elif path.startswith(f"{api}/tree/{COMMIT}/"):
-            self._json([hub.entry(name) for name in hub.files])
-        elif path.startswith(files) and path.removeprefix(files) in hub.files:
-            self._file(hub.files[path.removeprefix(files)])
-        else:
-            known = path.startswith(files)
-            code = "EntryNotFound" if known else "RepoNotFound"
-            self._send(404, b"{}", {"X-Error-Code": code})
-
-    do_HEAD = do_POST = do_GET
-
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _file(self, data: bytes) -> None:
-        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        asked = self.headers.get("Range")
-        if asked is None:
-            return self._send(200, data, headers)
-        first, last = asked.removeprefix("bytes=").split("-")
-        begin, end = int(first), min(int(last or len(data) - 1), len(data) - 1)
-        headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
-        return self._send(206, data[begin : end + 1], headers)
-
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
-def _oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()

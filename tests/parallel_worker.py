@@ -148,17 +148,7 @@ def main(rank: int, folder: Path) -> None:
         ran("graph", ranks, micro, kind=Documents, graph=True)
         ran("bf16", ranks, Parallel("fsdp", 2, accumulate=2), task(dtype="bfloat16"))
         ran("dense", ranks, shards, task("dense"), kind=Documents)
-        same_rows(folder, ranks)
         faults(folder, ranks)
-
-
-def same_rows(folder: Path, ranks) -> None:
-    """A mutant: every rank takes the rows of the first."""
-    learner, run = learner_of(folder, task("dense"), Parallel("ddp", 2), ranks=ranks)
-    wrong = dataclasses.replace(learner.share, rank=0)
-    batches = (wrong.of(functools.partial(run.batches.train, step)) for step in range(4))
-    losses = [learner.step(batch, step)[0] for step, batch in enumerate(batches)]
-    told(folder, "same_rows", ranks, losses)
 
 
 def other_collective(folder: Path, ranks, kind: str) -> None:

@@ -47,12 +47,19 @@ def given(tmp_path):
     return folder, {"train": train, "held_out": held, "vocabulary": 300} | sizes
 
 
-def command(tmp_path, given, out="corpus", **changes):
+@pytest.fixture
+def build(tmp_path, given):
+    """The command on a list with changes: what it tells of the corpus."""
     folder, listed = given
-    path = tmp_path / "list.yaml"
-    path.write_text(yaml.safe_dump(listed | changes))
-    places = f"--out={tmp_path / out}", f"--wheels={folder}", f"--list={path}"
-    return commands.called(corpus, *places)
+
+    def call(out="corpus", **changes):
+        path = tmp_path / "list.yaml"
+        path.write_text(yaml.safe_dump(listed | changes))
+        places = f"--out={tmp_path / out}", f"--wheels={folder}", f"--list={path}"
+        assert commands.called(corpus, *places) == 0
+        return json.loads((tmp_path / out / "corpus.json").read_text())
+
+    return call
 
 
 def decoded(found, folder):
@@ -64,41 +71,39 @@ def decoded(found, folder):
     return [tokenizer.decode(part[1:].tolist()) for part in parts]
 
 
-def test_every_text_once_and_whole_packages_held_out(given, tmp_path, capsys):
-    assert command(tmp_path, given) == 0
+def test_every_text_once_and_whole_packages_held_out(build, tmp_path, capsys):
+    about = build()
     found = corpus.read(tmp_path / "corpus")
     texts = decoded(found, tmp_path / "corpus")
     border = int(np.searchsorted(found.starts, len(found.tokens) - found.held_out))
     assert set(texts[border:]) == {text(50), text(51)}  # what both have is held out
     assert sorted(texts[:border]) == sorted([text(i) for i in (*range(12), 30)])
-    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
     assert about["documents"] == [13, 2] and about["vocabulary"] == found.vocabulary <= 300
     assert found.sha256 == about["sha256"]["tokens.xz"] in capsys.readouterr().out
 
 
-def test_the_same_again_by_its_hashes(given, tmp_path):
-    command(tmp_path, given)
-    sums = json.loads((tmp_path / "corpus" / "corpus.json").read_text())["sha256"]
+def test_the_same_again_by_its_hashes(build, tmp_path):
+    sums = build()["sha256"]
     pinned = {"tokenizer": sums["tokenizer.json"], "tokens": sums["tokens.xz"]}
-    assert command(tmp_path, given, "again", **pinned) == 0
+    build("again", **pinned)
     one, two = (tmp_path / x / "tokens.xz" for x in ("corpus", "again"))
     assert one.read_bytes() == two.read_bytes()
     for name in pinned:
         with pytest.raises(
             ValueError, match=f"{name} must have SHA-256 {'0' * 64} as in the list"
         ):
-            command(tmp_path, given, "third", **pinned | {name: "0" * 64})
+            build("third", **pinned | {name: "0" * 64})
         assert not (tmp_path / "third").exists()
 
 
-def test_a_tokenizer_that_another_list_learns(given, tmp_path):
-    command(tmp_path, given)
+def test_a_tokenizer_that_another_list_learns(build, given, tmp_path):
+    build()
     (tmp_path / "list.yaml").rename(tmp_path / "plain.yaml")
     folder, listed = given
     more = {f"z{i}.py": text(i, 90).swapcase() for i in range(70, 90)}
     train = wheel(folder, "more", more) | listed["train"]
-    command(tmp_path, given, "own", train=train)
-    command(tmp_path, given, "large", train=train, learns_from="plain.yaml")
+    build("own", train=train)
+    build("large", train=train, learns_from="plain.yaml")
     plain, own, large = (tmp_path / x / "tokenizer.json" for x in ("corpus", "own", "large"))
     assert large.read_bytes() == plain.read_bytes() != own.read_bytes()
     one, other = (corpus.read(tmp_path / x) for x in ("corpus", "large"))
@@ -106,15 +111,14 @@ def test_a_tokenizer_that_another_list_learns(given, tmp_path):
     assert (other.tokens[-other.held_out :] == one.tokens[-one.held_out :]).all()
 
 
-def test_no_more_than_a_package_may_give(given, tmp_path):
+def test_no_more_than_a_package_may_give(build, tmp_path):
     one = len(text(0))
-    assert command(tmp_path, given, package_bytes=3 * one) == 0
-    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
-    assert about["documents"][0] <= 5 and about["documents"][1] == 2
+    train, held_out = build(package_bytes=3 * one)["documents"]
+    assert train <= 5 and held_out == 2
 
 
-def test_rows_of_a_corpus(given, tmp_path):
-    command(tmp_path, given)
+def test_rows_of_a_corpus(build, tmp_path):
+    build()
     found = corpus.read(tmp_path / "corpus")
     load = functools.partial(data.load, str(tmp_path / "corpus"), 2, 16)
     one, other = load(3), load(4)
@@ -148,8 +152,8 @@ def test_a_second_epoch_has_the_same_rows_in_another_order():
         ("tokens.xz", lzma.compress(b"\0\1\0\0"), "tokens of corpus .* must have SHA-256"),
     ],
 )
-def test_a_corpus_that_is_not_as_it_was_written(given, tmp_path, name, content, message):
-    command(tmp_path, given)
+def test_a_corpus_that_is_not_as_it_was_written(build, tmp_path, name, content, message):
+    build()
     (tmp_path / "corpus" / name).unlink()
     if content is not None:
         (tmp_path / "corpus" / name).write_bytes(content)
@@ -157,9 +161,9 @@ def test_a_corpus_that_is_not_as_it_was_written(given, tmp_path, name, content, 
         data.load(str(tmp_path / "corpus"), 2, 16, 0)
 
 
-def test_a_tokenizer_of_another_corpus(given, tmp_path):
-    command(tmp_path, given)
-    command(tmp_path, given, "other", vocabulary=280)
+def test_a_tokenizer_of_another_corpus(build, tmp_path):
+    build()
+    build("other", vocabulary=280)
     own, other = (str(tmp_path / x / "tokenizer.json") for x in ("corpus", "other"))
     data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=own)
     with pytest.raises(
@@ -168,26 +172,21 @@ def test_a_tokenizer_of_another_corpus(given, tmp_path):
         data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=other)
 
 
-def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
+def test_a_wheel_of_another_hash(build, given, tmp_path, monkeypatch):
     """pip is asked for it, and what pip says is told."""
     _, listed = given
     (name,) = listed["held_out"]
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ValueError, match=rf"pip must download \['{name}'\]"):
-        command(tmp_path, given, held_out={name: "0" * 64})
+        build(held_out={name: "0" * 64})
     assert not (tmp_path / "corpus").exists()
 
 
 @pytest.mark.parametrize(("changes", "sentence", "error"), refusals.rows("corpus"))
-def test_lists_that_are_refused(given, tmp_path, changes, sentence, error):
+def test_lists_that_are_refused(build, tmp_path, changes, sentence, error):
     with pytest.raises(error, match=refusals.words(sentence)):
-        command(tmp_path, given, **changes)
+        build(**changes)
     assert not (tmp_path / "corpus").exists()
-
-
-def test_a_folder_that_is_there(given, tmp_path):
-    with pytest.raises(ValueError, match="--out must name a new folder"):
-        command(tmp_path, given, "wheels")
 
 
 @pytest.mark.parametrize(

@@ -177,22 +177,19 @@ class TestParquet:
         same(one.train(5), other.train(5))
         assert one.sha256 == other.sha256
 
-    def test_faults(self, path, load, tmp_path):
-        with pytest.raises(
-            ValueError, match=r"no column 'body'; its columns are \['id', 'text'"
-        ):
-            load(path, column="body")
-        with pytest.raises(
-            ValueError, match=r"x.parquet row 0: column 'id' must be text, got 0"
-        ):
-            load(path, column="id")
-        whole = path.read_bytes()
-        for name, content in (("cut", whole[:-9]), ("zero", b"\0" * 400 + whole[400:])):
-            (tmp_path / f"{name}.parquet").write_bytes(content)
-            with pytest.raises(
-                ValueError, match=f"{name}.parquet is not a complete parquet file"
-            ):
-                load(tmp_path / f"{name}.parquet")
+    @pytest.mark.parametrize(
+        ("change", "column", "message"),
+        [
+            (bytes, "body", r"no column 'body'; its columns are \['id', 'text'"),
+            (bytes, "id", "x.parquet row 0: column 'id' must be text, got 0"),
+            (lambda x: x[:-9], "text", "x.parquet is not a complete parquet file"),
+            (lambda x: b"\0" * 400 + x[400:], "text", "is not a complete parquet file"),
+        ],
+    )
+    def test_faults(self, path, load, change, column, message):
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(ValueError, match=message):
+            load(path, column=column)
 
 
 class TestTokenizer:
@@ -375,7 +372,7 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
-    from tests.fake_hub import COMMIT, FakeHub
+    from tests.fake_hub import COMMIT, hub_of
 
     found, files = documents(70), {}
     for i, part in enumerate((range(40), range(40, 70))):
@@ -383,11 +380,11 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
         sink = pyarrow.BufferOutputStream()
         parquet.write_table(table, sink, row_group_size=8)
         files[f"data/train-0000{i}-of-00002.parquet"] = sink.getvalue().to_pybytes()
-    with FakeHub("me/tiny", files) as server:
-        changes = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+    with hub_of("me/tiny", files) as url:
+        changes = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
         changes |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", REAL, str(tmp_path), server.url],
+            [sys.executable, "-c", REAL, str(tmp_path), url],
             env=process.environment(changes),
             cwd=process.ROOT,
             capture_output=True,

@@ -112,21 +112,6 @@ def test_the_exit_status(command, rows, tmp_path):
         assert status == exit_status.WRONG and f"| error | {left[1]} |" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (["--lengths=512,x"], ValueError, "lengths must be positive integers"),
-        (["--modes=v3"], ValueError, "modes must be in .* got 'v3'"),
-        (["--lengths=333"], FileNotFoundError, r"runbook_s333\.yaml"),
-        (["--set=train.lrr=1"], ValueError, r"unknown key 'train\.lrr'"),
-    ],
-    ids=str,
-)
-def test_faults_are_told_before_anything_runs(command, arguments, error, message):
-    with pytest.raises(error, match=message):
-        command(*arguments)
-
-
 def test_which_branches_are_fa2():
     names = {
         "fa2": "yes",

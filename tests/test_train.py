@@ -39,7 +39,7 @@ from tests import parallel_worker as worker
 from tests.measured import logged
 from tests.parallel_worker import StopAt, apart, learner_of, trained
 
-# Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
+# Of losses in float32, over the steps of `TRAINING`; mutants of the optimizer exceed it.
 TOLERANCE = 3e-6
 SIZES = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12)
 LAYER = LayerSpec(**SIZES, key_taps=3)
@@ -82,17 +82,6 @@ def test_jax_and_torch_agree_step_by_step_and_the_loss_falls(whole, attention):
         np.log(256), abs=0.4
     )
     assert jax[-3:].mean() < jax[0] - 1 and ours.held_out_loss < jax[0] - 1
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize(
-    "mutant",
-    [{"beta1": 0.89}, {"beta2": 0.96}, {"clip": 1e9}, {"weight_decay": 0.0}, {"eps": 1e-6}],
-    ids=str,
-)
-def test_another_optimizer_does_not_agree(whole, tmp_path, attention, mutant):
-    *_, losses = trained(tmp_path, task(attention, **mutant))
-    assert apart(losses, whole["jax", attention][1]) > 3 * TOLERANCE
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

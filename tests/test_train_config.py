@@ -87,13 +87,6 @@ def test_training_is_of_finite_numbers(name, value):
         spec.Training(**dict(steps=1, batch=1, seq_len=1, warmup=0) | {name: value})
 
 
-def test_a_file_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match=r"configs/train/ has \['125m', .*'tiny'\]"):
-        config_file.read("none")
-    with pytest.raises(FileNotFoundError, match=r"no config file .*/none\.yaml'"):
-        config_file.read("configs/none.yaml")
-
-
 @pytest.mark.parametrize("name", ["runbook_s512", "configs/runbook_s512.yaml"])
 def test_a_run_by_its_name_and_by_the_seeds_path(name, tmp_path, monkeypatch):
     """A file that is there is that file."""

@@ -39,7 +39,6 @@ from tests import parallel_worker as worker
 from tests import spawned
 from tests.parallel_worker import (
     Documents,
-    StopAt,
     apart,
     learner_of,
     run_of,
@@ -63,18 +62,20 @@ def norms(folder: Path) -> list[float]:
     return [line.grad_norm for line in lines if isinstance(line, log.Step)]
 
 
+ALONE = {  # the runs of one process, by the folder of the one of several
+    "ddp4": (task(), {}),
+    "packed": (task(), {"kind": Documents}),
+    "bf16": (task(dtype="bfloat16"), {}),
+    "dense": (task("dense"), {"kind": Documents}),
+    "dense-bf16": (task("dense", "bfloat16"), {}),
+}
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """Summary and losses of a run in one process, by the folder of the one of several."""
-    runs = {
-        "ddp4": (task(), {}),
-        "packed": (task(), {"kind": Documents}),
-        "bf16": (task(dtype="bfloat16"), {}),
-        "dense": (task("dense"), {"kind": Documents}),
-        "dense-bf16": (task("dense", "bfloat16"), {}),
-    }
+    """Summary, losses and norms of these runs."""
     found = {}
-    for name, (todo, options) in runs.items():
+    for name, (todo, options) in ALONE.items():
         folder = tmp_path_factory.mktemp(name)
         _, *ended = trained(folder, todo, **options)
         found[name] = *ended, norms(folder)
@@ -89,9 +90,13 @@ def several(tmp_path_factory):
     return folder, spawned.run(worker.main, worker.PROCESSES, folder)
 
 
-def told(several, name: str) -> list:
+@pytest.fixture(scope="module")
+def folder(several):
+    return several[0]
+
+
+def told(folder, name: str) -> list:
     """What the two ranks of the last phase have told."""
-    folder, _ = several
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -99,8 +104,7 @@ RUNS = ["ddp4", "moved", "packed", "graph", "bf16", "dense", "safe", "safe fsdp"
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_of_one_process(several, one, name):
-    folder, _ = several
+def test_losses_are_those_of_one_process(folder, one, name):
     (summary, expected, sizes), found = one[name], losses(folder / name)
     tolerance = TOLERANCE["bfloat16" if name == "bf16" else "float32"]
     assert len(found) == worker.TRAINING.steps and apart(found, expected) < tolerance
@@ -138,22 +142,16 @@ def test_graphs_of_shards(one, tmp_path):
     _, expected, sizes = one["packed"]
     assert apart(losses(tmp_path), expected) < TOLERANCE["float32"]
     assert apart(norms(tmp_path), sizes) < 10 * TOLERANCE["float32"]
-    for listed, captured in told((tmp_path, None), "captured"):
+    for listed, captured in told(tmp_path, "captured"):
         np.testing.assert_array_equal(listed, captured)
         assert apart([size for _, size, _ in listed], sizes[:3]) < 10 * TOLERANCE["float32"]
-
-
-def test_a_rank_with_the_rows_of_another_is_found(several, tmp_path):
-    *_, right = trained(tmp_path, task("dense"), stop=StopAt(4, True))
-    assert apart(told(several, "same_rows")[0], right) > 100 * TOLERANCE["float32"]
 
 
 def test_packed_rows_are_other_rows(one):
     assert apart(one["packed"][1], one["ddp4"][1]) > 100 * TOLERANCE["float32"]
 
 
-def test_one_rank_asked_to_stop_and_all_saved(several):
-    folder, _ = several
+def test_one_rank_asked_to_stop_and_all_saved(folder):
     lines = log.read(folder / "moved" / "train.jsonl")
     stopped = next(line for line in lines if isinstance(line, log.Summary))
     assert (stopped.status, stopped.steps) == ("stopped", worker.STOPPED)
@@ -165,8 +163,7 @@ def test_one_rank_asked_to_stop_and_all_saved(several):
     assert kept == ["step-000006", "step-000003"]
 
 
-def test_every_rank_has_a_heartbeat(several):
-    folder, _ = several
+def test_every_rank_has_a_heartbeat(folder):
     beats = watch.heartbeats(folder / "moved")
     assert list(beats) == [f"heartbeat_rank{rank}.jsonl" for rank in range(4)]
     for rank, lines in enumerate(beats.values()):
@@ -177,9 +174,8 @@ def test_every_rank_has_a_heartbeat(several):
     assert worker.STOPPED in steps  # the fourth
 
 
-def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
+def test_gates_are_the_mean_over_ranks(folder, one, tmp_path):
     """After four steps in which all had the same weights, of the first row of each."""
-    folder, _ = several
     lines = log.read(folder / "ddp4" / "train.jsonl")
     found = next(line for line in lines if isinstance(line, log.Watch))
     learner, run = learner_of(tmp_path, task())
@@ -191,9 +187,8 @@ def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
         assert layer == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_shards_become_whole_files(several, tmp_path):
+def test_shards_become_whole_files(folder, tmp_path):
     """Those of four ranks, read in one process, which then has the next loss."""
-    folder, _ = several
     kept = folder / "moved" / "kept" / "step-000003"
     assert shards.main(["shards", str(kept), str(tmp_path)]) == 0
     learner, run = learner_of(tmp_path, task(), kind=Documents)
@@ -205,28 +200,28 @@ def test_shards_become_whole_files(several, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
-def test_a_nan_on_one_rank_stops_all(several, kind):
+def test_a_nan_on_one_rank_stops_all(folder, kind):
     """It has a name, and a rank where the sum over ranks can be left out."""
     sharded, on = kind == "fsdp", ", on rank 1"
     first = "loss" if sharded else "loss, gradient of embedding"
-    for text in told(several, f"loss {kind}"):
+    for text in told(folder, f"loss {kind}"):
         assert text.startswith("DivergedError: step 7: loss=nan and grad_norm=nan")
         assert text.endswith(f"must be finite; first: {first}{on}")
-    for text in told(several, f"gradient {kind}"):
+    for text in told(folder, f"gradient {kind}"):
         rank = "" if sharded else on
         assert "loss=nan" not in text and text.endswith(f"first: gradient of embedding{rank}")
-    assert told(several, f"after {kind}") == ["", ""]
+    assert told(folder, f"after {kind}") == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_safe_ranks_in_different_collectives_are_told(several, kind):
+def test_safe_ranks_in_different_collectives_are_told(folder, kind):
     """Without it they wait for each other, or add up what does not belong together."""
-    for text in told(several, f"compared {kind}"):
+    for text in told(folder, f"compared {kind}"):
         assert text.startswith("RuntimeError: Detected mismatch between collectives on ranks")
 
 
-def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(several):
-    for rank, (text, kept) in enumerate(told(several, "full disk")):
+def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(folder):
+    for rank, (text, kept) in enumerate(told(folder, "full disk")):
         assert text == "OSError: rank 1: [Errno 28] No space left on device"
         assert rank or kept == ["step-000001"]
 
@@ -254,9 +249,8 @@ def layered(todo: spec.Task, **fields) -> spec.Task:
 jax_learner = functools.partial(learner_of, framework="jax")
 
 
-def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
+def test_shards_of_torch_go_on_over_heads_in_jax(folder, one, tmp_path):
     """NSA on a mesh of rows, shards and heads, with documents."""
-    folder, _ = several
     todo = task()
     learner, run = jax_learner(tmp_path, todo, HEADS, kind=Documents)
     before = folder / "moved" / "kept" / "step-000003"
@@ -284,22 +278,36 @@ def test_what_is_not_divided_over_heads(name, value, tmp_path):
         jax_learner(tmp_path, todo, HEADS)
 
 
-def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
-    """Each device has the rows and biases of its own heads; losses are torch's of one process."""
-    todo = layered(task(), gate="head", gate_bias=(0, 1, 3))
-    layer = todo.model.layer
-    learner, run = jax_learner(tmp_path, todo, HEADS)
-    gate = learner.params["blocks"][1]["attention"]["gate"]
-    parts = {x.device: np.asarray(x.data) for x in gate["bias"].get_value().addressable_shards}
-    heads = layer.n_heads // 2
-    assert all((x == np.tile(layer.gate_bias, heads)).all() for x in parts.values())
+@pytest.mark.parametrize(
+    ("layout", "layer"),
+    [
+        (HEADS, {"gate": "head", "gate_bias": (0, 1, 3)}),
+        (Parallel("ddp", 2, accumulate=2), {}),
+    ],
+    ids=str,
+)
+def test_layouts_of_jax_have_the_numbers_of_torch_in_one_process(tmp_path, layout, layer):
+    """Sums of losses by category of rows of documents, steps without documents, gates."""
+    todo = layered(task(), **layer)
+    learner, run = jax_learner(tmp_path, todo, layout, kind=Documents)
     twin, _ = learner_of(tmp_path, todo)
+    if layer:  # each device has the rows and biases of its own heads
+        bias = learner.params["blocks"][1]["attention"]["gate"]["bias"].get_value()
+        own = np.tile(layer["gate_bias"], todo.model.layer.n_heads // 2)
+        assert all(np.array_equal(x.data, own) for x in bias.addressable_shards)
     batches = [run.batches.train(step) for step in range(4)]
-    ours, theirs = ([x.step(b, i) for i, b in enumerate(batches)] for x in (learner, twin))
-    for got, want in zip(ours, theirs, strict=True):
-        assert apart(got, want) < 10 * TOLERANCE["float32"]
-    layers = [health.layers(x, run.batches.train(0)) for x in (learner, twin)]
-    for got, want in zip(*layers, strict=True):
+    shape = batches[0].tokens[:, 1:].shape
+    which = np.random.default_rng(0).integers(0, 4, shape, np.int32)
+
+    def numbers(x):
+        sums = [*x.loss_sums(batches[0], which, 3), measures.loss(x, batches[0])]
+        alone = (each._replace(segment_ids=None) for each in batches)
+        return sums, [x.step(each, step) for step, each in enumerate(alone)]
+
+    (sums, steps), (their_sums, their_steps) = map(numbers, (learner, twin))
+    assert len(sums) == 4 and apart(sums, their_sums) < TOLERANCE["float32"]
+    assert apart(steps, their_steps) < 10 * TOLERANCE["float32"]
+    for got, want in zip(*(health.layers(x, batches[0]) for x in (learner, twin)), strict=True):
         assert got == pytest.approx(want, rel=1e-3)
 
 
@@ -326,31 +334,24 @@ def test_gates_of_each_query_head_in_shards():
     torch.testing.assert_close(whole(x)[0], sharded)
 
 
-def test_jax_on_four_devices_in_bf16(one, tmp_path):
-    todo = task("dense", "bfloat16")
-    learner, run = jax_learner(tmp_path, todo, Parallel("ddp", 4))
-    batches = [run.batches.train(i) for i in range(todo.training.steps + 1)]
-    pairs = itertools.pairwise(batches)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("dense-bf16", Parallel("ddp", 4)), ("dense", Parallel("ddp", 2, accumulate=2))],
+)
+def test_losses_of_jax_on_several_devices_are_those_of_one_process(one, tmp_path, name, layout):
+    todo, options = ALONE[name]
+    learner, run = jax_learner(tmp_path, todo, layout, **options)
+    pairs = itertools.pairwise(run.batches.train(i) for i in range(todo.training.steps + 1))
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention is not strict
         found = [learner.step(each, i, after)[0] for i, (each, after) in enumerate(pairs)]
-    assert apart(found, one["dense-bf16"][1]) < TOLERANCE["bfloat16"]
-
-
-def test_jax_on_two_devices_with_micro_batches(one, tmp_path):
-    todo = task("dense")
-    learner, run = jax_learner(tmp_path, todo, Parallel("ddp", 2, accumulate=2), kind=Documents)
-    found = stepped(learner, run, range(todo.training.steps))
-    assert apart(found, one["dense"][1]) < TOLERANCE["float32"]
+    assert apart(found, one[name][1]) < TOLERANCE[todo.dtype]
 
 
 def test_rows_of_all_ranks_are_the_batch():
-    for accumulate in (1, 2, 4):
-        for ranks in (1, 2, 4):
-            shares = [Share(16, accumulate, rank, ranks).slices() for rank in range(ranks)]
-            rows = np.arange(16)
-            for number in range(accumulate):
-                micro = np.concatenate([rows[each[number]] for each in shares])
-                np.testing.assert_array_equal(micro, np.split(rows, accumulate)[number])
+    for accumulate, ranks in itertools.product((1, 2, 4), repeat=2):
+        shares = [Share(16, accumulate, rank, ranks).slices() for rank in range(ranks)]
+        rows = np.array([[range(16)[x] for x in micro] for micro in zip(*shares, strict=True)])
+        assert rows.shape[:2] == (accumulate, ranks) and (rows.ravel() == np.arange(16)).all()
 
 
 def rerun(call):
@@ -420,18 +421,3 @@ def test_two_gpus_by_torchrun(tmp_path, kind, how):
     assert one.keys() == two.keys() and len(one) == 2
     for run in one:
         assert apart(two[run], one[run]) < TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize("layout", [HEADS, Parallel("ddp", 2, accumulate=2)], ids=str)
-def test_sums_of_losses_over_devices_in_jax(tmp_path, layout):
-    """By category, of rows of documents; those of torch in one process."""
-    todo = task()
-    learner, run = jax_learner(tmp_path, todo, layout, kind=Documents)
-    twin, _ = learner_of(tmp_path, todo)
-    batch = run.batches.train(0)
-    length = batch.tokens.shape[1] - 1
-    which = np.random.default_rng(0).integers(0, 4, (len(batch.tokens), length), np.int32)
-    ours, theirs = (x.loss_sums(batch, which, 3) for x in (learner, twin))
-    assert apart(ours, theirs) < TOLERANCE["float32"] and ours.shape == (3,)
-    losses = [measures.loss(x, batch) for x in (learner, twin)]
-    assert apart(losses[:1], losses[1:]) < TOLERANCE["float32"]
