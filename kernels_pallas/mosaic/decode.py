@@ -1,7 +1,7 @@
-"""One decode step of NSA in one launch, with a cluster of CTAs for each query token and key/value
-head.
+"""Computes one decode step of NSA in one launch. Each query token and key/value head has a
+cluster of CTAs.
 
-Algorithm, in the order of events of each warp, where S2 are the logits in base 2:
+Algorithm, in the order of each warp's work. S2 are the logits in base 2.
 
     lengths, page table, Q, gates          one round trip
     (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
@@ -16,13 +16,13 @@ Algorithm, in the order of events of each warp, where S2 are the logits in base 
     V selected
       exchange 3                           the sum over warps and CTAs, the output
 
-Loop order: split-K; each warp loops over its strips independently (`decode_streams.py`), and all
+Loop order: split-K. Each warp loops over its strips independently (`decode_streams.py`). All
 warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
 Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves rows idle. wgmma
-would pad the rows to 64 and need a barrier over 4 warps.
-Bandwidth bound for long caches, since a strip is read once and used by 16 rows, with 16
-operations per byte. The kernel is latency bound for short caches or few rows, since three round
-trips to memory and four exchanges follow each other (`docs/kernels/decode.md`).
+would pad the rows to 64 and need a barrier over 4 warps. For long caches the kernel is
+bandwidth bound, since a strip is read once and used by 16 rows, with 16 operations per byte.
+For short caches or few rows the kernel is latency bound, since three round trips to memory and
+four exchanges follow each other (`docs/kernels/decode.md`).
 """
 
 from typing import Any
@@ -41,11 +41,11 @@ FIRST_UNIT = 2.0**120  # factor of the sums before the first strip (`add_rounded
 
 def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     """Copy the row of the page table to shared memory, with entries clamped to existing pages.
-    Also copy the entries for the pages of new tokens, unchanged.
+    Also copy the entries for the pages of new tokens, without clamping.
 
     Returns:
-      The number of tokens to which the query attends. It is 0 if the position of the query is
-      negative.
+      The number of tokens to which the query attends. The number is 0 if the position of the
+      query is negative.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)
@@ -102,10 +102,11 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     queue.fill()
     raw_query: Any = half_query(lane, query) if spec.fp8 else None
     stages, selected_strips = spec.variant.stages, spec.selected_strips
-    compressed_s2 = lane.logits  # later those of the selected branch
+    compressed_s2 = lane.logits  # later the logits of the selected branch
     sliding_s2 = lane.logits + (spec.kept_strips - spec.sliding_strips) * TILE_BYTES
 
-    # For a strip: its first key, the first visible key, and the end of the visible keys.
+    # Each of these functions returns the first key of a strip, the first visible key, and the
+    # end of the visible keys.
 
     def slots(i):
         lead = spec.cover - 1
@@ -119,9 +120,10 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.larger(start, 0), m.word(0), m.where(start >= 0, work.seen, 0)
 
     def score(kind: int, times, begin, place, keys) -> list[Words]:
-        """Compute S2 for the strips of a branch, and store it from `place` on. Strip `i` is at
-        turn `begin + i`. `keys(i)` returns the first key of the strip, and the first and the
-        end of the visible keys. Return maximum and sum.
+        """Compute S2 for `times` strips of a branch, and store S2 from `place` on. Strip `i` is
+        at turn `begin + i` of the queue. `keys(i)` returns the first key of strip `i`, and the
+        begin and the end of the visible keys. Return the maximum and the sum of the lane's
+        rows.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -137,8 +139,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, no_keys, unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """Return `state` plus `g P V` of the strips at turns from `begin` on. Shared memory
-        from `place` on has S2 of these strips, or g p if `norms` is not given.
+        """Return `state` plus `g P V` of the `times` strips from turn `begin` on. Shared memory
+        from `place` on has S2 of these strips. If `norms` is not given, shared memory has g p
+        instead of S2.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
@@ -161,19 +164,21 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
 
         return m.repeat(times, strip, state, unrolled=False)
 
-    # 1. Compressed logits; then the sliding ones, while the state of other CTAs arrives.
+    # 1. The logits of the compressed branch. Then the logits of the sliding branch, while the
+    # statistics of other CTAs arrive.
     state = score(exchange.COMPRESSED, work.mine, m.word(0), compressed_s2, slots)
     exchange.tell(lane, exchange.COMPRESSED, state)
     state = score(exchange.SLIDING, work.sliding, work.mine, sliding_s2, window)
     exchange.tell(lane, exchange.SLIDING, state)
 
-    # 2. Scores of blocks, pushed; g p of each strip overwrites its S2.
+    # 2. The scores of blocks, which are pushed to all CTAs. g p of each strip overwrites the
+    # strip's S2.
     m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
     norms = exchange.told(lane, exchange.COMPRESSED)
 
     def rank_two_strips(i):
-        """Rank two strips at once, so that one continues during the exchanges between lanes of
-        the other.
+        """Compute the scores of two strips at once. While lanes exchange numbers of one strip,
+        the work on the other strip continues.
         """
         numbers = [i * 2, i * 2 + 1]
         at = [m.smaller(number, work.mine - 1) for number in numbers]
@@ -193,7 +198,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     m.repeat((work.mine + 1) // 2, rank_two_strips, unrolled=False)
     m.wait_for_bytes(lane.barrier(exchange.SLIDING))
 
-    # 3. The best blocks, with which the queue continues.
+    # 3. The best blocks. The queue then loads the strips of these blocks.
     block = decode_topn.select(lane, work)
     put_list = lambda: decode_topn.put_ascending(lane, block, refs.indices, token, kv_head)
     m.when(m.same(lane.number, 0), put_list)
@@ -210,7 +215,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     queue.selected_start = selected_start
     queue.catch_up(queue.near)
 
-    # 4. The values of these branches, the selected logits, their values.
+    # 4. The values of the compressed and the sliding branch, the logits of the selected branch,
+    # and the values of the selected branch.
     acc = [[m.word(0.0)] * 4 for _ in range(spec.Dv // 8)]
     state = [acc, m.word(FIRST_UNIT)] if spec.fp8 else acc
     state = add(state, work.mine, queue.near, compressed_s2, slots, gates[0], None)
@@ -232,7 +238,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
 
     # 5. The sum of all warps.
     for total, at, mine in exchange.sum_up(lane, acc):
-        # Four neighbours of the output `[16, Dv]`; zeros for a row without tokens.
+        # Four neighbouring elements of the output `[16, Dv]`. They are zeros for a row without
+        # tokens.
         total = [m.where(seen > 0, x, 0.0) for x in total]
         words = [m.pack(total[i], total[i + 1], spec.dtype) for i in (0, 2)]
         head, row_bytes = at // spec.Dv, 2 * spec.Dv

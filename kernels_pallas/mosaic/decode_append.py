@@ -1,17 +1,17 @@
 """Writes the new tokens of a decode step, and the means that they complete, to the pages.
 
 A cluster writes the new tokens of its row up to the cluster's own token, for its key/value
-head. Clusters do not wait for each other, so that the clusters of later tokens of the row write
-the same bits again. The tokens are written before the first strips are loaded, so that the
-reads here do not wait for these loads.
+head. Clusters do not wait for each other. The clusters of later tokens in the row therefore
+write the same bits again. The tokens are written before the warps load their first strips. The
+reads here then do not wait for the loads of strips.
 
     token p           key and value of every branch, at p % block of its page: the last CTA, a warp
                       per row
     p = i d + l - 1   also the mean of the last l tokens, new ones from the call, others from pages:
                       the first CTA for keys, the second for values, whose warps add up shares
 
-For pages in fp8, rows are rounded, and the window's tokens are read from the row's ring buffer if
-it has their exact values.
+For pages in fp8, rows are rounded before they are written. The older tokens of a window are
+read from the ring buffer of the row if the ring buffer has their exact values.
 """
 
 import math
@@ -23,21 +23,21 @@ from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # columns of a row per lane, 16 bytes
-ROWS = 8  # maximum number of rows of a mean that a lane loads before it adds the first one
+ROWS = 8  # tokens of a window that a lane loads before it adds the first one
 KINDS = "key", "value"
-# The same as in `nsa_core.rounding`.
+# The constants of `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
 NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
-    """Write a cluster's share of the new tokens. Shared memory has the page table, and
-    separately the pages of new tokens, which may not exist. `value` is 1 for values and 0 for
-    keys.
+    """Write a cluster's share of the new tokens. Shared memory has the page table. It also has
+    the unclamped indices of the pages of new tokens, which may not exist. In the functions
+    below, `value` is 1 for values and 0 for keys.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps
-    # A warp adds up several narrow rows of a mean in parallel.
+    # If rows are narrow, a warp adds up several tokens of a window in parallel.
     rows = LANES // (max(spec.D, spec.Dv) // COLUMNS)
     row_lanes = LANES // rows
     own_row = lane.lane // row_lanes
@@ -59,8 +59,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return width_of(value) * (size * spec.Hkv)
 
     def head(array, value, size):
-        """Return the address of the lane's columns in the first row. Lanes beyond the width
-        have that of the last columns.
+        """Return the address of the lane's columns in the first row of `array`. Lanes beyond
+        the width get the address of the last columns.
         """
         width = width_of(value)
         column = m.smaller(lane.lane % row_lanes, width // COLUMNS - 1)
@@ -80,7 +80,9 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
             m.put_words(at, words[i : i + 2], only)
 
     def put(pages, value, size, in_page, page, row, words):
-        """Write a row to its page, which has `in_page` rows with elements of `size` bytes."""
+        """Write a row to row `row` of page `page`. A page has `in_page` rows, and an element
+        has `size` bytes.
+        """
         each = row_bytes(value, size)
         at = m.beyond(m.beyond(head(pages, value, size), page, each * in_page), row, each)
         put_words(at, value, words)
@@ -91,7 +93,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         largest = m.size(x[0])
         for y in x[1:]:
             largest = m.larger(largest, m.size(y))
-        # Absolute values have the order of their bits, with NaN above infinity.
+        # The bits of absolute values, as integers, have the order of the values. NaN is above
+        # infinity.
         largest = m.larger(m.real(m.largest(m.bits(largest))), LEAST)
         factor = m.divided(LARGEST, largest)
         x = [y * factor for y in x]
@@ -102,8 +105,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.put(at, m.bits(scale), m.same(lane.lane, 0))
 
     def in_ring(value, position):
-        """Return the address of the lane's columns of a token in the ring buffer of the row. A
-        row without a ring buffer uses that of another row.
+        """Return the address of the lane's columns of a token in the ring buffer of the row.
+        For a row without a ring buffer, the address is in the ring buffer of another row.
         """
         base = head(one([f"recent_{kind}" for kind in KINDS], value), value, 2)
         slot = m.smaller(m.larger(ring, 0), rings - 1)
@@ -114,7 +117,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         """Return the address of a lane's columns in a share of a mean."""
         return lane.place("logits") + (warp * LANES + of_lane) * (4 * COLUMNS)
 
-    # Numbers of a lane.
+    # The numbers of a lane's columns.
 
     def numbers(words):
         return [x for word in words for x in m.unpack(word, spec.dtype)]
@@ -123,7 +126,9 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return [m.pack(x[i], x[i + 1], spec.dtype) for i in range(0, COLUMNS, 2)]
 
     def stored_token(old, low, high, scale, kept):
-        """Return the lane's columns of a token in the window."""
+        """Return the lane's columns of a token in the window that a page or a ring buffer
+        stores.
+        """
         x, scale = numbers(kept), m.real(scale)
         halves = [half for word in (low, high) for half in m.widened(word)]
         stored = [y * scale for half in halves for y in m.unpack(half, "float16")]
@@ -142,10 +147,10 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     def add_share(value, begin):
         """Add up a warp's share of the window. Tokens of the call are read from the inputs, and
         older tokens from the pages. With fp8, an older token is read from the ring buffer of
-        the row, provided that the token in the page may have been rounded from it
+        the row if the token in the page may have been rounded from the token in the ring buffer
         (`nsa_core.rounding.is_of`).
 
-        All rows are loaded before the first one is added.
+        All tokens are loaded before the first token is added.
         """
         stride = warps * rows
         share, block = cdiv(spec.compress_block, stride), spec.block
@@ -210,8 +215,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Write row `new` of the array with index `number`. The arrays are, branch by
-        branch, the keys and then the values.
+        """Write row `new` of the array of new tokens with index `number` to its page. The
+        arrays of new tokens are the keys and then the values of one branch after the other.
         """
         value = number & 1
         names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]

@@ -2,10 +2,10 @@
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
-Each branch has two phases, first logits and then values. Between them each warp pushes the
-maximum and the sum of its keys to every CTA. In P V, p is therefore already divided by the sum
-of the whole cluster and multiplied by its gate, so that one accumulator serves three branches
-without rescaling.
+Each branch has two phases, first logits and then values. Between the two phases, each warp
+pushes the maximum and the sum of its keys to every CTA. Before P V, p is therefore already
+divided by the sum over the whole cluster, and multiplied by the branch's gate. One accumulator
+then serves all three branches without rescaling.
 
     exchange 0   maximum and sum, compressed
     exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
@@ -13,8 +13,9 @@ without rescaling.
     exchange 2   maximum and sum, selected
     exchange 3   parts of the output
 
-Each exchange has a barrier that counts its bytes and is used once. No CTA waits at the end,
-since it has received all its data before it writes.
+Each exchange has a barrier in every CTA, which counts the bytes of the exchange and is used
+once. No CTA waits for others at the end, since a CTA receives all its data before it writes its
+output.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from kernels_pallas.specs.decode import HEADS, STAT_BYTES, STRIP, WARP_COPY_BYTE
 from kernels_pallas.specs.tile import LANES
 
 COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
-KEPT_STATS = 8  # statistics that a lane keeps in registers between its two loops over them
+KEPT_STATS = 8  # maximum number of statistics that a lane keeps between its two loops
 
 
 def expected_bytes(lane: Lane, work: Work) -> list[Any]:
@@ -59,7 +60,7 @@ def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list
 
 
 def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
-    """Return the maximum and the sum of the lane's rows after a strip is included."""
+    """Update the maximum and the sum of the lane's rows with S2 of a strip, and return them."""
     m, found = lane.m, []
     for r, (before, total) in enumerate(state):
         mine = [tile[2 * r + e] for tile in s2 for e in range(2)]
@@ -75,7 +76,7 @@ def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
 
 
 def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words]:
-    """Compute p of a strip. `norms` are the maximum and 1 / sum of the lane's rows."""
+    """Compute p of a strip from S2. `norms` are the maximum and 1 / sum of the lane's rows."""
     return [
         [lane.m.exp2(x - norms[i // 2][0]) * norms[i // 2][1] for i, x in enumerate(tile)]
         for tile in s2
@@ -120,7 +121,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def tell(lane: Lane, kind: int, state: list[Words]) -> None:
-    """Push this warp's maximum and sum of each row to all CTAs."""
+    """Push the maximum and the sum that this warp has of each row to all CTAs of the cluster."""
     m, cluster, stats = lane.m, lane.spec.variant.cluster, _stats(lane, kind)
     for r, (top, total) in enumerate(state):
         most = _over_pairs(lane, top, m.larger)
@@ -133,20 +134,22 @@ def tell(lane: Lane, kind: int, state: list[Words]) -> None:
 
 
 def _stats(lane: Lane, kind: int) -> Any:
-    """Return the address of the statistics of an exchange."""
+    """Return the address in shared memory of the statistics of an exchange."""
     return lane.place("sliding_stats" if kind == SLIDING else "stats")
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
-    """Return the offset of the statistics of the lane's row `r` among the 16 of its warp.
-    `warp` is the index of the warp, modulo four. The rows of four warps are permuted so that 16
-    lanes read from all banks.
+    """Return the offset of the statistics of the lane's row `r` from the statistics of a warp's
+    16 rows. `warp` is the index of this warp, modulo four. The rows of four warps are permuted
+    so that 16 lanes read from all banks.
     """
     return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
-    """Read the maximum and 1 / sum of the lane's rows. For a row without keys, 1 / sum is 0."""
+    """Read the statistics of all warps, and return the maximum and 1 / sum over the cluster for
+    the lane's rows. For a row without keys, return 0 as 1 / sum.
+    """
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
@@ -175,13 +178,15 @@ def told(lane: Lane, kind: int) -> list[Words]:
 
 
 def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
-    """Compute the contribution of a strip of compressed slots to the scores of its blocks, and
-    push it to all CTAs if `there` holds.
+    """Compute what a strip of compressed slots adds to the scores of the strip's blocks. Push
+    the result to all CTAs if `there` holds.
 
-    The token in slot o of a page shares min(o + 1, cover) strides with the page's block and the
-    other cover - 1 - o strides, if any, with the block before (Eq. 9), so a block has two sums:
-    score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads until slot bits are lane
-    bits: 0 is bit 3, 1 and 2 are bits 0 and 1, 3 is bit 4; bit 2 of the lane is another copy.
+    The token in slot o of a page shares min(o + 1, cover) strides with the page's block. It
+    shares the remaining cover - 1 - o strides, if any, with the previous block (Eq. 9). A block
+    therefore has two sums: score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads
+    until the bits of a lane's index determine its slot. Slot bit 0 is lane bit 3, slot bits 1
+    and 2 are lane bits 0 and 1, and slot bit 3 is lane bit 4. Lanes that differ in bit 2 have
+    copies of the same sum.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     distances = 8, 1, 2, 16  # distance of the lanes whose slots differ in bit 0, 1, 2 or 3
@@ -210,7 +215,9 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 
 
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
-    """Sum over two lanes: `high` if `upper` is true, otherwise `low`."""
+    """Add up numbers of two lanes at this distance. The lane in which `upper` is true gets the
+    sum of both `high`, and the other lane gets the sum of both `low`.
+    """
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 
 
@@ -228,9 +235,8 @@ def _number(m: Any, bits: Words) -> Any:
 def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     """Add up the outputs of all warps of the cluster, in the order of the warps.
 
-    Yields:
-      Four neighbouring elements of the output `[16, Dv]`, the index of the first of them, and
-      whether this lane has any.
+    Yields: Four neighbouring elements of the output `[16, Dv]`, the index of the first element,
+      and whether this lane has elements.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     warps, width = spec.variant.warps, spec.Dv
@@ -243,13 +249,13 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
         return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
 
     place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)
-    if spec.fp8:  # of each two tiles, a lane has four neighbouring columns
+    if spec.fp8:  # a lane has four neighbouring columns of every two tiles
         places = [
             place + (lane.pair & 1) * 16 + chunk(lane.row, lane.pair // 2 + i) for i in (0, 2)
         ]
     else:
         places = [place + lane.pair * 8 + chunk(lane.row, i) for i in range(4)]
-    m.sync()  # lanes overwrite memory that others have read
+    m.sync()  # lanes overwrite memory that other lanes have read
     for tile in range(0, width // 8, 4 // len(places)):
         for r in range(2):
             own = acc[tile][2 * r : 2 * r + 2]

@@ -1,12 +1,13 @@
 """Computes interval attention for the compressed and the sliding branch, forward and dq.
 
-Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`); |g| P
-is computed again from `shift`. One kernel of dq handles both branches if a tile of the result fits:
-Q and dO are read once, and dQ is written once.
+Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
+(`mainloop.py`), which computes |g| P again from `shift`. If a tile of the result fits, one
+kernel of dq handles both branches. Q and dO are then read once, and dQ is written once.
 
 Loop order: query-stationary and persistent. One CTA per SM processes work items, optionally the
 longest first. A work item is two or three neighbouring tiles of 64 query rows. Each tile has a
-consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys and values for all.
+consumer warpgroup (`spec.consumers`). One producer warpgroup copies the keys and values for all
+consumers.
 
     producer warpgroup    for each work item, for each block:
                                wait free[stage], copy to ring[stage]
@@ -14,22 +15,24 @@ consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys 
                                for each block:  wait ready[stage], compute, arrive free[stage]
                                start the loads of the next query, add and store the result
 
-A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A work item
-then loops over one interval after the other, and its tile of the result stores the rounded
-result of the first. Forward computes P V of a block during the work on the next block. The
-producer warpgroup runs ahead by the stages of the ring buffer, into the next work item. The
-first blocks of a work item are those to which some row attends only in part, and they are
-masked. The blocks to which every row attends in full follow, without a mask:
+A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A consumer
+then loops over one interval after the other. Between the two loops, the tile of the result
+stores the rounded result of the first interval. Forward computes P V of a block during the work
+on the next block. The producer warpgroup runs ahead of the consumers by the stages of the ring
+buffer, also into the next work item. A work item begins with the blocks to which some row
+attends only in part. These blocks are masked. The blocks to which every row attends in full
+follow, without a mask:
 
     keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks                  0     ..           left        ..       right        ..
 
-Tiles: 64 rows x `block` keys per warpgroup, 64 to 128 forward, 64 dq; stages: `specs/interval.py`.
+Tiles: 64 rows x `block` keys per warpgroup. `block` is 64 to 128 in forward and 64 in dq.
+`specs/interval.py` chooses the number of stages.
 
-Bound: compute; dq has three products where forward has two. Floors at B=1 H=64 Hkv=4 D=Dv=128
-T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s): forward, compressed 4.40 TFLOP = 4.4 ms, sliding 1.10
-TFLOP = 1.1 ms, query and output once, 2.1 GB = 0.64 ms; dq, compressed 6.6 TFLOP = 6.7 ms, sliding
-1.65 TFLOP = 1.7 ms.
+Bound: the tensor cores. dq has three products per block, and forward has two. Floors at B=1
+H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s): forward, compressed 4.40 TFLOP
+= 4.4 ms, sliding 1.10 TFLOP = 1.1 ms, query and output, each moved once, 2.1 GB = 0.64 ms; dq,
+compressed 6.6 TFLOP = 6.7 ms, sliding 1.65 TFLOP = 1.7 ms.
 """
 
 from collections.abc import Callable
@@ -50,7 +53,7 @@ from kernels_pallas.specs.fp8 import GROUP
 from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.tile import ROWS
 
-NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
+NO_KEY = 1 << 30  # an index after the end of every array, from which copies read zeros
 
 
 def forward(kernel: Kernel) -> Callable:
@@ -89,20 +92,23 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The work items of this CTA: `turns` items, at a distance of `ctas`."""
+    """The work items of this CTA. The CTA has `turns` work items. Their indices are `ctas`
+    apart.
+    """
 
-    intervals: list  # refs of the kernel for each interval, with its arrays of keys
+    intervals: list  # for each interval, refs with the key arrays of that interval
     turns: Any
-    work_item: Callable[[Any], WorkItem]  # of a turn; past the last turn, the last work item
+    work_item: Callable[[Any], WorkItem]  # by turn; past the last turn, the last item
 
 
 class Tiles(NamedTuple):
     """Describes how a warpgroup processes its tiles.
 
     Attributes:
-      mainloop_of: Function of the spec, of refs with the keys of an interval, and of a tile.
-      rows: Widths of the arrays of query rows that are read. The first one's tile also holds the
-        result if there is no room for another tile.
+      mainloop_of: Function that returns the operations on a tile. Its arguments are the spec,
+        refs with the keys of an interval, and the tile.
+      rows: Widths of the arrays of query rows that are read. The tile of the first array also
+        holds the result if there is no room for another tile.
       out, out_width: The array `[B, T, H, out_width]` of the result.
       overlap_pv: Whether P V of a block is computed during the work on the next block.
     """
@@ -116,8 +122,8 @@ class Tiles(NamedTuple):
 
     @property
     def has_out_tile(self) -> bool:
-        """Whether the output fits in addition to the query, so that the next query can be copied
-        together with the output.
+        """Whether a tile of the output fits in addition to the query's tile. The copies of the
+        next query and of the output can then overlap.
         """
         return self.spec.has_room(*self.rows.values(), self.out_width)
 
@@ -186,7 +192,8 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
         if spec.longest_first:
             tile0 = sizes.tiles - spec.consumers - tile0
         b, kv_head = div_rem(head, spec.Hkv)
-        # Bounds never decrease: those of a work item are those of its first and its last row.
+        # Bounds never decrease along the rows. The first and the last row of a work item
+        # therefore give the bounds of the work item.
         at0 = b * sizes.tiles + tile0
         at1, row = at0 + spec.consumers - 1, ROWS - 1
         bounds = (
@@ -204,9 +211,9 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
-    """Return the number of blocks, which is at least one, the number of masked blocks, and a
-    function that returns the first key of the i-th block. A work item without keys has one
-    block, at a position where copies read zeros.
+    """Return the number of blocks, the number of masked blocks, and a function that returns the
+    first key of the i-th block. There is at least one block. A work item without keys has one
+    block, at a position from which copies read zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds
@@ -214,7 +221,8 @@ def split(bounds: KeyBounds, spec: IntervalAttention):
     if spec.fp8:
         begin = div(begin, GROUP) * GROUP
     blocks = div(jnp.maximum(end - begin, 1) + (block - 1), block)
-    # Every row sees the blocks [left, right) in full; the other blocks come first.
+    # Every row sees the blocks [left, right) in full. The loop processes the other blocks
+    # first.
     left = div(full_from - begin + (block - 1), block)
     left = jnp.clip(left, 0, blocks)
     right = div(jnp.maximum(full_to - begin, 0), block)
@@ -254,8 +262,9 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
         load(work_item, refs.added, out_tile, width, refs.added_ready)
 
     def attend(each, bounds, tile, done):
-        """Return the result of an interval of the tile, `[64, width]`, and the number of its
-        blocks. `done` is the number of blocks before it.
+        """Return the result of a tile over one interval, `[64, width]`, and the number of
+        blocks of the interval. `done` is the number of blocks that were processed before the
+        interval.
         """
         blocks, masked, key_at = split(bounds, spec)
         of_tile = (

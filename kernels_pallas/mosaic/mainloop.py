@@ -8,12 +8,13 @@ Per block of keys, formulas as in `softmax.py`:
     forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
     dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
 
-P = 0 for keys to which a row must not attend, and for rows that do not have the block. At the
-end out = gate * O / l + added, and dQ is multiplied by the scale and the sign of the gate.
+P = 0 for keys to which a row must not attend, and for rows whose token did not select the
+block. At the end out = gate * O / l + added, and dQ is multiplied by the scale and the sign of
+the gate.
 
-The matrix of a block (P in forward, dS in dq) is multiplied with the values or keys of the
-block immediately. With `overlap_pv` it is multiplied during the elementwise work on the next
-block:
+By default, the matrix of a block is multiplied immediately: P in forward with the values of the
+block, dS in dq with the keys of the block. With `overlap_pv`, the matrix is multiplied during
+the elementwise work on the next block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
@@ -55,11 +56,13 @@ class TilePlace(NamedTuple):
     b: Any
     kv_head: Any
     index: Any  # index of the tile along the tokens
-    slot: Any  # index of its memory among the tiles of the CTA
+    slot: Any  # index of the tile's memory among the tiles of the CTA
 
 
 def rows_of(size: Tile, array, at: TilePlace):
-    """Make a function from columns to those columns of a tile's rows in `array`, `[B, T, H, .]`."""
+    """Return a function of a slice of columns. The function returns these columns of a tile's
+    rows in `array` `[B, T, H, .]`.
+    """
     tokens = pl.ds(at.index * size.tokens, size.tokens)
     heads = pl.ds(at.kv_head * size.group, size.group)
     return lambda columns: array.at[at.b, tokens, heads, columns]
@@ -68,31 +71,33 @@ def rows_of(size: Tile, array, at: TilePlace):
 class Block(NamedTuple):
     """A block of keys and values, at these stages of the ring buffers.
 
-    `free_key` and `free_value` release a stage, and are called once. Afterwards the stage is
-    not read any more, and its next block may be copied.
+    `free_key` and `free_value` release the stage of the keys and of the values. Each function
+    is called once. Afterwards the stage is not read any more, and the copy of the next block
+    into the stage may start.
     """
 
     key_stage: Any
     value_stage: Any
     row_mask: Any  # [64], the rows that have this block; None means all
-    visible: Callable[[], Any]  # [64, block], or None if its rows see all of it
+    visible: Callable[[], Any]  # [64, block]; None means that all rows see the whole block
     free_key: Callable[[], None]
     free_value: Callable[[], None]
 
 
-# A block, and its P or dS, `[64, block]` in 16 bits, which is multiplied with values or keys.
+# A block, and the P or dS of this block, `[64, block]` in 16 bits.
 type Factor = tuple[Block, Any]
 
 
 class Mainloop(NamedTuple):
-    """The operations of a kernel on a tile whose rows have arrived. They wait for `key_ready` and
-    `value_ready` of a block's stages, and release both.
+    """The operations of a kernel on a tile whose rows have arrived. The operations wait until
+    the key and the value stage of a block are ready (`key_ready`, `value_ready`), and release
+    both stages.
 
     `attend(block, before, state)` returns the next state and a factor, which is the matrix P or
     dS of the block. `multiply(factor, state)` adds the product of a factor to the state. With
-    `overlap_pv`, `attend` multiplies the factor `before` during its elementwise work. Without
-    it, and for the first block, `before` is None. `finish(state)` returns the result, float32
-    `[64, width]`.
+    `overlap_pv`, `attend` multiplies the previous block's factor, `before`, during its
+    elementwise work. Without `overlap_pv`, and for the first block, `before` is None.
+    `finish(state)` returns the result, float32 `[64, width]`.
     """
 
     state: Any
@@ -119,8 +124,8 @@ def over_blocks(
         blocks are masked.
       blocks: Number of all blocks.
       masked_first: Whether the first blocks are the masked ones.
-      overlap_pv: Whether a factor is multiplied during the next block. There must then be at
-        least one block. The first one is then masked, even if it needs no mask.
+      overlap_pv: Whether a factor is multiplied during the next block. With `overlap_pv` there
+        must be at least one block, and the first block is masked even if it needs no mask.
     """
 
     def step(under_mask, i, carried):
@@ -155,8 +160,8 @@ class Ring(NamedTuple):
     Attributes:
       buffers: The `Buffers` object that allocates and multiplies the blocks.
       rows, width: Numbers of rows and of columns of a block.
-      by_column: Whether blocks are transposed: a row is a column of values, and a column is a
-        pair of keys.
+      by_column: Whether blocks are transposed. A row of a transposed block is a column of the
+        values, and a column of it is a pair of keys.
     """
 
     buffers: Buffers
@@ -254,8 +259,9 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
     def finish(state):
         inverse, lse = softmax.normalizer(state, offset)  # [64]
-        # S lacks the product with the mean that was subtracted from the keys. The lse must include
-        # it, unless the result is added to another branch and the lse is not used.
+        # The mean of the keys was subtracted from the keys. S therefore lacks the product of
+        # the query with this mean. The lse must include the product, unless the result is added
+        # to another branch and the lse is not used.
         if spec.fp8 and not spec.added:
             lse += _logit(spec, buffers, refs, at, refs.key_mean)
         rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
@@ -298,8 +304,8 @@ def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
 
 
 def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns, i):
-    """Return slab `i` of the tile's query in float32, with each column multiplied by its number
-    in `[B, Hkv, D]`.
+    """Return slab `i` of the tile's query in float32. Each column is multiplied by the column's
+    factor in an array `[B, Hkv, D]`.
     """
     query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
     own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]

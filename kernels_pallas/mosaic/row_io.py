@@ -1,12 +1,13 @@
-"""Loads and stores one value per row, for the 64 query rows of a tile, without shared memory.
+"""Loads and stores one value per row for the 64 query rows of a tile. No shared memory is used.
 
-    TileRows       rows of adjacent tokens, whose addresses follow from the first one
+    TileRows rows of adjacent tokens, whose addresses follow from the first token
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
 Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with
-the layout `operands.PER_ROW`. Each row is in four lanes, and the first of them stores it. Each
-lane computes addresses with the words of `warp.py`. For stores, Pallas' interpreter indexes the
-arrays, since a machine for warps would write whole arrays.
+the layout `operands.PER_ROW`. Four lanes hold the value of each row, and the first of these
+lanes stores the value. Each lane computes addresses with the words of `warp.py`. For stores in
+interpret mode, Pallas indexes the arrays, since the emulation of warps (`interpreter.py`) would
+write whole arrays.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +36,9 @@ QUAD = 4  # lanes that hold the same row
 
 
 class GatheredRows(NamedTuple):
-    """The rows of the `tokens` tokens that a list has for a step. Each token has `group` rows."""
+    """The query rows of the tokens in one step of a list. A step has `tokens` tokens, and a
+    token has `group` rows.
+    """
 
     group: int
     interpret: Any
@@ -46,8 +49,8 @@ class GatheredRows(NamedTuple):
         return ROWS // self.group
 
     def load_entries(self, lists, first, end):
-        """Load the entry `first + row // group` of an int32 list for each row. Beyond `end`,
-        the last entry of the list is loaded.
+        """Return, for each row, the entry `first + row // group` of an int32 list. From `end`
+        on, return the entry before `end`.
         """
 
         def load(warp, row, lists, first, end):
@@ -57,7 +60,7 @@ class GatheredRows(NamedTuple):
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
     def prefetch_entries(self, lists, first, end):
-        """Prefetch the entries of `load_entries` into L1."""
+        """Prefetch the entries that `load_entries` loads into L1."""
         if self.interpret:
             return
 
@@ -68,9 +71,9 @@ class GatheredRows(NamedTuple):
         _by_row(prefetch, [lists], [first, end], [], [])
 
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
-        """Read from `row_stats` what dq needs for each of the 64 rows: shift, delta and the sign
-        of the gate. `token` has the token of each row. `stats_tiles` has the number of tokens of
-        a query tile in `row_stats`, and the number of tiles.
+        """Return the statistics that dq needs for each of the 64 rows, from `row_stats`: shift,
+        delta and the sign of the gate. `token` has the token of each row. `stats_tiles` has the
+        number of tokens per query tile of `row_stats`, and the number of these tiles.
         """
         stats_tile, count = stats_tiles
 
@@ -113,9 +116,9 @@ class GatheredRows(NamedTuple):
 
     def far_slots(self, indices, position, b, kv_head, first, length):
         """Return a word per row, with one bit for each slot of int32 `indices` `[B, T, Hkv,
-        n]`. A bit is set if the slot has a block to which the row's token may attend, and which
-        is far from the tile that begins at token `first` (`specs/selected.py`). Tokens are at
-        `position` `[B, T]`; `length` is T.
+        n]`. A bit is set if the row's token may attend to the block in the slot, and the block
+        is a far block of the tile that begins at token `first` (`specs/selected.py`).
+        `position` `[B, T]` has the positions of the tokens, and `length` is T.
         """
         _, _, heads, n = indices.shape
 
@@ -157,7 +160,9 @@ class TileRows(NamedTuple):
 
     @classmethod
     def of(cls, spec: Any) -> "TileRows":
-        """Return the rows of a kernel whose tiles have a row for each head."""
+        """Return the rows of a tile of the kernel with this spec. The tile has one row per
+        token and head.
+        """
         tile = spec.tile
         return cls(tile.tokens, tile.group, tile.group, spec.interpret)
 
@@ -178,8 +183,8 @@ class TileRows(NamedTuple):
         return _by_row(load, [array], words, [], [jnp.float32], self.interpret)[0]
 
     def put(self, array, value, b, first, head, length):
-        """Store a value per row at the addresses that `values` reads. Rows past the last token
-        are not stored.
+        """Store `value`, one number per row, at the addresses that `values` reads. Values of
+        rows past the last token are not stored.
         """
         if self.interpret:
             heads = pl.ds(head, self.group)
@@ -205,8 +210,8 @@ class TileRows(NamedTuple):
         _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, warp, row, array, b, first, head, length):
-        """Return the address of a row's value. Past the last token or head, it is the address
-        of the last one.
+        """Return the address of a row's value. For a row past the last token or the last head,
+        use the last token or the last head instead.
         """
         heads = interpreter.shape_of(array)[2]
         token = warp.smaller(first + row // self.heads, length - 1)
@@ -214,18 +219,20 @@ class TileRows(NamedTuple):
         return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
 
     def token(self, first, length):
-        """Return the token of each row, from `first` on. Rows past the last token have the last
-        token.
+        """Return the index of each row's token. `first` is the token of the first row. For rows
+        past the last token, return the last token.
         """
         return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 
 def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
-    """Compute arrays `[64]` of these types by calling `function` in each lane for its rows.
+    """Return arrays `[64]` of the types `dtypes`. Each lane calls `function` for the rows of
+    the lane.
 
-    `function(warp, row, *refs, *words, *words_of_row)` has words of the instructions `warp` as
-    arguments and results. `words` are the scalars, and `words_of_row` are the row's elements of
-    `rows`, which are arrays `[64]`. The interpreter reads whole `refs`.
+    The call is `function(warp, row, *refs, *words, *words_of_row)`. Arguments and results are
+    words of the instructions `warp`. `words` are the scalars. `words_of_row` are the elements
+    for this row of `rows`, which are arrays `[64]`. In interpret mode, `refs` are read as whole
+    arrays.
     """
     if interpret:
 

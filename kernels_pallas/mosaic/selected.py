@@ -1,32 +1,34 @@
 """Computes selected attention, forward and dq. Each tile of queries loops over its block list.
 
-Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`). Rows
-of tokens that did not select a block have P = 0 and an unchanged maximum, or shift = +inf.
+Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
+(`mainloop.py`). For a block that a token did not select, the rows of the token have P = 0 and
+an unchanged maximum in forward, and shift = +inf in dq.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
 share every block that one of them selected (`lists.py`), and the rows of other tokens are
 masked. The warpgroup issues its own copies. A stage of a ring buffer is refilled as soon as all
 four warps have read it.
 
-Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys
-there are three in forward (64 KiB each and the block list) and two in dq (96 KiB each). Batch
-and key/value head are the slowest grid axis, so that the keys of one head stay in L2.
+Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an
+SM has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each).
+Batch and key/value head are the slowest grid axis. The keys of one head therefore stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..              full_blocks      ..       blocks
 
-A gathered tile skips the far blocks of its list (`specs/selected.py`).
+A gathered tile skips the far blocks of its list. `specs/selected.py` defines gathered tiles and
+far blocks.
 
 With `specs.selected.overlap_pv`, forward computes P V of a block during the work on the next
 block.
 Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec, from
 `forward_stages`, `FP8_STAGES` (for e4m3) and `dq_stages` in `specs.selected`.
 
-Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
-L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels/selected.md).
-Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: forward 2.2 TFLOP = 2.2 ms, dq 3.3 TFLOP
-= 3.3 ms; query and output once 0.64 ms; the lists are 108 GB on random selections, 13 ms at 8.3
-TB/s.
+Bound: the latency of a block's steps (wait for the keys, S, softmax). On random selections the
+bound is the traffic from L2 to shared memory. This traffic has each block of a tile's list once
+(docs/kernels/selected.md). Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: forward
+2.2 TFLOP = 2.2 ms, dq 3.3 TFLOP = 3.3 ms; query and output, each moved once, 0.64 ms; the
+blocks of the lists, 108 GB on random selections, 13 ms at 8.3 TB/s.
 """
 
 import functools
@@ -72,23 +74,24 @@ class LoopBlocks(NamedTuple):
 
     full_blocks: Any  # number of first blocks, which need no mask by key
     blocks: Any  # number of all blocks
-    far_begin: Any  # from here on, list indices are `far` larger than loop indices
-    far: Any  # number of blocks of the list that are skipped; None means none in any tile
+    far_begin: Any  # from this loop index on, list indices are `far` larger than loop indices
+    far: Any  # number of skipped blocks of the list; None means that no tile skips blocks
 
     def place(self, i):
-        """Return the index in the list of the `i`-th block."""
+        """Return the index in the list of the `i`-th block of the loop."""
         return i if self.far is None else i + jnp.where(i >= self.far_begin, self.far, 0)
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Return whether `specs/gathered.py` computes the far blocks of a tile. This is so if the
-    block list of the previous tile is longer than `gather_limit`. The tile's own list cannot
-    decide, since an output must not depend on later tokens.
+    """Return whether `specs/gathered.py` computes the far blocks of a tile. The far blocks are
+    gathered if the block list of the previous tile is longer than `gather_limit`. The tile's
+    own list cannot decide, since an output must not depend on later tokens, and the list
+    includes their blocks.
 
     Args:
       block_counts: int32 `[lists, 6]`, the array of all tiles.
       tile: Index of the tile along the tokens.
-      index: Index of its list in `block_counts` (`specs.selected.BlockCounts`).
+      index: Index of the tile's list in `block_counts` (`specs.selected.BlockCounts`).
       gather_limit: A positive number of blocks.
     """
     before = list_counts(block_counts, jnp.where(tile > 0, index - 1, index)).blocks
@@ -108,8 +111,8 @@ def _build(
     Args:
       kernel: The description of the kernel.
       mainloop_of: Function that returns the operations on a tile.
-      rows: Widths of the arrays of query rows that are read. The first one's tile also holds
-        `added` and the result.
+      rows: Widths of the arrays of query rows that are read. The tile of the first array also
+        holds `added` and the result.
       out, width: The array `[B, T, H, width]` of the result.
       overlap_pv: Whether P V of a block is computed during the work on the next block.
     """
@@ -239,8 +242,8 @@ def _build(
 
 
 def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
-    """Return the blocks of the loop: all blocks of the list, or only the near blocks of a
-    gathered tile.
+    """Return the blocks of a tile's loop. For a gathered tile these are the near blocks of its
+    list, and otherwise all blocks of the list.
     """
     counts = refs.block_counts
     index = refs.cta.head * refs.sizes.tiles + tile.index
@@ -255,8 +258,8 @@ def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
     """Store the sum of the branches' outputs times their gates, in the order of branches, as in
-    `combine.gated_sum`. `result` is the output of this branch, which is being copied from the
-    query's tile.
+    `combine.gated_sum`. `result` is the output of this branch. Its copy from the query's tile
+    to memory may still be running.
     """
     size, width, out_tile = spec.tile, spec.Dv, refs.query_tile
     buffers = Buffers.of(spec, size)

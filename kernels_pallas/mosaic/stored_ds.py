@@ -1,9 +1,11 @@
-"""The memory layout of dS, which `dkv` writes and dq reads, and the kernel of dq.
+"""Defines the memory layout of dS, and the kernel that computes dq from dS. The kernel `dkv`
+writes dS.
 
 `dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product, and dq needs
-dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of either, as matrices of 8 x 8.
-The 16 keys x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. A
-lane then has eight numbers for one lane of dq, and moves them with one instruction:
+dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of either operand, as matrices of
+8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four such matrices, which `movmatrix`
+transposes. A lane then has eight numbers that one lane of dq needs, and stores them with one
+instruction:
 
     slot of a token   [group_rows / 16, 4, 32, 8]
 
@@ -16,22 +18,23 @@ lane then has eight numbers for one lane of dq, and moves them with one instruct
 With a group of eight heads the layout is `[4, 32, 4]`. The 16 rows of a warp are then two
 tokens, each with its own slot.
 
-In Pallas' interpreter a slot is `[group_rows, 64]` in plain order.
+In Pallas' interpreter, a slot is `[group_rows, 64]` in row-major order.
 
 The kernel of dq adds dS K over the blocks of a token, from the dS that `dkv` wrote.
 
-Query-stationary: a CTA is one warpgroup with one tile of 64 query rows, and reads the blocks of
-the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16 rows, which
-belong to one token, or to two tokens with groups of eight heads. It reads dS from global memory
-two blocks ahead, or uses zeros if a token did not select the block. The kernel needs no masks and
-no exponentials.
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The CTA reads the
+blocks of the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16
+rows. These rows belong to one token, or to two tokens if groups have eight heads. The warp
+reads dS from global memory two blocks ahead. If a token did not select a block, dS is zero. The
+kernel needs no masks and no exponentials.
 
     K of block i    TMA, a ring in shared memory ─┐
                                                   ├─► dQ += dS K
     dS of block i   global memory ─► registers ───┘
 
-Bound: L2 to shared memory, as in the loop of `selected_dq`, but with half of its bytes, and dS once
-from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
+Bound: the traffic from L2 to shared memory, which is half of that of `selected_dq`. dS is read
+once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K if selections are random, and
+8.6 GB of dS.
 """
 
 from typing import Any, NamedTuple
@@ -57,12 +60,12 @@ from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
 HALF_BYTES = 8  # bytes per lane of 8 heads and 16 keys
-NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
+NO_ENTRY = -1  # an index or a block where there is no entry
 
 
 class StoredDs(NamedTuple):
-    """The reads and writes of ds (`specs/stored_ds.py`) by a warpgroup. A token has `group_rows`
-    rows.
+    """Reads and writes the array ds (`specs/stored_ds.py`) with a warpgroup. A token has
+    `group_rows` rows.
     """
 
     group_rows: int
@@ -71,7 +74,7 @@ class StoredDs(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that have 64 rows together."""
+        """The number of tokens whose rows are 64 rows together."""
         return ROWS // self.group_rows
 
     @property
@@ -88,8 +91,8 @@ class StoredDs(NamedTuple):
         return shape, plgpu.Layout.WG_STRIDED(shape, self.tokens_of_warp)
 
     def write(self, ds, transposed, places) -> None:
-        """Write `transposed`, which is dS^T `[64 keys, 64 rows]`. Each token is written to its
-        index in `ds`, unless the index is negative.
+        """Write `transposed`, which is dS^T `[64 keys, 64 rows]`, to `ds`. `places` has the
+        index in `ds` of each token. A token with a negative index is not written.
         """
         if self.interpret:
             for t, place in enumerate(places):
@@ -116,8 +119,8 @@ class StoredDs(NamedTuple):
         warp.each(put, [ds], places, [transposed], MATRIX)
 
     def blocks_of_tile(self, indices, places, b, kv_head, first, length):
-        """Return the blocks that the tokens of 64 rows selected and to which they attend, for
-        `read`.
+        """Return the blocks that the tokens of a tile of 64 rows selected and to which the
+        tokens attend. The function `read` needs these blocks.
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
@@ -171,7 +174,8 @@ class StoredDs(NamedTuple):
 
             result = jax.ShapeDtypeStruct((WARPS, LANES, tokens), jnp.int32)
             (found,) = interpreter.written(program, arrays, scalars, [result])
-            # Each row of `found` has the slots of the token of 16 or 8 rows of the tile.
+            # Each row of `found` has the slots of one token, to which 16 or 8 rows of the tile
+            # belong.
             found = found.swapaxes(1, 2).reshape(-1, LANES)
             return found[:: len(found) // self.tokens]
 
@@ -179,8 +183,8 @@ class StoredDs(NamedTuple):
         return warp.each(load, arrays, scalars, result=result)
 
     def read(self, ds, blocks, block, token):
-        """Return dS `[64 rows, 64 keys]` of a block. It is zero for tokens that did not select
-        the block or do not attend to it.
+        """Return dS `[64 rows, 64 keys]` of a block. The result is zero for tokens that did not
+        select the block or do not attend to the block.
 
         Args:
           blocks: The result of `blocks_of_tile`.
@@ -221,20 +225,20 @@ class StoredDs(NamedTuple):
         return jnp.concatenate(parts)
 
     def _token(self, warp, half: int):
-        """Return the token of the tile to which the first or the second 8 rows of the warp
-        belong.
+        """Return the token of the tile to which 8 rows of the warp belong. `half` is 0 for the
+        first 8 rows and 1 for the second 8 rows.
         """
         rows = warp.warp() * PART + half * HEADS
         return rows // self.group_rows
 
     @property
     def _halves(self) -> int:
-        """Return the number of groups of 8 heads of a token in a lane."""
+        """Return the number of groups of 8 heads that a lane has of one token."""
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
-        """Return the address of a lane's numbers for 16 keys and 8 or 16 heads. `part` is the
-        index of these heads in the tile.
+        """Return the address of the numbers that a lane has of 16 keys and of 8 or 16 heads.
+        `part` is the index of this group of heads in the tile.
         """
         lane_bytes = HALF_BYTES * self._halves
         keys_bytes = LANES * lane_bytes
@@ -245,8 +249,8 @@ class StoredDs(NamedTuple):
         return warp.element(ds, *zip(numbers, sizes, strict=True))
 
 
-STAGES = 2  # blocks of keys in flight
-AHEAD = 2  # blocks between the load of dS and its product
+STAGES = 2  # number of blocks of keys that are loaded or read at a time
+AHEAD = 2  # number of blocks from the load of dS to the product with dS
 
 
 def dq(kernel: Kernel):
@@ -268,7 +272,9 @@ def dq(kernel: Kernel):
             plgpu.copy_gmem_to_smem(source, refs.starts.at[chunk], refs.list_ready)
 
         def heads_of(array, t):
-            """Make a function from columns to those columns of token `t` of the tile."""
+            """Return a function of a slice of columns. The function returns these columns of
+            token `t` of the tile.
+            """
             heads = pl.ds(kv_head * tile.group, tile.group)
             return lambda columns: array.at[b, pl.ds(first + t, 1), heads, columns]
 
@@ -283,7 +289,7 @@ def dq(kernel: Kernel):
         plgpu.barrier_wait(refs.list_ready)
 
         def load_key(i):
-            """Start the copy of block `i`, if it exists."""
+            """Start the copy of block `i`, if such a block exists."""
 
             @pl.when(i < count)
             def _():

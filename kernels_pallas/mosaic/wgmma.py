@@ -3,17 +3,17 @@ PTX. `plgpu.wgmma` requires accumulators that were set to zero, and adds the off
 step to a 64-bit descriptor in registers. Here a new sum needs no zeroed accumulator (scale-d
 0), and offsets are constants in the text of the instruction.
 
-A product is pending from `product` or `added` until `wait` returns its registers. Until then no
-instruction may access them or the registers of its left operand, and no iteration of a loop may
-begin. Registers that a later product reads may be computed before the wait only if the same
-iteration fences and starts that product. Otherwise they must be computed after the wait. If
-these rules are broken, ptxas waits after every instruction (its remarks C7510 to C7514, stored
-in `Cubin.remarks`). ptxas deletes a product whose result is unused.
+A product is pending from `product` or `added` until `wait` returns its registers. While a
+product is pending, no instruction may access its registers or the registers of its left
+operand, and no iteration of a loop may begin. Registers that a later product reads may be
+computed while another product is pending only if the same iteration fences and starts the later
+product. If a kernel breaks these rules, ptxas waits after every instruction, and reports
+remarks C7510 to C7514 (`Cubin.remarks`). ptxas deletes a product whose result is unused.
 
-An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
-slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
+An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory.
+Each slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
 `P V`, V is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a
-column. They are never read transposed, which the instruction does not support.
+column. Operands in e4m3 are never read transposed, since the instruction does not support this.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
@@ -31,9 +31,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from kernels_pallas.specs.tile import ROWS
 
 THREADS = 128  # threads of a warpgroup, which hold the 64 rows and the columns of a result
-STEP = 16  # columns of the left operand of one instruction
-BYTES = 2  # bytes of a column, which is one number, or two in e4m3
-SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and their code in a descriptor
+STEP = 16  # number of columns of the left operand that one instruction reads
+BYTES = 2  # bytes per column of a row; a column is one number, or two numbers in e4m3
+SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a slab's row, and their code in a descriptor
 MAX_COLUMNS = 256
 
 
@@ -43,7 +43,8 @@ class Operand(NamedTuple):
 
     Attributes:
       ref: The memory of the matrix.
-      transposed: Whether it is read as `[width, rows]`, which only right operands support.
+      transposed: Whether products read the matrix as `[width, rows]`. Only right operands
+        support this.
       some: First row and number of rows that are used, multiples of 8; None means all.
     """
 
@@ -96,7 +97,9 @@ class Operand(NamedTuple):
         return f"{low} mov.b32 high, {high}; mov.b64 {name}, {{low, high}};"
 
     def _offset(self, step: int) -> int:
-        """Return the offset of this step from the first one, in units of 16 bytes."""
+        """Return the offset of this step's data from the data of the first step, in units of 16
+        bytes.
+        """
         if self.transposed:  # a step is sixteen rows
             return step * 2 * self._stride >> 4
         slab, column = divmod(step * STEP, self._shape[2])
@@ -104,8 +107,8 @@ class Operand(NamedTuple):
 
 
 def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
-    """Start `left @ right.T`. `left` may be in registers. The product sums over as many columns
-    as the narrower operand has.
+    """Start `left @ right.T`. `left` may be in registers. The product sums over the number of
+    columns of the narrower operand.
 
     Returns:
       Pending registers, in the order of `registers`.
@@ -128,8 +131,9 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
 def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
-    """Start `total + left @ right` if `right` is transposed, otherwise `total + left @ right.T`.
-    `left` and `total` are registers. The rest is as in `product`.
+    """Start `total + left @ right` if `right` is transposed, otherwise `total + left @
+    right.T`. `left` and `total` are registers. The result and the errors are those of
+    `product`.
     """
     columns, depth = right.rows, right.width
     if right.transposed:
@@ -139,8 +143,8 @@ def added(
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:
-    """Return the PTX and the left operand of a step for a left operand in registers, as
-    `of_step` in `_start` does.
+    """The function `of_step` of `_start` for a left operand in registers. Return the PTX and
+    the left operand of a step.
     """
     first = int(word.removeprefix("$")) + 4 * step
     return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
@@ -155,15 +159,17 @@ def _start(
     depth: int,
     flags: str,
 ) -> list[ir.Value]:
-    """Start a product as a separate group, and return its pending registers.
+    """Start a product in its own group of wgmma instructions, and return its pending registers.
 
     Args:
       total: Registers to which the product is added, or empty.
-      words: Registers of the left operand, or the one word of its descriptor.
+      words: Registers of the left operand, or a list of one word, `Operand.word()` of the left
+        operand.
       of_step: Function that returns the PTX before the instruction of a step, and the left
         operand in this instruction. Its arguments are the step and the first of `words`.
       right: The right operand.
-      columns, depth: Columns of the result, and of the sum.
+      columns, depth: Number of columns of the result, and number of columns over which the
+        product sums.
       flags: Which operands are transposed.
 
     Raises:
@@ -199,8 +205,8 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the registers again. Products that start after this fence may read them and add to
-    them.
+    """Return the same registers after a fence. Products that start after the fence may read
+    these registers and add to them.
     """
     return _hold("wgmma.fence.sync.aligned;", groups)
 
@@ -263,7 +269,9 @@ def number(value: int) -> ir.Value:
 
 
 def fragments(registers: np.ndarray, layout, signed: bool | None = None):
-    """Return an array that consists of these registers. `signed` applies to integers."""
+    """Return an array that consists of these registers. `signed` states whether integers in the
+    array are signed.
+    """
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 

@@ -1,9 +1,11 @@
-"""A process that compiles kernels to machine code, with the recorder as its CUDA driver.
+"""A child process that compiles kernels to machine code. In this process, a library called the
+recorder replaces the CUDA driver.
 
-`build` starts it with the names of the modules that may describe kernels. For each kernel it
-reads one line of JSON and writes one line of JSON as a reply. Mosaic does not return the launch
-parameters. The launcher of the plugin therefore runs with addresses that identify the
-arguments, and the recorder logs its calls of the driver.
+`build.py` starts the child process with the names of the modules that may describe kernels. For
+each kernel the child reads one line of JSON and writes one line of JSON as a reply. Mosaic does
+not return the launch parameters of a kernel. The launcher of JAX's CUDA plugin therefore runs
+with addresses that identify the arguments, and the recorder logs the launcher's calls of the
+driver.
 """
 
 import base64
@@ -39,10 +41,10 @@ DEVICE_SINCE = Version("0.12.0.dev0")
 
 
 class Compiled(NamedTuple):
-    """The results of the plugin's compiler, and its calls of the driver.
+    """The results of the compiler in JAX's CUDA plugin.
 
     Attributes:
-      start: The launcher, a function of the stream and of an array of addresses.
+      start: The launcher, a function of a stream and of an array of addresses.
       layout: Size of each parameter in bytes.
       log: The output of the compiler, including the statistics of ptxas.
     """
@@ -82,13 +84,13 @@ def recorded(call: str) -> list[dict[str, Any]]:
 
 
 def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
-    """Build the machine code of `kernel` for Hopper. It consists of the launch parameters and
-    the image.
+    """Build the machine code of `kernel` for Hopper. The machine code consists of the launch
+    parameters and the image.
 
     Raises:
       ValueError: The same as in `lowering.lower`.
-      RuntimeError: The plugin could not compile the kernel, with the message of ptxas, or launches
-        it in an unknown way.
+      RuntimeError: JAX's CUDA plugin could not compile the kernel, or launches the kernel in an
+        unknown way. If compilation failed, the error has the message of ptxas.
     """
     compiled = compile_kernel(kernel)
     sizes = tuple(kernel.sizes) if kernel.any_length else ()
@@ -134,7 +136,7 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
 
 
 def compile_kernel(kernel: Kernel) -> Compiled:
-    """Compile `kernel` without running its launcher."""
+    """Compile `kernel`. The launcher is not run."""
     code = lowering.lower(kernel)
     for name in PLUGINS:
         with contextlib.suppress(ModuleNotFoundError):
@@ -163,8 +165,8 @@ def compile_kernel(kernel: Kernel) -> Compiled:
 
 
 def launcher(compiled: Any) -> Callable[[int, Any], None]:
-    """Return the launcher in the compiler's result, a function of a stream and an array of
-    addresses.
+    """Return the launcher in the compiler's result. The launcher is a function of a stream and
+    an array of addresses.
     """
     function, address = compiled[0], compiled[1]
     pointer = ctypes.c_void_p
@@ -176,9 +178,9 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
-    """Run the plugin's launcher with these addresses of inputs and outputs. Return the launch
-    that the recorder logs: the numbers that `cuLaunchKernelEx` receives, with parameters in
-    hexadecimal digits.
+    """Run the launcher of JAX's CUDA plugin with these addresses of inputs and outputs. Return
+    the launch that the recorder logs. The launch has the numbers that `cuLaunchKernelEx`
+    receives, with parameters in hexadecimal digits.
     """
     expect(compiled.layout)
     recorder().recorder_clear()
@@ -216,14 +218,15 @@ def unpacked(packed: bytes) -> Iterator[Map]:
 
 
 def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
-    """Convert a recorded tensor map of `array`, which is argument `index`, to one that names
-    the axis of `array` for each dimension.
+    """Convert a recorded tensor map of `array`, which is argument `index`. For each dimension,
+    the returned tensor map names the axis of `array`.
     """
     item_bytes = jnp.dtype(array.dtype).itemsize
     strides = cubin.byte_strides(array.shape, item_bytes)
     axes = []
     for dim in zip(found.dims, (item_bytes, *found.strides), strict=True):
-        # The last of the matching axes. These, and the axes between them, have size 1.
+        # The last of the matching axes. All matching axes, and the axes between them, have size
+        # 1.
         alike = [
             axis
             for axis in range(len(array.shape))
@@ -242,7 +245,7 @@ def _figures(name: str, log: str) -> dict[str, Any]:
     functions, the sums of their bytes, and the remarks.
 
     Raises:
-      RuntimeError: The statistics are missing, or are not for Hopper.
+      RuntimeError: The log has no statistics, or statistics of a GPU other than Hopper.
     """
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log

@@ -3,11 +3,10 @@
 A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The
 name of the file contains a key, which is a hash of the kernel (source and spec), of the sources
 that determine its machine code, of the architecture and of the file format. Any change of these
-sources, even of a comment, rebuilds all kernels. A damaged file counts as missing, so that its
-kernel is compiled again. The same applies to a file from another version of JAX, if this
-machine can rebuild it.
-Kernels that are part of the package may have been built with any version of JAX. They run with
-any version, or without JAX.
+sources, even of a comment, rebuilds all kernels. A damaged file counts as missing, so its
+kernel is compiled again. A file from another version of JAX also counts as missing, if this
+machine can rebuild the kernel. Kernels that are part of the package may have been built with
+any version of JAX. These kernels run with any version of JAX, or without JAX.
 
 A folder is refused if other users may write to it or if it belongs to another user, since its
 contents are executed. If the folder cannot be used, kernels stay in memory.
@@ -37,7 +36,7 @@ from kernels_pallas.runtime.description import canonical, describe
 
 FORMAT = 3
 PRESETS = Path(__file__).with_name("presets")  # kernels that are part of the package, if any
-# maximum bytes of a folder; beyond it the least recently used files are removed
+# maximum bytes of a folder; above the maximum the least recently used files are removed
 LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
 LAYERS = "layers.json"  # file with the layers whose kernels are all in the folder
@@ -49,7 +48,8 @@ def key_of(kernel: Kernel) -> str:
     """Return the key of a kernel's machine code: 64 hexadecimal digits.
 
     Raises:
-      ValueError: The same as in `description.describe`, or the name is not valid for a file.
+      ValueError: `description.describe` raises the error, or the kernel's name is not valid as
+        part of a file name.
     """
     if not re.fullmatch(r"[\w.-]+", kernel.name):
         raise ValueError(
@@ -89,8 +89,8 @@ class Store:
     Args:
       folder: Folder, created before the first kernel is built or stored. Defaults to one in the
         user's cache directory.
-      presets: Read-only folder that is searched first. Defaults to the one in the package. None
-        means no such folder.
+      presets: Read-only folder of kernels that is searched first. Defaults to the folder in the
+        package. None means no such folder.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Store:
         self._memory: dict[str, Built] = {}
 
     def get(self, kernel: Kernel) -> Built | None:
-        """Return the stored machine code of `kernel`. Return None if there is none or if it
-        must not be used.
+        """Return the stored machine code of `kernel`. Return None if no machine code is stored,
+        or if the stored machine code must not be used.
         """
         key = key_of(kernel)
         if built := self._memory.get(key):
@@ -116,7 +116,9 @@ class Store:
         return _read(self.folder / name, key) if self._is_trusted() else None
 
     def put(self, kernel: Kernel, built: Built) -> None:
-        """Store the machine code of `kernel`, in memory if the folder cannot be used."""
+        """Store the machine code of `kernel` in the folder, or in memory if the folder cannot
+        be used.
+        """
         key = key_of(kernel)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -140,13 +142,13 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """Return the machine code of `kernels`. Missing kernels are built, each by only one
-        process of the machine.
+        """Return the machine code of `kernels`. Kernels that are not stored are built. Of
+        several processes on the machine, only one builds a kernel.
 
         Raises:
           ValueError: The same as in `description.describe`.
-          RuntimeError: Some kernels could not be built, while the others were built and stored, or
-        this machine lacks a tool to build kernels.
+          RuntimeError: This machine lacks a tool to build kernels, or some kernels could not be
+            built. All other kernels were then built and stored.
         """
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}
@@ -177,7 +179,7 @@ class Store:
         return [built for kernel in kernels if (built := found[key_of(kernel)])]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return the layers of `add_layers`, presets first."""
+        """Return the layers that `add_layers` recorded. Layers of the presets come first."""
         found = [_layers(x) for x in (self._presets, self.folder) if x is not None]
         return [layer for layers in found for layer in layers]
 
@@ -190,8 +192,8 @@ class Store:
         _write_whole(self.folder / LAYERS, json.dumps(known, indent=1).encode())
 
     def serves(self, layer: dict[str, Any]) -> bool:
-        """Return whether the kernels of a layer are, or may be, stored. A folder that has
-        kernels but no record of layers may contain them.
+        """Return whether the kernels of a layer are stored, or may be stored. A folder that has
+        kernels but no record of layers may contain the layer's kernels.
         """
         if self._presets is not None and layer in _layers(self._presets):
             return True
@@ -201,13 +203,16 @@ class Store:
         return layer in noted or (not noted and bool(self._files(self.folder, False)))
 
     def entries(self) -> list[Entry]:
-        """Return the files, presets first, then the most recently used."""
+        """Return the files of stored kernels. Presets come first, and then the most recently
+        used files.
+        """
         presets = self._files(self._presets, True) if self._presets else []
         return [*presets, *self._files(self.folder, False)]
 
     def clear(self) -> int:
-        """Remove the kernels in memory and those in the folder, together with its record of layers
-        and its temporary files. Presets stay. Return the number of kernels that the folder had.
+        """Remove the kernels in memory. From the folder, remove the kernels, the record of
+        layers and the temporary files. Presets stay. Return the number of kernels that the
+        folder had.
         """
         self._memory.clear()
         found = self._files(self.folder, False)
@@ -236,8 +241,8 @@ class Store:
         return None
 
     def _is_trusted(self) -> bool:
-        """Return whether the folder exists and may be trusted. If not trusted, the reason is
-        logged once.
+        """Return whether the folder exists and may be trusted. If the folder may not be
+        trusted, the reason is logged once.
         """
         if not self.folder.is_dir():
             return False
@@ -247,7 +252,7 @@ class Store:
 
     @staticmethod
     def _files(folder: Path, preset: bool) -> list[Entry]:
-        """Return the files, most recently used first."""
+        """Return the files of kernels in `folder`, most recently used first."""
         found = []
         for path in folder.glob(f"*{SUFFIX}"):
             name, _, key = path.stem.rpartition("-")
@@ -279,8 +284,8 @@ def _warn(message: str) -> None:
 
 
 def _read(path: Path, key: str, preset: bool = False) -> Built | None:
-    """Return the contents of a file that `Store.put` has written. Return None if it is missing,
-    damaged, or must be rebuilt.
+    """Return the contents of a file that `Store.put` has written. Return None if the file is
+    missing or damaged, or if its kernel must be rebuilt.
     """
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
@@ -326,7 +331,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Return the checksum of a file, which includes its key."""
+    """Return the checksum of a file's `content` and of its `key`."""
     return b"sha256 " + hashlib.sha256(key.encode() + content).hexdigest().encode()
 
 

@@ -1,9 +1,9 @@
-"""Describes the kernels for gradients of keys and values. They are key-stationary, split over
-work items, and merged afterwards.
+"""Describes the kernels for gradients of keys and values. The first kernel is key-stationary,
+and computes partial sums per work item. The second kernel merges the partial sums.
 
 A work item is a tile of keys and some consecutive query tiles that attend to it. `partials`
-sums over one work item. `merge` adds the float32 partials of a tile of keys in a fixed order,
-so that every run has the same bits.
+sums over the queries of one work item. `merge` adds the float32 partials of a tile of keys in a
+fixed order. The result therefore has the same bits in every run.
 
 | branch              | query tiles of a work item                       | rows of a query tile |
 |---------------------|--------------------------------------------------|----------------------|
@@ -46,7 +46,7 @@ from kernels_pallas.specs.tile import (
 )
 
 BOTH_WIDTHS = 320  # maximum of D + Dv for which registers can hold the sums of both gradients
-WHOLE_STEP_WIDTHS = 256  # the same if registers also hold the products of all 64 rows of a step
+WHOLE_STEP_WIDTHS = 256  # the same if registers also hold a step's products, with all 64 rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,12 @@ class Dkv(AttentionSizes):
       gated: Whether row statistics include a gate, whose sign is the last bit of shift.
       list_entries: Number of entries of the query lists, for the selected branch. 0 means
         intervals.
-      block: Number of keys per selection block, if list entries have token bits. These state
-        the start of the block and the tokens of the query tile that selected it. 0 means that
-        all tokens of an entry selected all keys of the tile.
-      single_token: Whether a list entry is one token instead of neighbouring tokens that share
-        a copy. It applies to groups of up to `ROW_STATS_MIN_ROWS` query heads.
+      block: Number of keys per selection block, if list entries have token bits. Token bits
+        state the start of the block, and the tokens of the query tile that selected the block.
+        0 means that all tokens of an entry selected all keys of the tile.
+      single_token: Whether a list entry is one token instead of several neighbouring tokens
+        that one copy moves. Single tokens are possible for groups of up to `ROW_STATS_MIN_ROWS`
+        query heads.
       want_dk, want_dv: Whether this kernel computes dk, and whether it computes dv.
       selection_entries: If not 0, list entries are indices into a selection with this number of
         blocks per token. Otherwise they are query tiles.
@@ -97,16 +98,16 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def consumers(self) -> int:
-        """The number of warpgroups that compute, with 64 keys each. They share the query tiles in
-        shared memory.
+        """The number of warpgroups that compute. Each of these warpgroups has 64 keys, and all
+        of them read the same query tiles in shared memory.
         """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
     @cached_property
     def keys_in_registers(self) -> bool:
         """Whether the first two products read their left operands K and V from registers
-        instead of shared memory. This requires enough registers in addition to those of the
-        sums.
+        instead of shared memory. The operands need registers in addition to the registers of
+        the sums.
         """
         return self.D + self.Dv <= 128
 
@@ -122,9 +123,9 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def query_tile(self) -> Tile:
-        """The tile of rows that one TMA copy per slab moves. The rows belong to adjacent
-        tokens, or to a single token. Gathered tiles have the smallest number of rows that holds
-        the tokens of a copy.
+        """The tile of query rows. One TMA copy per slab moves a tile. The rows belong to
+        adjacent tokens, or to a single token. Gathered tiles have the smallest number of rows
+        that holds the tokens of a copy.
         """
         slab = tile.slab_width(self.D, self.Dv)
         if self.single_token:
@@ -143,8 +144,8 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def rows_at_once(self) -> int:
-        """The number of rows of a step that are multiplied together. It is half of the rows if
-        the sums of both gradients leave too few registers.
+        """The number of rows of a step that one product multiplies. A product has only half of
+        the rows if the sums of both gradients leave too few registers for all rows.
         """
         both = not self.gathered and self.want_dk and self.want_dv
         wide = self.D + self.Dv > WHOLE_STEP_WIDTHS
@@ -157,8 +158,8 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def stages(self) -> int:
-        """The number of pipeline stages. Gathered rows are scattered in memory, so that they
-        use all stages with which two CTAs fit on an SM.
+        """The number of pipeline stages. Gathered rows are scattered in memory. Their number of
+        stages is the largest with which two CTAs fit on an SM, from 2 to 4.
         """
         if not self.gathered:
             return 2
@@ -168,8 +169,8 @@ class Dkv(AttentionSizes):
 
     @property
     def passes(self) -> list[Self]:
-        """The specs of the kernels: one for dk and dv together, or one for each gradient. In
-        the second case the kernel of dk writes dS.
+        """The specs of the kernels. One kernel computes dk and dv together, or one kernel
+        computes each gradient. If there are two kernels, the kernel of dk writes dS.
         """
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
@@ -178,7 +179,9 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """A spec for each gradient that is computed, which computes only this gradient."""
+        """A spec for each gradient that is computed. The kernel of such a spec computes only
+        this gradient.
+        """
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
@@ -190,7 +193,9 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def merged_slabs(self) -> int:
-        """The number of slabs of the columns of these gradients. A CTA of `merge` has one slab."""
+        """The number of slabs of columns that the computed gradients have. A CTA of `merge` has
+        one slab.
+        """
         return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
@@ -229,13 +234,13 @@ def partials(spec: Dkv) -> Kernel:
       token_bits: If `block`, int32 `[list_entries]`. The lower bits have one bit per token,
         which is set if the token selected the block. The upper bits are `(BLOCK_OFFSET_BIAS +
         first key of the block - first key of the tile) << BLOCK_OFFSET_SHIFT`.
-      ds_chunk: With `selection_entries`, the chunk as in `stored_ds`. Partials are counted from
-        the first partial of the chunk.
+      ds_chunk: With `selection_entries`, the chunk of rows as in `stored_ds`. The index of a
+        partial is counted from the first partial of the chunk.
 
     Outputs, only those that `spec` wants: dk_partials, float32 `[count, tile_keys, D]`;
-    dv_partials, float32 `[count, tile_keys, Dv]`. `count` is the number of work items for lists,
-    and `interval_partials` for intervals. An empty work item writes none. With `stored_rows`
-    also ds.
+    dv_partials, float32 `[count, tile_keys, Dv]`. `count` is the number of work items for
+    lists, and `interval_partials` for intervals. An empty work item writes no partial. With
+    `stored_rows`, ds is a further output.
     """
     query_tile, entries = spec.query_tile, int32(spec.list_entries)
     outputs, sizes = spec.partials, {}
@@ -268,11 +273,12 @@ def partials(spec: Dkv) -> Kernel:
 def merge(spec: Dkv) -> Kernel:
     """Describe the kernel that adds up the partials of each tile of keys, which gives dk and dv.
 
-    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`,
-    which state the partials of each tile of keys. With `stored_rows` there are two more inputs:
-    `ds_chunk`, and `before`, the gradient (dk or dv) that the kernel updates in place. Only the
-    rows of `[B, Hkv]` in this chunk are written; the others keep their values. Outputs are dk
-    `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`, or one of them.
+    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv *
+    key_tiles]`. `first` and `count` have the index of the first partial and the number of
+    partials of each tile of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and
+    `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B,
+    Hkv]` in this chunk are written; the others keep their values. Outputs are dk `[B, S, Hkv,
+    D]` and dv `[B, S, Hkv, Dv]`, or one of them.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

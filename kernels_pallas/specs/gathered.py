@@ -1,16 +1,16 @@
-"""Describes selected attention block by block. For each block, the queries that selected it are
-gathered. These kernels process tiles whose tokens selected different blocks
-(`mosaic.selected.tile_is_gathered`), so that the block list of the tile is long. The loop of
-`specs/selected.py` computes the blocks near the tile, which its tokens share. The far blocks
-are gathered here. There are two kernels for forward (`partials`, `merge`) and two for dq
-(`partial_dq`, `merge_dq`):
+"""Describes selected attention block by block. For each block, the kernels gather the queries
+that selected the block. They process gathered tiles (`mosaic.selected.tile_is_gathered`), whose
+block lists are long since the tokens of a tile selected different blocks. The kernels of
+`specs/selected.py` loop over the near blocks of a gathered tile, which the tile's tokens share.
+The kernels described here process the far blocks. Forward has two kernels (`partials`,
+`merge`), and dq has two kernels (`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block
-    merge      a result for each token, from the loop's result and those of its far blocks, in a
-               fixed order
+    merge      a result for each token, from the result of the loop and the partials of the
+               token's far blocks, in a fixed order
 
-Partials need memory, so the tokens are processed in segments, one after the other.
-Bodies: `mosaic/gathered.py`.
+Partials need memory, so the kernels process one segment of the tokens after the other. Bodies:
+`mosaic/gathered.py`.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from kernels_pallas.specs.tile import (
 )
 
 MERGE_STAGES = 4  # number of partials that `merge` loads at a time
-# number of tiles that a CTA merges one after the other, so that few CTAs have nothing to merge
+# Number of tiles that a CTA merges one after the other. With several tiles, few CTAs have
+# nothing to merge.
 TILES_OF_CTA = 4
 # number of int32 words that identify the segment: 256 bytes, the alignment of launches
 SEGMENT_WORDS = 64
@@ -47,12 +48,12 @@ class GatheredAttention(AttentionSizes):
     gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
-    # number of work items per segment; each row of [B, Hkv] has the same part of them
+    # Number of work items per segment. Each row of [B, Hkv] has the same number of them.
     items: int
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
-    added: bool = False  # merge adds the output to an array of its shape
-    stays: bool = False  # the output already holds the rows that merge does not change
+    added: bool = False  # whether merge adds the output to an array
+    stays: bool = False  # whether the output already holds the rows that merge does not change
     stats_tile: tuple[int, int] = (0, 0)  # as in `SelectedAttention`
 
     @property
@@ -148,20 +149,20 @@ class GatheredAttention(AttentionSizes):
 
 @described
 def partials(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes O_j = softmax(scale Q K_j^T) V_j of each token and each far
-    block j that it selected.
+    """Describe the kernel that computes O_j = softmax(scale Q K_j^T) V_j for each token and
+    each far block j that the token selected.
 
     Inputs:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`. A `WorkItem` is a block and some of the entries that
-        selected it. Empty items are the last of their row. The tokens attend to the whole
-        block. Keys are in units of `parts`.
+        selected the block. Empty items are the last items of their row. The tokens of the
+        entries attend to the whole block. Keys are counted in units of `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`, with the index of the segment, its first token and its first tile.
 
-    Outputs, undefined without an entry:
+    Outputs, which are undefined for slots without an entry:
       partials: `[B, segment_tokens * Hkv * n, G, Dv]`.
       partial_lse: float32 `[B, Hkv, n * tiles * 64]`, lse_log2 by slot and row of `tile`.
     """
@@ -178,14 +179,14 @@ def partials(spec: GatheredAttention) -> Kernel:
 
 @described
 def partial_dq(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes scale dS_j K_j of each token and each far block j that it
-    selected.
+    """Describe the kernel that computes scale dS_j K_j for each token and each far block j that
+    the token selected.
 
     The first inputs are those of `partials`. These follow:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `stats_tile`.
 
-    Output, undefined without an entry:
+    Output, which is undefined for slots without an entry:
       partials: `[B, segment_tokens * Hkv * n, G, D]`.
     """
     inputs = spec._partial_inputs
@@ -203,9 +204,9 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes added + gate * O of a segment. In gathered tiles O =
-    sum_j 2^(lse_j - lse) O_j, where j is the loop or a far block. In other tiles O is the
-    loop's output.
+    """Describe the kernel that computes added + gate * O for the tokens of a segment. In
+    gathered tiles O = sum_j 2^(lse_j - lse) O_j, where j is the loop over near blocks or a far
+    block. In other tiles O is the output of the loop.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
@@ -249,14 +250,14 @@ def merge(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes dQ of a segment. It is the dQ of the loop. In gathered
-    tiles, the sum of dQ_j over the far blocks j is added.
+    """Describe the kernel that computes dQ for the tokens of a segment. dQ is the result of the
+    loop over blocks. In gathered tiles, the sum of dQ_j over the far blocks j is added to it.
 
     Inputs:
       partials: The output of `partial_dq`.
       items, block_counts, indices, position, segment: as in `merge`.
-      looped: `[B, segment_tokens, H, D]`, the sum of dQ of the loop and the array to which it
-        was added.
+      looped: `[B, segment_tokens, H, D]`, dQ of the loop, which includes the array to which dQ
+        is added.
 
     Output:
       dq: `[B, segment_tokens, H, D]`, in place of `looped`.

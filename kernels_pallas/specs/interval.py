@@ -24,11 +24,11 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-# Number of keys per block of the forward pass, if no width is above 128. A product sums 16 keys
-# at a time.
+# Numbers of keys per block that the forward pass may use, if no width is above 128. A product
+# sums over 16 keys at a time.
 BLOCKS = 96, 112, 128
-FP8_BLOCKS = 64, 96, 128  # the same for keys in e4m3; a product sums 32 keys at a time
-SECOND = "second_"  # prefix of the names of arrays of the second interval
+FP8_BLOCKS = 64, 96, 128  # for keys in e4m3, where a product sums over 32 keys at a time
+SECOND = "second_"  # prefix of the array names of the second interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class IntervalAttention(AttentionSizes):
     """Sizes of the problem and of a CTA, and the fused operations."""
 
     gated: bool = False  # forward multiplies the output by a gate
-    added: bool = False  # add the result to an array of its shape
-    # whether later tokens attend to more keys and therefore start first
+    added: bool = False  # whether the result is added to an array
+    # whether later tokens attend to more keys; their work items then start first
     longest_first: bool = False
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
     second_keys: int | None = None  # number of keys of the second interval, only for dq
-    # dq of two intervals computes these rows of [B, Hkv] on `sms` SMs. With `before`, the other
-    # rows of an existing array are unchanged.
+    # dq of two intervals computes only these rows of [B, Hkv], on `sms` SMs. With `before`, dq
+    # is written to an existing array, whose other rows are unchanged.
     first_row: int = 0
     end_row: int | None = None
     sms: int = SMS
@@ -65,19 +65,21 @@ class IntervalAttention(AttentionSizes):
 
     @cached_property
     def stats_tile(self) -> tuple[int, int]:
-        """Tokens and rows of a tile of the statistics of dq."""
+        """The numbers of tokens and of rows per tile of the statistics that dq reads."""
         return self.tile.tokens, ROWS
 
     @cached_property
     def consumers(self) -> int:
-        """The number of consumer warpgroups of a CTA. Each has one tile, and all share the
-        keys.
+        """The number of consumer warpgroups of a CTA. Each consumer has one tile of queries,
+        and all consumers read the same keys.
         """
         return consumers(self.D, self.Dv)
 
     @cached_property
     def registers(self) -> tuple[int, int]:
-        """The number of registers of a thread in a consumer warpgroup and in the producer."""
+        """The number of registers per thread in a consumer warpgroup, and the number in the
+        producer warpgroup.
+        """
         if self.consumers == 3:
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
@@ -127,8 +129,8 @@ class IntervalAttention(AttentionSizes):
 
     @cached_property
     def has_room_for_dq(self) -> bool:
-        """Whether `dq` has room for a tile of the result in addition to the tiles that it
-        reads.
+        """Whether shared memory has room for a tile of the result of `dq` in addition to the
+        tiles that `dq` reads.
         """
         return self.has_room(self.D, self.Dv, self.D)
 
@@ -151,8 +153,9 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """Return the number of consumers (`IntervalAttention.consumers`). It is three if narrow
-    heads need few registers, since more warps hide the latency of a block's steps.
+    """Return the number of consumers (`IntervalAttention.consumers`). The number is three if
+    heads are narrow and need few registers, since more warps hide the latency of a block's
+    steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 
@@ -165,7 +168,7 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Maximum number of keys per query. None means no maximum, so that there are many
+      window: Maximum number of keys per query. None means no maximum. A query then has many
         blocks.
       fp8: Whether keys and values are in e4m3.
     """
@@ -178,18 +181,19 @@ def forward_blocks(
         return {"block": 64, "stages": 3}
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
-    # The blocks that together have the fewest keys, and among these the largest.
+    # Of the possible sizes, those whose blocks together have the fewest keys, and among these
+    # the largest size.
     if fp8:
         keys += GROUP - 1
         blocks = min(FP8_BLOCKS, key=lambda size: (cdiv(keys, size) * size, -size))
         return {"block": blocks, "stages": 2}
-    # The minimum number of blocks that cover the keys of a work item, and then the smallest
-    # blocks.
+    # Of the possible sizes, those with the fewest blocks per work item, and among these the
+    # smallest size.
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 
 def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
-    """Return the same numbers as `forward_blocks`, for `dq`."""
+    """Return the number of keys per block and of stages of the ring buffer for `dq`."""
     width = key_width + value_width
     return {"block": 64, "stages": 3 if width <= 256 else 2 if width <= 384 else 1}
 
@@ -223,9 +227,10 @@ def dq(spec: IntervalAttention) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K with dS = gP * (dP - delta), the
     gradient of `forward`'s query.
 
-    With `second_keys` the gradient of a second interval is added, which has its own keys, values,
-    bounds and statistics. The sum of each interval is rounded, as with two kernels. With
-    `first_row` and `end_row` only these rows of an existing array are written.
+    With `second_keys` the gradient of a second interval is added. The second interval has its
+    own keys, values, bounds and statistics. The sum over each interval is rounded, as if two
+    kernels computed them. With `first_row` and `end_row`, only the rows `first_row .. end_row -
+    1` of an existing array are written.
 
     The first inputs are the first five of `forward`, then the keys, values, bounds and
     `row_stats` of the second interval. These follow:

@@ -1,9 +1,10 @@
-"""Scores of the selection blocks (Eqs. 8 to 10) and the best n of them (Eq. 11), in one kernel.
+"""Describes the kernel that computes the scores of the selection blocks (Eqs. 8 to 10) and
+selects the n best blocks (Eq. 11).
 
-With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of block
-`j` has phase `c`. It is counted `min(cover, r - c)` times for its block (Eq. 9), and the
-remaining `cover - min(cover, r - c)` times for the next block, which it overlaps. For r = 4 and
-cover = 2:
+With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of
+block `j` has phase `c`. The token is counted `min(cover, r - c)` times for its block (Eq. 9),
+and `cover - min(cover, r - c)` times for the next block, which the token overlaps. For r = 4
+and cover = 2:
 
     compressed token     4j    4j+1  4j+2  4j+3 | 4j+4  4j+5 ...
     phase c              0     1     2     3    | 0     1
@@ -14,8 +15,8 @@ cover = 2:
     next[j]  = sum_c (cover - min(cover, r - c)) * p[r * j + c]
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
-A product computes one phase of 64 blocks, so that the sum over phases is an addition of
-registers. Groups of up to 16 heads use Q K^T, larger groups K Q^T.
+A product computes one phase of 64 blocks. The sum over phases is therefore a sum of registers.
+Groups of up to 16 heads use the product Q K^T, and larger groups use K Q^T.
 """
 
 import dataclasses
@@ -27,22 +28,22 @@ from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
 KEYS = 64  # number of blocks per product, with one phase of each
 MAX_GROUP_QK = (
-    # rows per warp of a product Q K^T; a warp selects the blocks of its rows without other
-    # warps
+    # Number of rows per warp of a product Q K^T. A warp selects the blocks of its rows without
+    # other warps.
     16
 )
 
-# A score row of Q K^T is stored in shared memory in stripes of 32 entries, one per lane. Two words
-# of padding follow each stripe, so that lanes that read one column, one stripe each, have only
-# two-way bank conflicts. The carry into the next chunk follows the last stripe.
+# A score row of Q K^T is stored in shared memory in stripes of 32 entries, one per lane. Two
+# words of padding follow each stripe. When the lanes read one column, one stripe each, bank
+# conflicts are therefore only two-way. The carry into the next chunk follows the last stripe.
 STRIPE_WORDS = LANES + 2
-MAX_STRIPES = LANES  # the lanes read one column at once, one stripe per lane
+MAX_STRIPES = LANES  # since the lanes read one column at once, one stripe per lane
 
-# Of K Q^T.
+# Sizes of the kernel with K Q^T.
 KQ_ROWS = 128  # maximum number of query rows per tile
 KQ_TOKENS = 8  # maximum number of tokens per tile
 KQ_SCORES = 4096  # maximum number of scores in shared memory
-KQ_STAGES = 2  # with more, only one CTA fits on an SM
+KQ_STAGES = 2  # with more stages, only one CTA fits on an SM
 KQ_WARPS = 4
 
 
@@ -105,7 +106,9 @@ class Scores(Spec):
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The nominal number of candidates is the largest one with the same tiling."""
+        """The nominal values of the lengths. The nominal number of candidates is the largest
+        number with the same tiling.
+        """
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
         query_tiles = NOMINAL_LENGTH if self.query_tiles else 0
         return lengths | {"query_tiles": query_tiles, "candidates": self.most_candidates}
@@ -114,7 +117,7 @@ class Scores(Spec):
     def most_candidates(self) -> int:
         """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
-        # The size of chunks is the same for all lengths that need several chunks.
+        # All lengths that need several chunks have the same chunk size.
         return most if self.swap_ab else min(most, 4 * self.held)
 
     @cached_property
@@ -131,7 +134,7 @@ class Scores(Spec):
 
     @cached_property
     def swap_ab(self) -> bool:
-        """Whether the product is K Q^T instead of Q K^T. This is so if a token has more rows
+        """Whether the product is K Q^T instead of Q K^T. K Q^T is used if a token has more rows
         than one warp.
         """
         return self.group > MAX_GROUP_QK
@@ -163,8 +166,9 @@ def best_blocks(spec: Scores) -> Kernel:
       lse: float32 `[B, T, H]`, natural, -inf if a query has no keys;
       key_begin, key_end: int32 `[B * tiles, rows]`, the interval of keys `ratio * block +
         phase` to which a row attends; neither bound decreases;
-      own_block, base_block: int32 `[B * tiles, score_rows]`, a token's own block in its sequence
-        (-1 is padding) and the block where its sequence begins;
+      own_block, base_block: int32 `[B * tiles, score_rows]`, each token's own block, counted
+        from the begin of its sequence (-1 is padding), and the first block of the token's
+        sequence;
       span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
         the last candidate;
       first_token, end_token: with `query_tiles`, int32 `[B * tiles]`, the tokens of a tile.
@@ -207,9 +211,9 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Return the tiling of Q K^T. A token has two rows if its group has at most two heads and the
-    scores of all candidates then fit at once. Otherwise the number of rows is that of the heads,
-    rounded up to a power of two, but at least four.
+    """Return the tiling of Q K^T. A token has two rows if its group has at most two heads and
+    the scores of all candidates then fit at once. Otherwise the number of rows is the number of
+    heads, rounded up to a power of two, and at least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -220,18 +224,20 @@ def tiling_qk(spec: Scores) -> Tiling:
 
 
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
-    """Return the tiling with `heads` rows per token. It has the smallest number of chunks that
-    fits in shared memory, and then the largest number of stages.
+    """Return the tiling with `heads` rows per token. Of all tilings that fit in shared memory,
+    it has the fewest chunks, and among those the most stages.
     """
     sm_bytes = 228 * 1024  # shared memory per SM, of which the system uses 1 KB per CTA
-    # Four warpgroups on an SM have 128 registers per thread. They are two CTAs if the compiler
-    # needs no limit to stay within 128 registers (`narrow`), and otherwise one CTA. If it would
-    # spill (`large`), the CTA has three warpgroups, with more registers per thread.
+    # Four warpgroups on an SM have 128 registers per thread. The warpgroups are in two CTAs if
+    # the compiler stays within 128 registers without a limit (`narrow`), and otherwise in one
+    # CTA. If the compiler would spill registers (`large`), the CTA has three warpgroups, with
+    # more registers per thread.
     narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
     tokens = warpgroups * ROWS // heads
-    # The system uses 1 KB of a CTA's part, and barriers use less than another KB.
+    # Of a CTA's share of shared memory, the system uses 1 KB, and barriers use less than
+    # another KB.
     room = sm_bytes // ctas - 2 * 1024
     winners = winner_slots(spec.free)
     every = spec.most_candidates
@@ -252,9 +258,9 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Return the tiling of K Q^T. The number of heads is rounded to a multiple of 8, the
+    """Return the tiling of K Q^T. The number of heads is rounded up to a multiple of 8, the
     columns of a register, that divides the 64 rows of a load. The number of score rows is a
-    multiple of the warps, since each warp handles one.
+    multiple of the number of warps, since each warp handles one score row at a time.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)

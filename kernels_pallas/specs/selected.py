@@ -1,8 +1,10 @@
-"""Describes attention of every query to its selected blocks. A tile loops over its block list.
+"""Describes attention of every query to its selected blocks. A tile of queries loops over the
+tile's block list.
 
-A tile is gathered if the block list of the previous tile is longer than `gather_limit`. These
-kernels then loop only over the blocks near the tile, which its tokens share, and
-`specs/gathered.py` adds the far blocks.
+A tile is gathered if the block list of the previous tile is longer than `gather_limit`. For a
+gathered tile, the kernels described here loop only over the near blocks, which the tile's
+tokens share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0 and
+all blocks from the block before the tile's first token on:
 
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
@@ -29,23 +31,23 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-# registers per thread for matrices; the rest is for addresses and statistics
+# number of registers per thread for matrices; other registers have addresses and statistics
 FORWARD_REGISTERS = 192
 LIST_CHUNK = 64  # number of entries of a block list that are copied at a time
-MAX_LIST_BYTES = 48 * 1024  # longest block list: 64 tokens x 64 blocks, 3 int32 per entry
+MAX_LIST_BYTES = 48 * 1024  # a list of 64 tokens x 64 blocks, 3 int32 per entry
 
 
 class BlockCounts(NamedTuple):
     """One row of `block_counts`, which has counts and positions in a tile's block list."""
 
-    full_blocks: Any  # number of first blocks that need no mask by key
+    full_blocks: Any  # number of blocks at the begin of the list that need no mask by key
     blocks: Any  # number of blocks in the whole list
-    # The begin and end of the far blocks in the list. Then the first slot of the selection in
-    # which some token has a far block, and the last such slot + 1. These are read only if tiles
-    # may be gathered, and are undefined in packed rows.
+    # The begin and the end of the far blocks in the list. Then the first slot of the selection
+    # in which some token has a far block, and the last such slot + 1. These four numbers are
+    # read only if tiles may be gathered, and are undefined in packed rows.
     far_begin: Any
     far_end: Any
-    far_slot: Any  # slots of whole blocks, which may have several parts in the list
+    far_slot: Any  # counts slots of whole blocks, whose parts are separate in the list
     far_slot_end: Any
 
 
@@ -53,9 +55,9 @@ COUNTS = len(BlockCounts._fields)
 
 
 def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
-    """Return the first block near a tile, except block 0. It is the block before the one that
-    contains the tile's first token, which is at `position`. `larger` returns the maximum of two
-    numbers.
+    """Return the index of the first near block of a tile after block 0. The tile's first token
+    is at `position`. The first near block is the block before the block that contains this
+    token. `larger` returns the maximum of two numbers.
     """
     return larger(larger(position, 0) // block - 1, 0)
 
@@ -67,7 +69,7 @@ class BlockListSizes(AttentionSizes):
     """
 
     n: int  # number of selected blocks per token
-    parts: int = 1  # blocks that are gathered or skipped together
+    parts: int = 1  # number of parts of a block; they are gathered or skipped together
 
     @cached_property
     def tile(self) -> Tile:
@@ -93,11 +95,11 @@ class SelectedAttention(BlockListSizes):
     """Sizes of the problem, of its block lists and of a CTA, and the fused operations."""
 
     block: int  # number of keys per selection block
-    # number of pages per row, each of which is a block anywhere in the `S` keys; 0 means
-    # contiguous keys
+    # Number of pages per row. A page is a block, and may be anywhere in the `S` keys. 0 means
+    # that keys are contiguous.
     pages: int = 0
     gated: bool = False  # forward multiplies the output by a gate
-    added: bool = False  # add the result to an array of its shape
+    added: bool = False  # whether the result is added to an array
     summed: bool = False  # whether forward also computes the gated sum of all branches
     stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = (
@@ -162,9 +164,9 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
 
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
     """Return whether forward of the selected branch computes P V of a block during the work on
-    the next block. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block
-    / 4 registers of P for each of two blocks. A CTA needs one more stage of values and one less
-    of keys.
+    the next block. With overlap, a thread holds Dv / 2 numbers of the output, block / 2 numbers
+    of S, and block / 4 registers of P for each of two blocks. A CTA needs one more stage of
+    values and one less stage of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
@@ -173,8 +175,9 @@ FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # stages of `forward` in e4m3
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the numbers of stages of keys and of values for `forward`, with which three CTAs
-    fit on an SM at D = Dv = 128. A loop that overlaps P V frees keys early and values late.
+    """Return the numbers of stages of keys and of values for `forward`. With these numbers,
+    three CTAs fit on an SM at D = Dv = 128. A loop that overlaps P V releases keys early and
+    values late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
@@ -182,10 +185,10 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the numbers of stages of keys and of values for `dq`. They are 2 and 2 if two CTAs
-    then fit on an SM, otherwise 2 or 1 for keys and 1 for values. Only the sizes for one CTA
-    include the longest block list, since a long list (small G, large n) may leave room for a
-    single CTA.
+    """Return the numbers of stages of keys and of values for `dq`. The numbers are 2 and 2 if
+    two CTAs then fit on an SM. Otherwise they are 2 or 1 for keys and 1 for values. The longest
+    block list is included only when the size of a single CTA is checked, since a long list
+    (small G, large n) may leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:
@@ -218,8 +221,9 @@ def forward(spec: SelectedAttention) -> Kernel:
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
-      gate_0, gate_1, gate_2: float32 `[B, T, H]`, of the compressed, this and the sliding branch;
-        out_0, out_2: `[B, T, H, Dv]`, the outputs of the others; if `summed`.
+      gate_0, gate_1, gate_2: If `summed`, float32 `[B, T, H]`, the gates of the compressed, the
+        selected and the sliding branch. out_0, out_2: If `summed`, `[B, T, H, Dv]`, the outputs
+        of the compressed and the sliding branch.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.
@@ -241,7 +245,8 @@ def dq(spec: SelectedAttention) -> Kernel:
     dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift).
     shift, which includes the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
 
-    The first inputs are the first seven of `forward`. These follow:
+    The first inputs are the first seven inputs of `forward`. The following inputs come after
+    them:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`, computed for
         `dkv`, whose query tiles (`stats_tile`) may differ from the tiles of this kernel.

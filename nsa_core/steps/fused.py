@@ -1,14 +1,14 @@
-"""Runs all steps of NSA on kernels in one function, and computes its gradient, for any
-framework and any kernels.
+"""Runs all steps of NSA in one function, and computes the gradient of this function. The
+functions here support both frameworks and both kinds of kernels.
 
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
 `forward_with_residuals` also stores each branch separately. The kernel of the selected branch
-then computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered, a separate
-kernel (`gated_sum`) computes the sum. `Residuals.recomputed` contain only the block indices.
-`backward` then runs the branches again, one after the other, so that only one output exists at a
-time.
+then computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered, a
+separate kernel (`gated_sum`) computes the sum. If residuals contain only the block indices
+(`Residuals.recomputed`), `backward` runs the branches again. The branches run one after the
+other, so that the output of only one branch exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,8 @@ class Steps(NamedTuple):
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
       narrowest: Function that returns, for a width of keys, the minimum width of values for the
-        compressed branch. The minimum width is used if only the log-sum-exp is needed.
+        compressed branch. Values of the minimum width are used if only the log-sum-exp is
+        needed.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
@@ -57,8 +58,8 @@ class Steps(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The input arrays of a call that have a gradient, or the gradients of these arrays, with the
-    same shapes.
+    """The input arrays of a call that have a gradient, or the gradients of these arrays. The
+    gradients have the shapes of the arrays.
 
     Compressed keys and values are `[B, C, Hkv, .]`. The keys and values of other branches are
     `[B, S, Hkv, .]`. Keys and values to which no query may attend are not NaN.
@@ -82,7 +83,7 @@ class Pages(NamedTuple):
     """
 
     page_table: Any  # int32 [B, M], indices of pages that exist
-    lengths: Any  # int32 [B], keys of each row, at most M select_block
+    lengths: Any  # int32 [B], number of keys of each row, at most M * select_block
     # [B, select_block, Hkv, .]: the page with a row's last key. Keys after that key are finite.
     last_key: Any
     last_value: Any
@@ -90,7 +91,7 @@ class Pages(NamedTuple):
 
 class Residuals(NamedTuple):
     """The data that the backward pass needs in addition to the inputs. If a field is None, the
-    backward pass computes its data again.
+    backward pass computes the data of this field again.
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
@@ -133,7 +134,7 @@ def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *in
     ]
 )
 def _nothing_seen(ops, query, *, width: int):
-    """Return the output and log-sum-exp of queries without keys."""
+    """Return the output (zeros) and the log-sum-exp (-inf) of queries without keys."""
     shape = (*query.shape[:3], width)
     out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
     return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
@@ -142,7 +143,9 @@ def _nothing_seen(ops, query, *, width: int):
 def intervals(
     steps: Steps, ops: ArrayOps, do, branches: Sequence[Interval], params: Params
 ) -> tuple:
-    """Run `steps.backward.intervals`. Unlike that function, accept branches without keys."""
+    """Run `steps.backward.intervals`, and also support branches without keys, which that
+    function does not support.
+    """
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     pairs = [None if x.qkv.key.shape[1] else [*map(zeros, x.qkv[1:])] for x in branches]
     some = [x for x, pair in zip(branches, pairs, strict=True) if pair is None]
@@ -201,13 +204,15 @@ def forward(
         gate = getattr(gates, name)
         return attend(steps, ops, name, getattr(qkv, name), params, *indices, gate=gate, **how)
 
-    # `added` is the sum of the previous branches, to which each branch adds its gated output.
+    # `added` is the sum of the gated outputs of the previous branches. Each branch adds its
+    # gated output to `added`.
     out, lse = branch("compressed")
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, lse, params, num_blocks
         )
-    # With an 8-bit compute dtype, tokens that both branches read are rounded once.
+    # With an 8-bit compute dtype, tokens that the sliding and the selected branch share are
+    # rounded once.
     rounded: dict[str, Any] = {}
     if params.config.compute_dtype is not None and key.sliding is key.selected:
         if value.sliding is value.selected:
@@ -266,8 +271,9 @@ def backward(
     """Return the gradients of the inputs, given the gradient `do` `[B, T, H, Dv]` of the
     output. The gradients of gates are float32.
 
-    With dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c, the kernels read dO, g_c and
-    delta_c. dq is one array, to which the branches add in place, in a fixed order.
+    For each branch c, dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c. The kernels read dO,
+    g_c and delta_c. dq is one array. The branches add their parts of dq to this array in place,
+    in a fixed order.
 
     Args:
       by_places: Whether kernels that read slots of packed rows may return the gradients of the
@@ -287,8 +293,8 @@ def backward(
         ops.release(outputs)
 
     def rows_of(name, *indices, **how):
-        """Return the row statistics of the branch `name`. If the branch must run again to compute
-        the row statistics, its output is dropped.
+        """Return the row statistics of the branch `name`. If the branch must run again to
+        compute its row statistics, the output of the branch is dropped afterwards.
         """
         gate = getattr(gates, name)
         if lses is not None:
@@ -317,7 +323,7 @@ def backward(
 
 def in_slots(layout, *arrays):
     """Move compressed tokens, which are stored without gaps, to the slots of packed rows that
-    kernels read. Without slots, return the tokens unchanged.
+    kernels read. If sequences have no slots, return the tokens unchanged.
     """
     return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
 
@@ -374,7 +380,8 @@ def select_blocks(steps, ops, query, key, params, num_blocks):
     compressed branch first.
     """
     (key,) = in_slots(params.layout, key)
-    # Only the log-sum-exp is read. The narrowest values are therefore sufficient.
+    # Only the log-sum-exp of the branch is read. Values of the minimum width are therefore
+    # sufficient.
     (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))
     _, lse = attend(steps, ops, "compressed", Qkv(query, key, value), params)
     return steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)

@@ -9,14 +9,15 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dK_c    = scale * dS_c^T Q
     dV_c    = gP_c^T dO
 
-If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of dq
-is query-stationary and has the same loop as the forward pass. The kernel of dk and dv is
-key-stationary. The queries of a key tile are determined on the device before this kernel runs. In
-branches with intervals of keys, a search finds the queries of a key tile. In the selected branch,
-they are read from query lists. A long query list is divided into several work items, and another
-kernel merges the partial sums of the work items. For groups from 8 heads, `dkv` of the selected
-branch also stores dS, and dq is the product of dS with the keys (`mosaic_stored_ds.py`). No
-gradient passes through the scores and the selection of blocks. Every sum has a fixed order.
+If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
+dq is query-stationary and has the loop of the forward kernels. The kernel of dk and dv is
+key-stationary. The queries of a key tile are determined on the device before this kernel runs.
+In branches with intervals of keys, a search finds the queries of a key tile. In the selected
+branch, they are read from query lists. A long query list is divided into several work items,
+and another kernel merges the partial sums of the work items. For groups of 8 or more heads,
+`dkv` of the selected branch also stores dS. dq is then the product of dS with the keys
+(`mosaic_stored_ds.py`). No gradient passes through the scores and the selection of blocks.
+Every sum has a fixed order.
 """
 
 import dataclasses
@@ -43,8 +44,9 @@ from nsa_core.varlen import Capacity
 
 
 class NumpyOps:
-    """The part of `nsa_core.array_ops.ArrayOps` that computes bounds and work items of intervals.
-    `NumpyOps` runs on NumPy arrays during tracing, for arrays that depend only on sizes.
+    """The operations of `nsa_core.array_ops.ArrayOps` with which bounds and work items of
+    intervals are computed. `NumpyOps` applies these operations to NumPy arrays during tracing,
+    for results that depend only on sizes.
     """
 
     xp: Any = np
@@ -66,7 +68,8 @@ class NumpyOps:
 NUMPY_OPS: Any = NumpyOps()
 
 
-# Maximum number of work items that are stored as a constant of a program, which is 2 MiB.
+# Maximum number of work items that are stored as a constant of a program. The constant then has
+# 2 MiB.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
@@ -153,8 +156,9 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """Return `_interval_items` of rows that are not packed, as constants of a program. Compiling
-    code that computes these items would take longer than compiling the rest of a backward pass.
+    """Return `_interval_items` of rows that are not packed, as constants of a program.
+    Compiling code that computes these items would cost more time than compiling the rest of a
+    backward pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
     position = np.broadcast_to(index, (spec.B, spec.T))

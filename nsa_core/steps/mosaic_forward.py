@@ -35,8 +35,8 @@ round_tokens = mosaic_fp8.round_tokens
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """Return keys and values rounded to `compute_dtype`. If `rounded` is given, return it. If
-    there is no `compute_dtype`, return None.
+    """Return keys and values rounded to `compute_dtype`, or None if there is no
+    `compute_dtype`. If `rounded` is given, return `rounded`.
     """
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
@@ -83,8 +83,8 @@ def interval(
 
 
 def _operands(qkv: Qkv, layout, rounded):
-    """Return the keys and values that a kernel reads, and the layout of queries whose indices
-    refer to these keys.
+    """Return the keys and values that a kernel reads, and the layout of the queries. The
+    indices in this layout refer to these keys.
     """
     if rounded is None:
         return (qkv.key, qkv.value), layout
@@ -125,7 +125,7 @@ def selected(
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
     if (
         not spec.gather_limit
-    ):  # if partial outputs are merged later, the merge applies gates and adds the sum
+    ):  # if partial outputs are merged later, the merge applies the gate and adds `added`
         fused = {"gated": gate is not None, "added": added is not None}
         spec = dataclasses.replace(spec, **fused)
     operands, layout = _operands(qkv, params.layout, rounded)
@@ -188,8 +188,8 @@ def selected_on_pages(
     scale: float | None = None,
 ) -> Kernel | None:
     """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. Return
-    None if far blocks are gathered (`mosaic_gather`), which needs contiguous keys, or if a page
-    has several blocks.
+    None if far blocks are gathered (`mosaic_gather`), since gathering needs contiguous keys.
+    Also return None if a page has several blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -288,9 +288,9 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the arrays that `scores.best_blocks` reads: the bounds of the compressed tokens per
-    row, each token's own block, the first block of its sequence, and the number of blocks that
-    the tokens of a tile span.
+    """Return the arrays that the kernel `scores.best_blocks` reads. For each row, they have the
+    bounds of the compressed tokens. For each token, they have its own block and the first block
+    of its sequence. For each tile, they have the number of blocks that the tile's tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -310,8 +310,8 @@ def _candidates(ops, first, last, base, position, *, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
-    """Return `_candidates` for tiles that each have tokens of one sequence only. `first` is the
-    first slot of a query's sequence.
+    """Return the same arrays as `_candidates`, for tiles whose tokens all belong to one
+    sequence. `first` is the first slot of a query's sequence.
     """
     xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
     token = first_token[..., None] + ops.arange(first, tile.tokens)

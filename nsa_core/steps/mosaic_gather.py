@@ -1,16 +1,18 @@
-"""Computes selected attention for tokens whose neighbours selected other blocks, for both
-frameworks.
+"""Computes selected attention for tiles whose tokens selected mostly different blocks. The
+module supports both frameworks.
 
-If the block list of a tile of queries is long, the next tile loops only over near blocks
-(`kernels_pallas.specs.selected`). The kernel `kernels_pallas.specs.gathered` processes the far
-blocks of that next tile. Whether a tile is gathered depends on the block list of the previous
-tile, since adjacent tiles select similar blocks and no output may depend on later tokens. The
-device decides whether a tile is gathered, so that the host never waits. Each of the two kernels
-skips the blocks of the other.
+A tile of queries usually loops over all blocks of the tile's block list. For a gathered tile,
+the loop has only the near blocks: block 0, and all blocks from the block before the tile's
+first token on (`kernels_pallas.specs.selected`). The gathering kernel
+(`kernels_pallas.specs.gathered`) processes the other blocks of a gathered tile, which are
+called far blocks. A tile is gathered if the block list of the previous tile is long, since
+adjacent tiles select similar blocks. The tile's own list cannot decide, since no output may
+depend on later tokens. The device decides whether a tile is gathered, and the host never waits
+for the decision.
 
-The gathering kernel is key-stationary. The gathering kernel writes a partial output for each far
-block of a token. Another kernel merges the partial outputs with the output of the loop. Tokens
-are split into segments, which limits the number of partial outputs.
+The gathering kernel is key-stationary. For each token, the gathering kernel writes one partial
+output per far block. Another kernel merges the partial outputs of a token with the output of
+the loop. Tokens are split into segments to limit the number of partial outputs.
 """
 
 import dataclasses
@@ -27,14 +29,14 @@ from kernels_pallas.specs.work_items import WorkItems, entries_of_item
 from nsa_core.array_ops import ArrayOps, Places, derived
 from nsa_core.steps import mosaic_lists
 
-# Gathering is faster if the list of a tile has more than this number of blocks per block that a
-# token selects.
+# Gathering is faster if the block list of a tile is longer than the number of selected blocks
+# per token times this factor.
 LONG_LIST = 4
-# maximum number of heads per group for blocks of 64 keys; with more heads, partial outputs cost
-# as much traffic as gathering saves
+# Maximum number of heads per group for blocks of 64 keys. With more heads, partial outputs cost
+# as much traffic as gathering saves.
 MAX_HEADS = 8
-# bytes of partial outputs that exist at a time, if this is more than half an output and one run
-# of list chunks
+# Bytes of partial outputs that exist at a time. The actual number is larger if half an output,
+# or one run of list chunks, needs more.
 MAX_BYTES = 2**30
 MAX_SELECTION_ENTRIES = 31  # maximum number of entries per token, each of which has a bit
 # The fields that the gathering kernel shares with the kernel that skips far blocks.
@@ -52,16 +54,16 @@ def max_heads(block: int) -> int:
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
-    """Return the maximum number of blocks in the list of a tile
+    """Return the length of a block list above which the next tile is gathered
     (`SelectedAttention.gather_limit`).
 
-    The result 0 means that nothing is gathered, since no list is too long or the gathering kernel
-    cannot run.
+    The result 0 means that no tile is gathered, since no list is long enough or the gathering
+    kernel cannot run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     block, most = config.select_block, int(LONG_LIST * n)
-    # A block of 128 keys has one partial output, and in the loop it has twice the bytes of a
-    # block of 64 keys.
+    # A block of 128 keys has one partial output like a block of 64 keys. In the loop, a block
+    # of 128 keys has twice the bytes.
     parts = parts_of_block(block, n)
     if packed or block != parts * ROWS or group > max_heads(block) or n > MAX_SELECTION_ENTRIES:
         return 0
@@ -94,8 +96,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     alone = not any(merges.values())
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
-        # The rows come from the current `out`. Its initial array no longer exists after the
-        # first segment.
+        # The rows of a segment come from the current `out`. The initial array of `out` no
+        # longer exists after the first segment.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         merging = dataclasses.replace(kernel, **merges)
         merge = _staying(ops, gathered.merge, merging) if alone else gathered.merge(merging)
@@ -145,8 +147,9 @@ def _in_parts(ops, spec, block_indices, counts, layout):
     if spec.parts == 1:
         return block_indices, counts, layout
     (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
-    # Blocks that are split elsewhere are gathered whole. Positions are counted in units of
-    # `parts` keys. A key tile of 64 such units is then a whole block.
+    # The loop splits a block into parts, and the gathering kernel processes whole blocks.
+    # Positions are counted in units of `parts` keys. A key tile of 64 such units is then a
+    # whole block.
     return block_indices, counts, Places(position, layout.key_start)
 
 

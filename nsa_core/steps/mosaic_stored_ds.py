@@ -1,8 +1,8 @@
 """Gradients of the selected branch with stored dS, for either framework.
 
-The kernel `dkv` computes dS for every token and each block that the token selected, and writes dS
-to memory. With stored dS, the gradient of the query is one product per block instead of three,
-and needs no V, dO or exponentials:
+The kernel `dkv` computes dS for every token and each block that the token selected, and writes
+dS to memory. With stored dS, the kernel of dq computes one product per block instead of three,
+and needs neither V nor dO nor exponentials:
 
     entries of a block ──► dkv ──► dk, dv partials ──► merge
                             │
@@ -29,17 +29,17 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 from nsa_core.steps import mosaic_lists
 from nsa_core.steps.params import LaterDq, Qkv
 
-# maximum bytes of a dS chunk of several rows of [B, Hkv]; a single row may have more
+# maximum bytes of a dS chunk with several rows of [B, Hkv]; a chunk of one row may have more
 CHUNK_BYTES = 2**31
 MAX_CHUNK_BYTES = 10 * 2**30  # if a chunk would have more bytes than this, dS is not stored
-MAX_ENTRIES = 512  # entries of a work item; a chunk waits for its last work item
+MAX_ENTRIES = 512  # entries per work item; a chunk waits for its last work item
 MAX_OUTPUTS = (
-    4  # dS of a row must have at most 4 times the size of an output; larger dS is not stored
+    4  # dS of a row of [B, Hkv] is stored if it has at most 4 times the size of an output
 )
 
 
 def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
-    """Return whether dS is stored. For very long sequences dS is not stored, since it would be
+    """Return whether dS is stored. For very long sequences dS is not stored, since dS would be
     too large or the number of entries would exceed int32.
 
     Args:
@@ -80,8 +80,8 @@ def gradients(
     block_lists,
     by_places: bool = False,
 ) -> Qkv:
-    """Return the gradients of query, key and value. dq includes `added`, and may be written to
-    the memory of `added`.
+    """Return the gradients of query, key and value. dq is the sum with `added`, and may be
+    written to the memory of `added`.
 
     Args:
       base: as in `serves`.
@@ -110,9 +110,10 @@ def gradients(
     queries = mosaic_lists.queries_of(layout)
     work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
-    # The longest work items run first. Items that begin together then also end together, and the
-    # next items begin at the same position of the sequence. They therefore share more reads in
-    # L2. Each item has its own partial sum, so that no result changes.
+    # The longest work items run first. Items that begin together then also end together, and
+    # the items after them begin together at the same position of the sequence. Concurrent items
+    # therefore share more reads in L2. Each item has its own partial sum, so the order of items
+    # changes no result.
     (table,) = ops.run(work_items.ordered_work_items(work), table)
     whole = dataclasses.replace(
         base,
@@ -127,9 +128,9 @@ def gradients(
     max_rows = _max_rows(ops, of_query)
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
-    # dq of the other branches for the next chunk runs concurrently with dkv and dq of the current
-    # chunk. dq of the other branches is bound by the tensor cores, and dkv and dq here are bound
-    # by memory.
+    # dq of the other branches for the next chunk runs concurrently with dkv and dq of the
+    # current chunk. dq of the other branches is bound by the tensor cores. dkv and dq of the
+    # selected branch are bound by memory.
     later = added if isinstance(added, LaterDq) else None
     if later is not None:
         added = later.rows(ops, 0, min(max_rows, lists.rows))
@@ -181,14 +182,16 @@ def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> Stor
 
 
 def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """Return the maximum number of rows per chunk. If dq is not added in place, all rows are in
-    one chunk.
+    """Return the maximum number of rows of `[B, Hkv]` per chunk. If dq is not added in place,
+    all rows are in one chunk.
     """
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
     if ops.has_streams and spec.stored_rows * row > most:
-        most //= 2  # this is as fast when it runs concurrently with dq of the other branches
+        most //= (
+            2  # half as many rows are as fast if dq of the other branches runs concurrently
+        )
     return min(max(most // row, 1), spec.stored_rows)
 
 
@@ -200,8 +203,9 @@ def _row_bytes(spec: StoredDsQuery) -> int:
 def _chunks(
     ops, layout, rows: int, max_rows: int, items: int
 ) -> Iterator[tuple[Any, int, int]]:
-    """Return the chunks of dS with at most `max_rows` rows, each with its first row and its
-    end. `items` is the number of work items per row. Each work item writes a partial.
+    """Return the chunks of dS, of at most `max_rows` rows each. A chunk is given by its first
+    row and its end. `items` is the number of work items per row. Each work item writes a
+    partial.
     """
     count = -(-rows // max_rows)
     sizes = {"count": count, "max_rows": max_rows, "items": items}
@@ -222,7 +226,7 @@ def _chunk_words(ops, like, *, count, max_rows, items):
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
     """Return dk and dv by name, merged from the partial sums of all rows. The memory of the
-    partial sums is released.
+    partial sums is released afterwards.
     """
     spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
     merged = {}
@@ -233,8 +237,8 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
-    """Return dk and dv like `_merged`, but merge only the rows of a chunk. All other rows have
-    the values of `before`.
+    """Return dk and dv like `_merged`, but merge the partial sums of only the rows in a chunk.
+    All other rows of dk and dv have the values of `before`.
 
     Args:
       arrays: Further inputs of the kernel.

@@ -2,9 +2,9 @@
 counterpart for Mosaic kernels.
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
-tiles of keys have much more work than others, or a block has a long query list, the work is
-divided. Partial sums in float32 are then added in a fixed order. A stable sort builds the query
-lists, so that every sum has a fixed order.
+tiles of keys have much more work than others, or a block has a long query list, several
+programs share the work of a tile. Their partial sums in float32 are added in a fixed order. A
+stable sort builds the query lists, so the order of every sum is fixed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from nsa_core.steps.triton_forward import (
 MERGED_ROWS = 16  # number of rows per program that adds partial sums
 SEGMENT = 2048  # entries of a query list that one program processes
 PROGRAMS = (
-    1024  # the minimum number of parts into which dkv is split if there are few key tiles
+    1024  # the minimum number of programs into which dkv is split if there are few key tiles
 )
 
 
@@ -134,10 +134,10 @@ def _last_items(ops, like, *, tiles: int, row: int, segments: int):
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
-    """Return int32 `[B, tiles, 4]`, which bounds the queries of each tile of keys. The first two
-    entries of a tile are the start and the end of the queries that attend to at least one of its
-    keys. The last two are those of the queries that attend to all of its keys. The bounds `first`
-    and `last` never decrease along the queries.
+    """Return int32 `[B, tiles, 4]`, which bounds the queries of each tile of keys. The first
+    two entries of a tile are the start and the end of the queries that attend to at least one
+    of its keys. The last two entries are the start and the end of the queries that attend to
+    all keys of the tile. The bounds `first` and `last` never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
@@ -202,8 +202,8 @@ class ListSizes(NamedTuple):
 
     Attributes:
       entries: The maximum number of entries.
-      items: The maximum number of work items. Every tile has at least one.
-      packed: Whether sequences may begin at any key. A block may then be in two tiles.
+      items: The maximum number of work items. Every tile has at least one work item.
+      packed: Whether sequences may begin at any key. If they may, a block may be in two tiles.
     """
 
     tiles: int
@@ -226,8 +226,8 @@ def _list_shapes(block_indices, *arrays, sizes):
 
 @derived(_list_shapes)
 def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSizes):
-    """Return the queries that selected each tile of keys, and the work items, as `of_blocks`
-    reads them.
+    """Return the query list of each tile of keys, and the work items, in the form that the
+    kernel `of_blocks` reads.
     """
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
@@ -235,8 +235,8 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     few = tiles < 2**15
     keys, order = ops.sort(
         ops.cast(keys, xp.int16) if few else keys
-    )  # an int32 key halves the number of passes of the sort
-    order = ops.to_int32(order)  # from here on no name refers to the larger array
+    )  # sorting by an int32 needs half as many passes as sorting by an int64
+    order = ops.to_int32(order)  # no name refers to the larger array any more
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.searchsorted(keys, borders, "left")
     items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
@@ -246,8 +246,8 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
-    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. The value `tiles` means that
-    the entry belongs to no tile.
+    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. An entry that belongs to
+    no tile has the value `tiles`.
     """
     xp, tiles = ops.xp, sizes.tiles
     batch, _, heads, _ = block_indices.shape

@@ -4,8 +4,8 @@
                              interval (sliding)
 
 The functions, their arguments and their results are the same as in `mosaic_forward`, since
-`fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels and that has
-the `capability` of the GPU.
+`fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels. Its
+function `capability` returns the compute capability of the GPU.
 """
 
 import math
@@ -115,7 +115,7 @@ def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
     p = problem_of(ops, qkv, params.scale)
     position, key_start = places(ops, params.layout)
     sizes = _tiles(p, block_indices, params)
-    if sizes["TOKENS"] == 1:  # the blocks of the token itself, which the kernels read
+    if sizes["TOKENS"] == 1:  # the kernels read the token's blocks directly
         return position, position
     programs, entries = p.pairs * cdiv(p.T, sizes["TOKENS"]), sizes["ENTRIES"]
     kernel = TritonKernel.of(

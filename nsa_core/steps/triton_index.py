@@ -25,23 +25,23 @@ from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
 from nsa_core.steps.triton_forward import array_of
 from nsa_core.validate import dtype_name
 
-SCORES_BYTES = 2**28  # bytes of block scores that are written at a time
-SELECTED = 64  # maximum number of blocks per query, which stay in registers
+SCORES_BYTES = 2**28  # maximum bytes of block scores that exist at a time
+SELECTED = 64  # maximum number of selected blocks per query, all in registers
 CHUNK = 2048  # number of keys that a program scores if scores are written to memory
-# maximum number of elements of a block in float32; products keep such a block in registers
+# maximum number of elements of a float32 block, which products keep in registers
 FLOAT32_KEYS = 4096
 
 
 def _on_chip(index: Index) -> bool:
-    """Return whether the kernel `index.index_blocks`, which writes no scores, supports the
-    call.
+    """Return whether the kernel `index.index_blocks` supports the call. This kernel writes no
+    scores.
     """
     plain = index.activation is None and index.reduce is None
     return plain and LEAST <= index.pool and index.num_selected <= SELECTED
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks, including the block of the last tokens. The last block may
+    """Return the number of blocks, including the block of the last tokens. This last block may
     have no index key yet, but it may be forced into the lists.
     """
     forced = index.num_initial + index.num_local > 0
@@ -167,9 +167,9 @@ def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
 
 
 class Kept(NamedTuple):
-    """The data that the gradient of the loss needs: t of each listed key `[B, T, Hi, n
-    * block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the query
-    lists of the blocks. `t` is the target probability in `indexer_kl`.
+    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi,
+    n * block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the
+    query lists of the blocks. `t` is the target probability in `indexer_kl`.
     """
 
     targets: Any
@@ -196,7 +196,7 @@ def _kl_tiles(
     """Return the numbers of rows per step, of warps and of stages.
 
     Args:
-      narrow: Whether the elements have 16 bits.
+      narrow: Whether the elements of the operands have 16 bits.
       rows: Two numbers of rows. The first is for GPUs whose matrix instructions read operands
         from shared memory, and the second for other GPUs.
       wide: Numbers of warps and of stages on GPUs whose matrix instructions read operands from
@@ -227,7 +227,7 @@ def _over_lists(
 
 
 def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -> TritonKernel:
-    """Describe a kernel whose programs process `queries` queries of an index head."""
+    """Describe a kernel in which each program processes `queries` queries of one index head."""
     *rows, n = lists.shape
     count, heads = math.prod(rows), lists.shape[2]
     sizes = {"INDEX_HEADS": heads, "N": n, "BLOCK": block, "QUERIES": queries} | more
@@ -252,7 +252,8 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     narrow, group = dtype != "float32", heads // index_heads
     of_entries, of_queries = (float32(*lists.shape[:x]) for x in (4, 3))
     tiles = _kl_tiles(narrow, capability, (128, 64), (4, 2))
-    # float16 is sufficient, since t is at most 1 and only the absolute error of a small t matters.
+    # float16 is sufficient for t, since t is at most 1 and only the absolute error of a small t
+    # matters.
     targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
     kernel = _over_lists(
         *("kl_targets", about, lists, keys, log2_scale, [of_entries, targets], tiles),
@@ -293,7 +294,7 @@ def gradients(
     grad = ops.to_float32(grad)
     targets, index_lse, mass, *of = kept
     outputs = [
-        # Differences between probabilities are too small for float16.
+        # dtype of differences between probabilities, which are too small for float16
         Array((*lists.shape, width), "bfloat16" if narrow else "float32"),
         float32(batch * heads * about.items, block, width),
     ]

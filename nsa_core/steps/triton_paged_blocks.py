@@ -1,5 +1,5 @@
-"""Selects blocks with an indexer, and computes attention to listed blocks, for rows in pages. The
-module runs Triton kernels and supports both frameworks.
+"""Selects blocks with an indexer, and computes attention to listed blocks. The keys and values
+of each row are in pages. The module runs Triton kernels and supports both frameworks.
 """
 
 import math
@@ -14,12 +14,12 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.index import MAX_POOL, Index
 from nsa_core.validate import dtype_name
 
-PARTIAL_BYTES = 2**28  # bytes of the outputs of parts in float32
+PARTIAL_BYTES = 2**28  # maximum bytes of the float32 outputs of the parts of lists
 SPLIT = 256  # keys per part of a list; half this number for wide heads
 CHUNK = 1024  # keys that a program scores; half this number if there are few programs
 KEYS = 128  # keys per step
 PART = 4096  # blocks of a list that are processed at a time to write the selected ones
-BLOCKS = 2**15  # maximum number of blocks per row, whose scores one program holds
+BLOCKS = 2**15  # maximum number of blocks per row; one program holds all their scores
 # If there are only a few lists, each is processed in parts of LIST_PART blocks. The scores of a
 # list are compared digit by digit, and DIGITS has the number of bits of each digit.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
@@ -43,11 +43,11 @@ class Paged(NamedTuple):
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
         """Return the number of queries per row, `lengths`, and the row and the position of each
-        token. The number of queries is 0 if rows have different numbers.
+        token. The number of queries per row is 0 if it differs between rows.
 
-        If all rows have the same number of queries, kernels read only `lengths`, and no other
-        kernel is launched before them. Otherwise the kernels read the row and the position of
-        each token. `most` is the number of tokens for which a row's table has pages.
+        If all rows have the same number of queries, kernels read only `lengths`, and no kernel
+        computes rows and positions. Otherwise the kernels read the row and the position of each
+        token. `most` is the number of tokens for which a row's table has pages.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -57,8 +57,8 @@ class Paged(NamedTuple):
 
 
 def _stride(pages) -> int | None:
-    """Return the stride between pages of `[P, page, ..]`, counted in entries, or None if a page
-    is not contiguous.
+    """Return the stride between the pages of an array `[P, page, ..]`, counted in entries.
+    Return None if a page is not contiguous.
     """
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
     if not hasattr(pages, "stride"):
@@ -121,7 +121,7 @@ class _Sizes(NamedTuple):
         widths, size = (self.D, self.Dv), itemsize(self.dtype)
         keys, rows = min(power(self.listed), 64, self.split), power(self.group)
         found = choose("forward", rows, keys, *widths, size, self.capability)
-        small = self.whole or self.D + self.Dv > 256  # the gathers of many programs overlap
+        small = self.whole or self.D + self.Dv > 256  # gathers of many programs overlap
         if found is None or not small or rows > LEAST or size == 4:
             return found
         return Tiling(rows, min(keys, 32), 1, 2)
@@ -297,7 +297,8 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
         [float32(tokens, lists, count)],
         (4, 1),  # more programs hide more latency than more stages
         HEADS=heads,
-        # This is at least the number of `index.index_blocks`, so that scores have the same bits.
+        # The number of rows is at least that of `index.index_blocks`. The scores therefore have
+        # the same bits as the scores of that kernel.
         ROWS=max(power(heads), 64 if wide else LEAST),
         WIDTH=width,
         POOL=index.pool,
@@ -350,7 +351,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     outputs, slots = [(items // lists, lists, n)], power(n)
     if parts == 1:
         sizes = {"SLOTS": slots, "BLOCKS": held, "PART": min(held, PART)}
-        warps = min(max(held // 2048, 4), 16)  # with few warps, sums over a program are fast
+        warps = min(max(held // 2048, 4), 16)  # sums over a program are faster with few warps
         return ops.run(described("best", outputs, warps, **sizes), scores, *places)[0]
     sizes = {"PARTS": parts, "PART": LIST_PART}
     counts = known = before = places[0]  # an array that the first launch does not read
