@@ -1,6 +1,6 @@
 """Loads and stores one value per row for the 64 query rows of a tile. No shared memory is used.
 
-    TileRows rows of adjacent tokens, whose addresses follow from the first token
+    TileRows       rows of adjacent tokens, whose addresses follow from the first token
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
 Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with

@@ -9,9 +9,9 @@ Tokens are divided into segments. Items of one segment run together and read the
 which therefore stay in L2. With `streams`, items of a segment that read the same queries are
 also neighbours in the table.
 
-    table [items, 8] int32 one `WorkItem` per row; for intervals [items, 16] first [B, Hkv,
-    tiles] index of the first partial of a tile of keys count [B, Hkv, tiles] number of partials
-    of a tile of keys
+    table     [items, 8] int32    one `WorkItem` per row; for intervals [items, 16]
+    first     [B, Hkv, tiles]     index of the first partial of a tile of keys
+    count     [B, Hkv, tiles]     number of partials of a tile of keys
 
     order of work items
       of intervals                [segment, tile, row of B x Hkv], the last segment first
