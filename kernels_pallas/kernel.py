@@ -11,16 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-# Mosaic assumes that every pointer is a multiple of 256 bytes, and its code may compute addresses
-# with OR in place of addition. torch's allocator returns multiples of 512 bytes; only a view that
-# starts inside its storage can have another address.
+# Mosaic assumes that every pointer is a multiple of 256 bytes, and its code may compute
+# addresses with OR in place of addition. torch's allocator returns multiples of 512 bytes. Only
+# a view that starts inside its storage can have another address.
 ALIGNMENT = 256
-SIZE = "sizes."  # prefix of the names of scalar arguments, which carry sizes
-# A scalar argument is an address, which is its size times this number (`Kernel.for_any_length`).
+SIZE = "sizes."  # prefix of the names of scalar arguments, whose addresses are sizes
+# The address of a scalar argument is a size times this number (`Kernel.for_any_length`).
 SCALAR_STEP = ALIGNMENT
-NOMINAL_LENGTH = 2**18  # the length in the types of a kernel that serves any length
-# Lengths whose kernels serve all lengths. The scores have a kernel for each power of two; the
-# other steps have kernels for short and for long sequences.
+NOMINAL_LENGTH = 2**18  # the length of arrays in the description of a kernel for any length
+# The kernels for these lengths serve all lengths. The step of the scores has a kernel for each
+# power of two. Other steps have kernels for short and for long sequences.
 LENGTHS = tuple(2**i for i in range(9, 20))
 
 
@@ -45,7 +45,7 @@ def float32(*shape: int) -> Array:
 
 
 SCALAR = int32(64)
-DESCRIPTIONS = 4096  # number of cached descriptions per function, a few hundred lengths
+DESCRIPTIONS = 4096  # cached descriptions per function, enough for a few hundred lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,38 +62,39 @@ class Spec:
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The fields that are lengths, with their nominal values."""
+        """The fields of the spec that are lengths, with their nominal values."""
         return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
 
     def for_any_length(self) -> Self:
-        """The same spec with nominal lengths."""
+        """A copy of the spec with nominal lengths."""
         return dataclasses.replace(self, any_length=True, **self.nominal)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """One Mosaic GPU kernel with fixed shapes, called from both frameworks.
+    """One Mosaic GPU kernel with fixed shapes. Both frameworks call it.
 
-    Kernels are compared by identity. The function that describes a kernel is cached by its spec
-    (`described`), so one description is one object, traced and compiled once.
+    Kernels are compared by identity. The function that describes a kernel caches its results by
+    spec (`described`). A spec therefore has one kernel object, which is traced and compiled
+    once.
 
     Attributes:
       name: Name in messages and reports.
       spec: The static sizes, a frozen dataclass.
-      body: `module:function`. The function accepts this kernel and returns the function that
-        `plgpu.kernel` returns: its arguments have the shapes of `inputs`, and it returns a list
-        or tuple of arrays with the shapes of `outputs`. In tests, `body` may be the function that
-        `plgpu.kernel` returns, instead of a name.
+      body: `module:function`. This function accepts the `Kernel` and returns a result of
+        `plgpu.kernel`. That result is a function whose arguments have the shapes of `inputs`,
+        and which returns a list or tuple of arrays with the shapes of `outputs`. In tests,
+        `body` may be such a result of `plgpu.kernel` instead of a name.
       inputs: At least one array.
       outputs: At least one array.
       in_place: Number of first outputs that may share memory with the same number of last
-        inputs, in order. Each part of such an input is read before the same part of the output
-        is written.
+        inputs, in order. The kernel reads each part of such an input before it writes the same
+        part of the output.
       names: Names of the inputs, then of the outputs (`Kernel.named`).
       sizes: Numbers that the body needs and that depend on lengths, by name.
       grid: Number of CTAs along each of at most two axes.
-      cluster: Number of CTAs, neighbours on the grid's last axis, that run together and access
-        each other's shared memory.
+      cluster: Number of CTAs per cluster. The CTAs of a cluster are neighbours on the grid's
+        last axis, run together, and access each other's shared memory.
       source: `module:function` that describes the kernel from its spec. Kernels without a source
         (tests) are compiled only for their lengths.
     """
@@ -126,8 +127,8 @@ class Kernel:
         (`mosaic.refs.build_kernel`).
 
         Inputs whose value is False are omitted. If the spec is for any length, the kernel
-        begins with an input for each of its `sizes`. `described` adds a name and a body by
-        default.
+        begins with an input for each of its `sizes`. By default, `described` adds the name and
+        the body.
         """
         sizes = dict(sizes or {})
         given = {key: x for key, x in inputs.items() if isinstance(x, Array)}
@@ -155,10 +156,10 @@ class Kernel:
     def for_any_length(self) -> "Kernel":
         """Return the kernel with the same description that serves every length. Its arrays have
         nominal lengths (`NOMINAL_LENGTH`), and no address in the body may depend on them.
-        Scalar arguments precede the arrays. There is an input for each entry of `sizes`, and
-        its address is the size times `SCALAR_STEP`. Nothing is read at these addresses. An
-        address is a parameter of the launch, so a size costs no copy, and a CUDA graph stores
-        it.
+        Scalar arguments precede the arrays. There is a scalar argument for each entry of
+        `sizes`, and its address is the size times `SCALAR_STEP`. The kernel reads nothing at
+        these addresses. An address is a parameter of the launch. Passing a size therefore needs
+        no copy, and a CUDA graph stores the size.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
@@ -166,8 +167,8 @@ class Kernel:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that runs the kernel. It is the result of the function that `body` names,
-        or `body` if that is a function.
+        """The function that runs the kernel. If `body` is a name, it is the result of the
+        function with this name. Otherwise it is `body`.
         """
         if callable(self.body):
             return self.body
@@ -175,7 +176,7 @@ class Kernel:
         return getattr(importlib.import_module(module), function)(self)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the kernel on JAX arrays, which are first passed to `shaped`."""
+        """Run the kernel on JAX arrays. `shaped` first reshapes the arrays."""
         return tuple(self.call(*self.shaped(arrays)))
 
     def shaped(self, arrays: Sequence[Any]) -> list[Any]:
@@ -197,10 +198,10 @@ class Kernel:
 
 
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
-    """Decorate a function that describes a kernel from its spec. Equal specs give the same
-    object. The function becomes the kernel's source. By default the kernel has the name of the
-    function, and its body is the function of that name in `mosaic`, in the module that has the
-    same name as the module of the description.
+    """Decorate a function that describes a kernel from its spec. The decorated function returns
+    the same kernel object for equal specs, and is the kernel's source. By default the kernel
+    has the name of the function. Its body is then the function of that name in the folder
+    `mosaic`, in the module that has the same name as the module of the description.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

@@ -1,12 +1,12 @@
-"""Writes new tokens to their pages, with the means that they complete.
+"""Writes new tokens to their pages, and the means of the windows that the new tokens complete.
 
 Loop order: a lane has two adjacent columns (a 32-bit word) of the keys or the values of one new
 token. If the token is the last one of a window, at position i d + l - 1, the lane also sums the
-window. It reads tokens of this call from the inputs, since other warps may not have written
-them yet, and older tokens from their pages.
-Tile: 32 words per warp, four warps per CTA; no shared memory.
-Latency bound: a decode step of 8 rows moves about 16 KB, and one row in `d` reads the `l` tokens of
-its window.
+window. The lane reads tokens of this call from the inputs, since other warps may not have
+written these tokens to pages yet. The lane reads older tokens from their pages.
+Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: latency. A decode step of
+8 rows moves about 16 KB. In a step, one of `d` rows completes a window and reads the `l` tokens
+of the window.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
     entry = warp.fetch_int
 
     def row_of(token):
-        """Return the row that contains a token. It is the last row that begins at or before the
-        token.
+        """Return the row that contains a token, which is the last row that begins at or before
+        the token.
         """
 
         def count(i, rows):
@@ -68,11 +68,13 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         new = getattr(refs, f"{spec.branches[-1]}_{kind}")
         old, compressed = getattr(refs, f"old_{kind}"), getattr(refs, f"compressed_{kind}")
         loads = largest_divisor(spec.compress_block, LOADS)
-        before = spec.compress_block - 1  # tokens of the window before this one
+        before = spec.compress_block - 1  # number of tokens in the window before the last token
         start = position - before
 
         def mean():
-            older = warp.larger(begin - (token - before), 0)  # older tokens in the window
+            older = warp.larger(
+                begin - (token - before), 0
+            )  # tokens that this call does not have
 
             def add_older(i, total):
                 for tap in [i * loads + j for j in range(loads)]:

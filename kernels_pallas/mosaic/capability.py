@@ -1,4 +1,4 @@
-"""Checks the limits of the Mosaic kernels before any of them is imported."""
+"""Checks the limits of the Mosaic kernels. No kernel is imported for these checks."""
 
 import contextlib
 import contextvars
@@ -17,8 +17,8 @@ from kernels_pallas.specs.tile import (
 HOPPER = (9, 0)
 WIDTH = 256  # maximum of D and of Dv
 BLOCK = 128  # maximum number of keys of a selection block
-GRID_ROWS = 2**16 - 1  # CUDA's limit of a grid's second axis
-FP8_STEP = 32  # numbers in e4m3 that a product sums at a time
+GRID_ROWS = 2**16 - 1  # CUDA's limit for the second axis of a grid
+FP8_STEP = 32  # number of numbers in e4m3 over which one instruction of a product sums
 # maximum number of keys, since the backward pass stores the bounds of a row's keys in float32
 LONGEST = 2**24
 
@@ -72,7 +72,7 @@ def _fp8_why_not(problem: Any) -> str | None:
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """Return the reason for `why_not` that depends on sizes other than lengths, or None."""
+    """Return the reason of `why_not` that depends only on sizes which are not lengths, or None."""
     if group > ROWS:
         return f"supports up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):
@@ -101,11 +101,11 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
-    """Return the bytes of shared memory that selected attention needs, the maximum of forward
-    and dq. No other kernel can exceed `SMEM_BUDGET`. The memory has query rows, keys, values
-    and the block list of a tile.
+    """Return the bytes of shared memory that selected attention needs: the maximum of the bytes
+    that forward needs and the bytes that dq needs. The memory has query rows, keys, values and
+    the block list of a tile. No other kernel can exceed `SMEM_BUDGET`.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)
-    words = 1 + -(-tile.tokens // 32)  # the first key of a block, and a bit per token
+    words = 1 + -(-tile.tokens // 32)  # words per block: its first key, and a bit per token
     return 2 * max(forward, dq) + 4 * words * tile.tokens * num_selected

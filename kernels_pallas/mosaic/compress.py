@@ -3,11 +3,12 @@ means.
 
 Loop order: a lane has two adjacent columns (a 32-bit word) of keys or of values. In the forward
 pass, a warp loops over the stride blocks of a few adjacent windows and adds each block to the
-windows that contain it. In the backward pass, a warp has one stride block. All tokens of this
-block are in the same windows, so that the warp sums the gradients of these windows once.
-Tile: 32 words per warp, four warps per CTA; no shared memory.
-Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
-backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
+windows that contain it. In the backward pass, a warp has one stride block. All tokens of a
+stride block are in the same windows. The warp therefore sums the gradients of these windows
+only once.
+Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: bandwidth. At B=1 S=65536
+Hkv=4 D=Dv=128, l=32, d=16, forward reads 134 MB and writes 8 MB. Backward, with the gradients
+of two other branches, reads 277 MB and writes 134 MB.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,12 @@ LOADS = 16  # number of loads that a lane starts before it waits for one of them
 
 
 class Side(NamedTuple):
-    """The keys or the values in a lane's columns.
+    """The keys or the values that a lane has in its columns.
 
     Attributes:
       words: Number of words per token.
       row: Row of `[B]`.
-      column: Index of the lane's word, limited to the last word.
+      column: Index of the lane's word. It is at most the index of the last word.
       exists: Whether the lane has a word.
     """
 
@@ -44,13 +45,13 @@ class Side(NamedTuple):
         )
 
     def load(self, address, tokens: int = 0) -> list:
-        """Load two float32 values, `tokens` tokens after an address."""
+        """Load the lane's word that is `tokens` tokens after `address`, as two float32 values."""
         word = self.warp.fetch(address, tokens * 4 * self.words)
         return self.warp.unpack(word, self.spec.dtype)
 
     def keys_of_slot(self, sizes, slot, refs) -> tuple:
-        """Return the first key of a compressed slot of packed rows, and the end of its sequence's
-        keys.
+        """Return the first key of the stride block in a slot of packed rows, and the end of the
+        keys of the slot's sequence.
         """
         place = slot * self.spec.stride
         at = (self.row * sizes.key_tiles + place // ROWS, 4)
@@ -59,7 +60,7 @@ class Side(NamedTuple):
         return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
-        """Store two float32 values, rounded, if `only` holds."""
+        """Round two float32 values and store them as one word, if `only` holds."""
         self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
 
 
@@ -68,8 +69,8 @@ def plus(a: Sequence, b: Sequence) -> list:
 
 
 def on_each_side(warp, spec: Any, refs, body: Callable[[Side, int, Any], None]) -> None:
-    """Call `body(side, i, part)` for the keys (`i` = 0) or the values (`i` = 1) of the warp and
-    its part of the sequence `refs.row`.
+    """Call `body(side, i, part)` for the keys (`i` = 0) or the values (`i` = 1) that the warp
+    has. `part` is the index of the warp's part of the row `refs.row`.
     """
     index = refs.group * WARPS + warp.warp()
     column, part = index % sum(spec.columns), index // sum(spec.columns)
@@ -105,7 +106,8 @@ def average(warp: Any, spec: Means, sizes, refs) -> None:
         nothing = [warp.word(0.0)] * 2
 
         def add_block(block, totals):
-            # The blocks of windows that do not exist may not exist either; any other block works.
+            # The stride blocks of a window that does not exist may not exist either. The warp
+            # then reads any existing block.
             start = warp.smaller(first_key + block * spec.stride, sizes.S - spec.stride)
 
             def add(i, total):
@@ -140,9 +142,9 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
     """The program that each warp of the kernel `specs.compress.merge_key_gradients` runs."""
 
     def stride_block(side, i, block):
-        """Write the gradients of the tokens in stride block `block`, which are in the windows
-        from `block - l / d + 1` to `block`. If some of these slots belong to the previous
-        sequence, they have no whole window. Their gradient is 0.
+        """Write the gradients of the tokens in stride block `block`. These tokens are in the
+        windows from `block - l / d + 1` to `block`. If some slots with these indices belong to
+        the previous sequence, these slots have no whole window, and their gradient is 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

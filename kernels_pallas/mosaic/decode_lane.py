@@ -1,13 +1,13 @@
-"""Defines the indices of a lane in a decode step, and the work of its warp."""
+"""Defines the indices of a lane in a decode step, and the work of the lane's warp."""
 
 from typing import Any, NamedTuple
 
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES, cdiv
 
-NOTHING = -1e30  # a masked logit
-FLOOR = -1e20  # lower bound of a maximum, so that 2 ** (NOTHING - maximum) is 0
-Words = list[Any]  # words of `warp.py`, or their emulation
+NOTHING = -1e30  # in place of a masked logit
+FLOOR = -1e20  # lower bound of a maximum, with which 2 ** (NOTHING - maximum) is 0
+Words = list[Any]  # a list of words of `warp.py`, or of emulated words
 
 
 class Lane(NamedTuple):
@@ -51,8 +51,8 @@ class Lane(NamedTuple):
         return self.shared + (self.spec.offsets["barriers"] + 8 * exchange)
 
     def rows(self) -> Words:
-        """Return the indices in the group of the lane's two query heads. Unused rows have the
-        last index.
+        """Return the indices of the lane's two query heads in their group. An unused row has
+        the index of the group's last head.
         """
         last = self.spec.G - 1
         return [self.m.smaller(self.row + 8 * r, last) for r in range(2)]
@@ -69,18 +69,19 @@ class Lane(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The visible keys of a query and the share of this warp, as words that are equal in all
-    lanes.
+    """The numbers of visible keys of a query, and this warp's share of the work. All numbers
+    are words that are equal in all lanes.
 
     Attributes:
       seen: Number of visible raw tokens, from the first token of the row.
       count: Number of visible compressed tokens.
       strips: Number of strips of compressed slots in the whole cluster.
-      first: Index of the first strip of the warp. Its next strips follow at intervals of
-        `warps`.
-      mine: The number of strips of the warp.
+      first: Index of the warp's first compressed strip. The indices of the warp's next strips
+        increase by `warps`.
+      mine: Number of compressed strips of the warp.
       sliding: Number of the warp's strips of the sliding branch. The last warp of the cluster
-        has the first of these strips, since it has the fewest other strips.
+        has the first strip of the sliding branch, since the last warp has the fewest compressed
+        strips.
       window_start: First key of the sliding branch.
       blocks: Number of selection blocks.
     """
@@ -96,9 +97,9 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, lane: Lane, seen: Any) -> "Work":
-        """Distribute the strips. Compressed token i is visible from `i * stride + compress_block`
-        tokens on. The CTAs have the same number of strips, except that the last ones may have fewer
-        or none.
+        """Distribute the strips over the warps. Compressed token i is visible if `seen` is at
+        least `i * stride + compress_block`. All CTAs have the same number of compressed strips,
+        except that the last CTAs may have fewer or none.
         """
         m, spec = lane.m, lane.spec
         cluster, warps = spec.variant.cluster, spec.variant.warps
@@ -120,7 +121,9 @@ class Work(NamedTuple):
         return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:
-        """Return the index in the cluster of the warp's strip `i` of compressed slots."""
+        """Return the index, among the cluster's compressed strips, of the warp's compressed
+        strip `i`.
+        """
         return self.first + i * lane.spec.variant.warps
 
     def sliding_key(self, lane: Lane, i: Any) -> Any:

@@ -1,9 +1,9 @@
 """Selects the blocks of a decode step: the forced blocks, and the best of the others.
 
 Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the
-`free` best of its own blocks, and then ranks them among the best of all warps. A block precedes
-all blocks with lower scores, and later blocks with the same score. Scores are not negative, so
-that their bits are compared as integers.
+`free` best of its own blocks, and then ranks these blocks among the best blocks of all warps. A
+block precedes all blocks with lower scores, and later blocks with the same score. Scores are
+not negative, so their bits are compared as integers.
 
     32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest
@@ -11,8 +11,8 @@ that their bits are compared as integers.
     of all warps        each lane counts the blocks that precede its own, which all lanes read
                         together
 
-Bound by latency: the counts are independent of each other; an extraction waits twice for a
-reduction over the warp.
+The selection is bound by latency. The counts are independent of each other. An extraction waits
+twice for a reduction over the warp.
 """
 
 from typing import Any
@@ -48,7 +48,9 @@ def select(lane: Lane, work: Work) -> Any:
 
 
 def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any) -> None:
-    """Write the list `[tokens, Hkv, n]` of a token, with empty slots at the end."""
+    """Write the selected blocks of a token to `indices` `[tokens, Hkv, n]` in ascending order.
+    Empty slots are at the end.
+    """
     m, spec = lane.m, lane.spec
     key = m.where(block >= 0, block, NO_BLOCK)
 
@@ -64,12 +66,13 @@ def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any
 
 
 def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
-    """Return the bits of the scores of a lane's blocks, and the blocks. Blocks that are not
-    free have `NO_SCORE`.
+    """Return the bits of the scores of a lane's blocks, and the blocks. Blocks that must not be
+    selected by score have `NO_SCORE`.
     """
     m, spec = lane.m, lane.spec
     warps, capacity = spec.variant.warps, spec.variant.capacity
-    # The number of blocks whose sums `push_scores` has written. Other memory has any contents.
+    # The number of blocks whose sums `push_scores` has written. The memory of other blocks has
+    # any contents.
     covered = (work.strips * STRIP) // spec.per_page
     scores, blocks = [], []
     for first in range(0, capacity, LANES * warps):
@@ -85,15 +88,15 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
 
 
 def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """Find the best blocks. Lane r gets the score and the block of rank r, or `NO_SCORE` past
-    the last rank.
+    """Find the best blocks of a warp. Lane r gets the score and the block of rank r, or
+    `NO_SCORE` past the last rank.
 
-    Each lane first sorts its blocks, so that an extraction compares only the best block of each
-    lane.
+    Each lane first sorts its blocks. An extraction then compares only the best remaining block
+    of each lane.
     """
     m, scores, blocks = lane.m, list(scores), list(blocks)
     for end in range(len(scores) - 1, 0, -1):
-        for i in range(end):  # equal ones stay in their order, the lower block first
+        for i in range(end):  # blocks with equal scores stay in order, the lower block first
             swap = scores[i + 1] > scores[i]
             for x in (scores, blocks):
                 x[i : i + 2] = m.where(swap, x[i + 1], x[i]), m.where(swap, x[i], x[i + 1])
@@ -116,13 +119,13 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
 
 
 def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any:
-    """Return whether a block precedes another."""
+    """Return whether `block` precedes the block `other`."""
     return (score > other_score) | (m.same(score, other_score) & (block < other))
 
 
 def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """Rank one block per lane, with the order of `_best`. Return ranks, scores and blocks in
-    the order of the lanes.
+    """Rank the blocks of a warp that has one block per lane, in the order of `_best`. Return
+    the rank, the score and the block of each lane.
     """
     m, (score,), (block,) = lane.m, scores, blocks
 
@@ -145,12 +148,12 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     slots, found = spec.found_slots, lane.place("found")
     winners = lane.place("winners")
     own = found + lane.warp * (8 * slots)
-    m.sync_cta()  # the overwritten scores have been read
+    m.sync_cta()  # all warps have read the scores that are overwritten now
     m.write_words(own + rank * 8, [score, block], only=rank < slots)
     m.write(winners + lane.lane * 4, NO_BLOCK, only=m.same(lane.warp, 0))
     m.sync_cta()
     score, block = m.read_words(own + (lane.lane & slots - 1) * 8, 2)
-    shares = LANES // slots  # number of lanes that share the counts of a block
+    shares = LANES // slots  # number of lanes that share the counting for one block
 
     def count(i, place):
         pair = m.read_words(found + i * (16 * shares) + (lane.lane & -slots) * (16 // slots), 4)

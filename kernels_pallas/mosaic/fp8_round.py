@@ -1,11 +1,12 @@
 """Rounds keys and values to e4m3, and stores them in the order in which products read them.
 
-Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of the
-first kernel sums a chunk of tokens. A warp of the second kernel adds up the chunks of its
-columns. It then rounds `TILES` tiles of 64 slots, 16 slots at a time. For values, 16 numbers of
-a column are four words of e4m3. For keys, two lanes exchange one word for each of two keys.
-Tile: 32 words per warp, four warps per CTA; no shared memory.
-Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
+Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of
+the first kernel sums a chunk of tokens. A warp of the second kernel adds up the sums of all
+chunks for its columns. The warp then rounds `TILES` tiles of 64 slots, 16 slots at a time. In
+e4m3, 16 values of a column are four words. For keys, two lanes exchange one word for each of
+two keys.
+Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: bandwidth. At B=1 S=65536
+Hkv=4 D=Dv=128, each of the two kernels reads 134 MB, and `round_tokens` writes 67 MB.
 """
 
 from typing import Any
@@ -15,12 +16,12 @@ from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.fp8 import CHUNKS, GROUP, LOADS, TILES, Rounding
 from kernels_pallas.specs.tile import ROWS
 
-FINITE = 3.4e38  # numbers from here on are treated as infinite
-EXPONENT = 23  # lowest bit of the exponent of a float32
-AT_MOST = 7  # the largest number becomes 2^7 to 2^8
-LEAST = 27 << EXPONENT  # bits of the smallest scale, 2^-100
-SUMS = 16  # bytes of two columns of a chunk
-BATCH = 8  # chunks that are loaded together
+FINITE = 3.4e38  # numbers of at least this size are treated as infinite
+EXPONENT = 23  # index of the lowest bit of the exponent in a float32
+AT_MOST = 7  # scales map the largest number of a column to 2^7 to 2^8
+LEAST = 27 << EXPONENT  # bits of 2^-100, the smallest scale, as a float32
+SUMS = 16  # bytes that the sums of two columns of a chunk need
+BATCH = 8  # number of chunks whose sums are loaded together
 HALF = (1 << 16) - 1  # mask of the lower half of a word
 
 
@@ -98,7 +99,8 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
                 scaled = []
                 for each, pair in enumerate(loaded):
                     there = key + each < stop
-                    # Infinite numbers become NaN; otherwise they would be rounded to a number.
+                    # Infinite numbers become NaN, since otherwise they would be rounded to a
+                    # finite number.
                     pair = [
                         warp.where(there, (x - m + (x - x)) * s, 0.0)
                         for x, m, s in zip(pair, mean, inverse, strict=True)
@@ -112,7 +114,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         warp.repeat(TILES, tile)
 
     def statistics(side, sums, count) -> tuple[list, list]:
-        """Return the mean of the lane's columns, and the bits of their scales."""
+        """Return the means of the lane's columns, and the bits of the scales of these columns."""
 
         def add(turn, total, largest):
             loaded = []
@@ -137,8 +139,9 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         return mean, scale
 
     def write_keys(side, place, scaled, exists) -> None:
-        """Write the rounded keys. Among eight lanes, lane 4 j + t has the columns 8 j + 2 t and
-        8 j + 2 t + 1. The word at 4 t has the columns of both values of j.
+        """Write the rounded keys. Among eight lanes, lane 4 j + t (j < 2, t < 4) has the
+        columns 8 j + 2 t and 8 j + 2 t + 1. The word at byte 4 t of a group has the columns of
+        lanes t and 4 + t.
         """
         words = 2 * side.words // 4
         high = (side.column >> 2) & 1

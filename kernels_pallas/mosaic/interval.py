@@ -92,8 +92,8 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The work items of this CTA. The CTA has `turns` work items. Their indices are `ctas`
-    apart.
+    """The work items of this CTA. The CTA has `turns` work items. The indices of successive
+    work items differ by `ctas`.
     """
 
     intervals: list  # for each interval, refs with the key arrays of that interval

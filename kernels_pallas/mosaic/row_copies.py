@@ -1,13 +1,15 @@
-"""Copies the rows in a list with lanes, 16 bytes each, instead of one TMA copy per token.
+"""Copies the rows of listed tokens with the lanes of warps instead of TMA. A lane copies 16
+bytes at a time.
 
-A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few heads
-per token, 64 rows need more copies than a step has time for. An instruction of a warp with 16
-bytes per lane moves four rows of a slab.
+A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few
+heads per token, 64 rows need more TMA copies than can start during a step. A copy instruction
+of a warp, with 16 bytes per lane, moves four rows of a slab.
 
     thread t   16 bytes t % 8 of the rows t / 8, t / 8 + 16, ..   of each slab
 
-The lanes write memory that wgmma reads. Each thread waits for its copies of a step, and then
-`commit_smem` makes them visible. `operands.py` describes the layout of rows in shared memory.
+The lanes write shared memory that wgmma reads. Each thread waits for its own copies of a step,
+and then `commit_smem` makes the rows visible to wgmma. `operands.py` describes the layout of
+rows in shared memory.
 """
 
 import functools
@@ -23,16 +25,17 @@ SLAB = 64  # columns of a slab
 SLAB_ROW_BYTES = SLAB * NUMBER_BYTES
 SLAB_BYTES = ROWS * SLAB_ROW_BYTES
 PARTS = SLAB_ROW_BYTES // BYTES  # number of copies per row of a slab
-ROWS_AT_A_TIME = 128 // PARTS  # rows that the threads of a warpgroup copy together
+ROWS_AT_A_TIME = 128 // PARTS  # number of rows of a slab that a warpgroup copies at a time
 
 
 class RowCopies(NamedTuple):
-    """Copies between operands of 64 rows, which are the heads of `64 // group` tokens, and arrays.
+    """Copies between arrays and operands in shared memory. An operand has 64 rows, which are
+    the heads of `64 // group` tokens.
 
     Attributes:
       buffers: The `Buffers` of the operands.
       group: Number of heads per token.
-      divisor: An entry of the list is `token * divisor` plus a smaller number than `divisor`.
+      divisor: An entry of the list is `token * divisor` plus a number less than `divisor`.
     """
 
     buffers: Buffers
@@ -40,8 +43,8 @@ class RowCopies(NamedTuple):
     divisor: int
 
     def load(self, entries, first, end, place, pairs, stats=()) -> None:
-        """Start copies of the rows of the entries from `first` on. After `end` the last entry
-        is repeated.
+        """Start to copy the rows of the entries from `first` on into operands. From `end` on,
+        the entry before `end` is repeated.
 
         Args:
           entries: The list, int32.
@@ -49,7 +52,8 @@ class RowCopies(NamedTuple):
           place: b, kv_head and T.
           pairs: Pairs of an array `[B, T, H, width]` and the operand `(ref, copy)` that
             receives its rows.
-          stats: The `row_stats` of single tokens, and the memory that receives them.
+          stats: The array `row_stats` for query tiles of single tokens, and the memory that
+            receives the statistics.
         """
         sources, targets = zip(*pairs, strict=True)
         targets = [ref[0].at[copy] for ref, copy in targets]
@@ -132,20 +136,18 @@ class RowCopies(NamedTuple):
         warp.each(call, [*refs, *operands], numbers, types=types)
 
     def _rows(self, warp):
-        """Yield each row of a thread, and the offset in the slab of the 16 bytes of the row that
-        the thread copies.
+        """Yield each row of which a thread copies 16 bytes, and the offset of these bytes in
+        the slab.
         """
         thread = _thread(warp)
         part, first = thread % PARTS, thread // PARTS
-        # The swizzle of rows of 128 bytes.
+        # The offset follows the swizzle of rows of 128 bytes.
         swizzled = (part ^ first % PARTS) * BYTES
         for row in range(0, ROWS, ROWS_AT_A_TIME):
             yield first + row, (first + row) * SLAB_ROW_BYTES + swizzled
 
     def _used(self, row):
-        """Return whether a row is a head and not padding. None means that all rows are
-        heads.
-        """
+        """Return whether a row is a head and not padding. Return None if all rows are heads."""
         used = ROWS // self.group * self.group
         return row < used if used < ROWS else None
 

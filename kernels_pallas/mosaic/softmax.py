@@ -1,5 +1,5 @@
-"""Computes one block of keys of the online softmax and of its gradient. The rows of a tile are
-in registers.
+"""Computes one step of the online softmax, for one block of keys, and the gradient of the
+softmax. The rows of a tile are in registers.
 
 With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
 
@@ -14,7 +14,7 @@ With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
               dS  = +-|g| P * (dP - delta)                delta = rowsum(dO * O) - dlse
               dQ  = scale * dS K                          the sign of the gate g at the end
 
-The callers multiply matrices, and this module has the elementwise operations.
+Callers compute the products of matrices. This module has only the elementwise operations.
 """
 
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, ROWS, across
 
 MASKED = -1e30  # score of a key that a row must not see
-EMPTY = -1e20  # no row that sees a key has a maximum below this
-ABSENT = 3e38  # with this maximum of a row, every probability is exactly 0
+EMPTY = -1e20  # the maximum of a row that sees a key is never below this
+ABSENT = 3e38  # as the maximum of a row, it makes every probability exactly 0
 
 
 class SoftmaxState(NamedTuple):
-    """The state after some blocks. `acc` may be None."""
+    """The state of the online softmax after some blocks. `acc` may be None."""
 
     acc: Any  # [64, width]
     row_max: Any  # [64], in log2
@@ -40,9 +40,9 @@ class SoftmaxState(NamedTuple):
 class SoftmaxStats(NamedTuple):
     """Statistics of rows for the backward pass, `[64]` (`specs/bwd_preprocess.py`)."""
 
-    shift: Any  # +inf makes all probabilities 0
+    shift: Any  # +inf makes all probabilities of the row 0
     delta: Any
-    sign: Any  # of the gate, 1 or -1
+    sign: Any  # sign of the gate, 1 or -1
 
 
 def initial_state(width: int) -> SoftmaxState:
@@ -55,7 +55,8 @@ def initial_state(width: int) -> SoftmaxState:
 
 
 def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float = 0.0):
-    """Return P `[64, keys]` of a block relative to the new maximum, and this maximum.
+    """Return P `[64, keys]` of a block, and the new maximum of each row. P is relative to this
+    maximum.
 
     Args:
       row_max: Maximum over the previous blocks, `[64]`.
@@ -79,8 +80,8 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
-    """Return the state relative to a new maximum. The sum includes the P of the new block, but
-    `acc` does not.
+    """Return `state` relative to a new maximum. The returned sum includes `p` of the new block.
+    The returned `acc` does not include the new block yet.
     """
     acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]
@@ -91,8 +92,8 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
 
 
 def normalizer(state: SoftmaxState, offset: float = 0.0):
-    """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows without keys they are 0
-    and -inf. `offset` is as in `block_softmax`.
+    """Return 1 / l and the natural log-sum-exp, `[64]` each. For rows without keys the results
+    are 0 and -inf. `offset` is as in `block_softmax`.
     """
     _, row_max, row_sum = state
     seen = row_sum > 0
@@ -101,15 +102,16 @@ def normalizer(state: SoftmaxState, offset: float = 0.0):
 
 
 def probabilities(scores, c: float, shift, visible=None):
-    """Return |g| P = 2^(c S - shift) of scores S, all of the same shape. It is 0 for keys that
-    are not visible.
+    """Return |g| P = 2^(c S - shift) for scores S. All arrays have the same shape. The result
+    is 0 for keys that are not visible.
     """
     p = jnp.exp2(scores * c - shift)
     return p if visible is None else jnp.where(visible, p, 0.0)
 
 
 def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
-    """Return dS `[64, keys]` of a block without the sign of the gate, |g| P * (dP - delta).
+    """Return |g| P * (dP - delta) `[64, keys]` of a block, which is dS without the sign of the
+    gate.
 
     Args:
       scores: S, `[64, keys]`.
@@ -120,4 +122,4 @@ def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
     """
     shift, delta = (across(x, scores.shape) for x in (stats.shift, stats.delta))
     p = probabilities(scores, c, shift, visible)
-    return p * dp - p * delta  # FMUL and FFMA: 1 to 3 % faster on an H200 than FADD and FMUL
+    return p * dp - p * delta  # FMUL and FFMA are 1 to 3 % faster on an H200 than FADD and FMUL

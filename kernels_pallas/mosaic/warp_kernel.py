@@ -1,14 +1,16 @@
-"""Builds kernels in which each warp runs a program, on a grid of rows and CTAs of a row.
+"""Builds kernels in which each warp runs a program. The first axis of the grid is rows, and the
+second axis is the CTAs of a row.
 
     program(instructions, spec, sizes, refs)
 
-`instructions` is the module `warp`, which emits PTX. In interpret mode it is an object with the
-same functions (`interpreter.py`), so that one source serves both. `sizes` has the numbers of
-`Kernel.sizes`, as integers or as words that the kernel reads at launch. `refs` has the arrays
-of the kernel and those in shared memory by name, and the CTA's indices. `row` is the index of
-its row. With `by_head` there are the batch row `b` and the key/value head `g` instead. `group` is
-its index among the CTAs of the row. Warp `w` of CTA `group` has the index `WARPS * group + w` in
-the row.
+`instructions` is the module `warp`, which emits PTX. In interpret mode, `instructions` is an
+object with the same functions (`interpreter.py`), so one program serves kernels and the
+interpreter. `sizes` has the numbers of `Kernel.sizes`, as integers or as words that the kernel
+reads at launch. `refs` has the arrays of the kernel and the arrays in shared memory by name. It
+also has the indices of the CTA. `refs.row` is the index of the CTA's row. With `by_head`,
+`refs` has the batch row `b` and the key/value head `g` instead of `row`. `refs.group` is the
+index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has the index `WARPS * group
++ w` in the row.
 """
 
 from collections.abc import Callable
@@ -34,17 +36,19 @@ def warp_kernel(
     in_clusters: bool = False,
     warps: Callable[[Any], int] = lambda spec: WARPS,
 ) -> Callable[[Kernel], Callable]:
-    """Return the body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
+    """Return the body of a kernel that runs `program` in every warp of the kernel's grid.
 
-    The kernel's description determines inputs, outputs, sizes and the grid. The grid is that of
-    `specs.tile.warp_grid`, or rows times the cluster size in clusters. With `spec.interpret`,
-    `interpreter.machine` runs the warps on the host, from NumPy or JAX arrays, also in `jit`.
+    The kernel's description determines inputs, outputs, sizes and the grid. The grid is the
+    result of `specs.tile.warp_grid`. With `in_clusters`, the grid has one cluster per row
+    instead. With `spec.interpret`, `interpreter.machine` runs the warps on the host, on NumPy
+    or JAX arrays, also in `jit`.
 
     Args:
-      program: The program, as described above. Lanes without work must not write.
-      shared: Function of a spec that returns names and shapes of the int32 arrays in shared
-        memory, for the whole CTA.
-      by_head: Whether the rows of the grid are those of `[B, spec.Hkv]`.
+      program: The program, as the module's docstring describes. Lanes without work must not
+        write.
+      shared: Function of a spec that returns names and shapes of a CTA's int32 arrays in shared
+        memory.
+      by_head: Whether the rows of the grid are the rows of `[B, spec.Hkv]`.
       in_clusters: Whether the program uses the instructions of clusters. `group` is then the
         CTA's index in its cluster.
       warps: Function of a spec that returns the number of warps per CTA, a multiple of 4.
@@ -88,7 +92,7 @@ def warp_kernel(
                 at = [*operands.div_rem(at[0], kv_heads)]
             # The number of CTAs of a cluster does not depend on lengths.
             at += [lax.axis_index("rank") if cluster > 1 else refs.cta_index(kernel, "group")]
-            traced = kernel.any_length  # otherwise the sizes are constants
+            traced = kernel.any_length  # if false, the sizes are constants
 
             def with_sizes(*arguments):
                 words = arguments[len(names) :] if traced else sizes.values()

@@ -1,8 +1,10 @@
-"""Binds a kernel to the sizes of a problem. A launch only adds the addresses.
+"""Binds a kernel to the sizes of a problem. A launch then needs only the addresses of the
+arrays.
 
 `BoundKernel` computes everything that does not depend on addresses. The first launch with given
 addresses encodes the tensor maps and lays out the parameters. Allocators return the same
-addresses repeatedly, so that later launches reuse both and are a single call of the driver.
+addresses repeatedly. A later launch with these addresses reuses the tensor maps and the
+parameters, and is a single call of the driver.
 """
 
 import ctypes
@@ -16,12 +18,12 @@ from kernels_pallas.runtime.cubin import CLUSTER, MAP_BYTES, Cubin, TensorMap, b
 
 MAP_ALIGNMENT = 64
 WORD = 8  # bytes
-REMEMBERED = 256  # number of cached launches of a kernel, which differ in stream or addresses
+REMEMBERED = 256  # number of cached launches per kernel, by stream and addresses
 
 
 class _Bound(NamedTuple):
-    """The arguments of `cuLaunchKernelEx`. These are a pointer to `launch`, and `parameters`,
-    which refer to `memory`.
+    """The arguments of `cuLaunchKernelEx`: a pointer to `launch`, and `parameters`. The
+    parameters point into `memory`.
     """
 
     config: Any
@@ -36,7 +38,7 @@ class BoundKernel:
     Args:
       cubin: The kernel's machine code.
       function: The loaded machine code.
-      shapes: Shapes of all inputs and outputs, contiguous.
+      shapes: Shapes of all inputs and outputs. The arrays are contiguous.
       sizes: The same as `Kernel.sizes`. Sizes that the cubin does not use are ignored.
       grid: The same as `Kernel.grid`.
     """
@@ -51,12 +53,13 @@ class BoundKernel:
     ):
         self.cubin, self.sizes, self.context = cubin, dict(sizes), function.context
         self.grid = (*reversed(grid), 1, 1, 1)[:3]
-        # Offsets of the parameters in their own memory; all except tensor maps are words.
+        # Offsets of the parameters in the memory of the parameters. All parameters except
+        # tensor maps are words.
         self._offsets: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # word, argument
         self._numbers: list[tuple[int, int]] = []  # word, value
-        # For each tensor map: its offset, its argument, and the driver's arguments before and
-        # after the address.
+        # For each tensor map: its offset, the index of its argument, and the arguments of the
+        # driver's function before and after the address.
         self._maps: list[tuple[int, int, tuple[int, int], tuple[Any, ...]]] = []
         end = 0
         for parameter in cubin.parameters:
@@ -99,8 +102,8 @@ class BoundKernel:
           RuntimeError: The driver reports an error.
         """
         key = (stream, *addresses)
-        # A thread that has not called the CUDA runtime yet has no context, which tensor maps
-        # also need, and another device may be current.
+        # A thread that has not called the CUDA runtime yet has no context, and in other threads
+        # another device may be current. Tensor maps also need a context.
         if error := self._push(self._context):
             self._check(error, "cuCtxPushCurrent")
         try:
@@ -112,8 +115,8 @@ class BoundKernel:
             self._check(error, "cuLaunchKernelEx")
 
     def node(self, addresses: Sequence[int]) -> tuple[driver.KernelNode, _Bound]:
-        """Return one run as a node of a graph, and the object that owns the memory to which the
-        node refers.
+        """Return one run as a node of a CUDA graph, and the object that owns the memory to
+        which the node refers.
         """
         bound = self._bind((0, *addresses))
         launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
@@ -124,7 +127,7 @@ class BoundKernel:
         )
 
     def _remembered(self, key: tuple[int, ...]) -> _Bound:
-        """Return the result of `_bind`, which is cached for the next launches."""
+        """Return the result of `_bind`, and cache it for later launches."""
         bound = self._bind(key)
         with self._lock:
             if len(self._bound) >= REMEMBERED:
@@ -133,7 +136,9 @@ class BoundKernel:
         return bound
 
     def _bind(self, key: tuple[int, ...]) -> _Bound:
-        """Lay out the parameters for a stream and addresses, in the context of the kernel."""
+        """Lay out the parameters for the stream and the addresses in `key`. The context of the
+        kernel must be current.
+        """
         stream, *addresses = key
         for i, address in enumerate(addresses):
             if address % ALIGNMENT:
@@ -172,9 +177,9 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the arguments of a tensor map for a shape. The first tuple has those before the
-    address, which are type and rank. The second has those after it: dims, strides, box, steps,
-    interleave, swizzle, l2 and oob.
+    """Return the arguments of a tensor map for a shape. The first tuple has the arguments
+    before the address: type and rank. The second tuple has the arguments after the address:
+    dims, strides, box, steps, interleave, swizzle, l2 and oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank

@@ -1,10 +1,10 @@
 """Compiles kernels to machine code for Hopper in child processes. No GPU is needed.
 
 A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's
-plugin. In the child a recorder replaces the CUDA driver. Processes are faster than threads, in
-which only the plugin runs in parallel. On two cores of a server, 21 kernels take 20 s in two
-processes and 25 s in two threads. With threads, 15 s of this are Python code, which more cores
-would not shorten.
+plugin. In the child process, a recorder replaces the CUDA driver. Processes are faster than
+threads, since with threads only the plugin would run in parallel. On two cores of a server, 21
+kernels take 20 s in two processes and 25 s in two threads. Of these 25 s, Python code takes 15
+s, and more cores would not shorten this time.
 """
 
 import base64
@@ -31,7 +31,7 @@ from kernels_pallas.runtime.description import PLACES, canonical, describe
 LOG = logging.getLogger("kernels_pallas.runtime")
 RECORDER = Path(__file__).with_name("recorder.c")
 PLUGINS = "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"
-TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
+TOOLKIT = "/usr/local/cuda/bin/ptxas"  # path of ptxas after NVIDIA's installer
 PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # packages of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
 
@@ -47,9 +47,10 @@ class Built(NamedTuple):
 
 
 def progress(waited_for: bool = False) -> Progress | None:
-    """Return a function that prints to stderr how many kernels are done and an estimate of the
-    remaining time. On a terminal it overwrites one line. Elsewhere it prints a line per kernel
-    if someone waits for the result (`waited_for`). Otherwise return None.
+    """Return a function that prints to stderr how many kernels are done, and an estimate of the
+    remaining time. On a terminal, the function overwrites one line. If stderr is no terminal
+    but someone waits for the result (`waited_for`), the function prints a line per kernel. In
+    all other cases return None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()
 
@@ -79,7 +80,7 @@ def build(
     requests = [canonical(describe(kernel)) for kernel in kernels]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(kernels))
     LOG.info("building %d kernels in %d processes", len(kernels), jobs)
-    # Kernels with more arguments need more time, so they come first.
+    # Kernels with more arguments need more time to build, so they are built first.
     todo = sorted(
         range(len(kernels)), key=lambda i: len((*kernels[i].inputs, *kernels[i].outputs))
     )
@@ -92,7 +93,7 @@ def build(
             while todo and len(busy) < jobs:
                 child = idle.pop() if idle else stack.enter_context(started(variables))
                 i = todo.pop()
-                with contextlib.suppress(BrokenPipeError):  # a process that has ended
+                with contextlib.suppress(BrokenPipeError):  # the process has already ended
                     print(requests[i], file=child.process.stdin, flush=True)
                 busy[child.process.stdout] = child, i
             for pipe in connection.wait([*busy]):
@@ -110,7 +111,7 @@ def build(
 
 
 class Child(NamedTuple):
-    """A process that builds one kernel after the other. `log` has its output."""
+    """A process that builds one kernel after the other. `log` has the output of the process."""
 
     process: subprocess.Popen[str]
     log: IO[str]
@@ -118,8 +119,8 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def started(variables: dict[str, str]) -> Iterator[Child]:
-    """Start a child process, which is killed when the context ends."""
-    # -P: modules of the working directory must not hide others.
+    """Start a child process. The process is killed when the context ends."""
+    # With -P, modules in the working directory do not hide other modules.
     command = [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child", *PLACES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
@@ -133,7 +134,9 @@ def started(variables: dict[str, str]) -> Iterator[Child]:
 
 
 def _read(child: Child) -> Built | str:
-    """Return the reply of a process, which is machine code or the reason for a failure."""
+    """Return the reply of a process. The reply is machine code, or the reason why the build
+    failed.
+    """
     assert child.process.stdout
     if not (line := child.process.stdout.readline()).endswith("\n"):
         status = child.process.wait()
@@ -190,8 +193,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def has_plugin(*names: str) -> bool:
-    """Return whether JAX's CUDA plugin is installed, without importing it. `names` are the
-    modules of which one must exist. They default to the plugins for CUDA 13 and CUDA 12.
+    """Return whether JAX's CUDA plugin is installed, without importing the plugin. One of the
+    modules `names` must exist. `names` defaults to the plugins for CUDA 13 and CUDA 12.
     """
     # `find_spec` raises this error if no package `jax_plugins` is installed.
     with contextlib.suppress(ModuleNotFoundError):
@@ -204,7 +207,7 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """Return the path of ptxas. The ptxas of the plugin comes first, then one on PATH or in a
+    """Return the path of ptxas. The ptxas of the plugin is preferred to a ptxas on PATH or in a
     CUDA toolkit.
     """
     with contextlib.suppress(ModuleNotFoundError):

@@ -59,7 +59,8 @@ class Function(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the driver for calls that may block. They release Python's lock.
+    """Return the driver library for calls that may block. Such calls release Python's global
+    lock.
 
     Raises:
       RuntimeError: No driver is installed.
@@ -72,8 +73,8 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """Return the driver for calls that return immediately. They hold Python's lock, which is
-    cheaper.
+    """Return the driver library for calls that return immediately. Such calls keep Python's
+    global lock, which is cheaper than releasing it.
     """
     library()
     return ctypes.PyDLL(DRIVER)
@@ -94,8 +95,8 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     """Call a function of the driver.
 
     Raises:
-      RuntimeError: The call returned an error. The message begins with `of`, which states the
-        kernels that the call serves.
+      RuntimeError: The call returned an error. The message begins with `of`, which names the
+        kernels for which the driver is called.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 
@@ -105,7 +106,7 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
     Another thread may capture a CUDA graph at the same time.
 
     Loaded code stays loaded until the process ends. CUDA graphs and queued launches may refer
-    to it, and it is not known when they end.
+    to the code, and it is not known when they end.
 
     Raises:
       RuntimeError: The driver reports an error. If the driver is older than the compiler of the
@@ -136,8 +137,9 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
         call("cuModuleGetFunction", ctypes.byref(function), module, cubin.entry.encode(), of=of)
         for attribute in cubin.attributes:
             call("cuFuncSetAttribute", function, *attribute, of=of)
-        # The driver may defer loading to the first launch, which may be part of a capture.
-        if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
+        # Without this call, the driver may defer loading to the first launch, which a stream
+        # may capture.
+        if hasattr(library(), "cuFuncLoad"):  # the driver has this function since CUDA 12.4
             call("cuFuncLoad", function, of=of)
     assert function.value
     return Function(function.value, context.value)
@@ -155,7 +157,7 @@ def current(context: int, of: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed(of: str) -> Iterator[None]:
-    """Allow calls of this thread while another thread captures a CUDA graph."""
+    """Allow all calls of the driver in this thread while another thread captures a CUDA graph."""
     mode = ctypes.c_int(RELAXED)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
     try:

@@ -25,12 +25,12 @@ from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.bound_kernel import BoundKernel
 
 LOG = logging.getLogger("kernels_pallas.runtime")
-GRAPH_AFTER: int = 3  # runs with the same addresses before a graph is built
-COUNTED = 256  # number of address lists of a sequence whose runs are counted
+GRAPH_AFTER: int = 3  # number of runs with the same addresses after which a graph is built
+COUNTED = 256  # maximum number of address lists per sequence whose runs are counted
 GRAPHS = 64  # maximum number of graphs per sequence; the oldest is dropped first
-# A sequence that has built FREE_GRAPHS graphs builds another one if its graphs were launched
-# USES_OF_A_GRAPH times in total for each graph beyond these, or after MANY_RUNS runs with the
-# same addresses.
+# A sequence builds FREE_GRAPHS graphs without further conditions. It builds graph number
+# FREE_GRAPHS + i + 1 if its graphs were launched at least i * USES_OF_A_GRAPH times in total,
+# or after MANY_RUNS runs with the same addresses.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 
@@ -54,10 +54,10 @@ class LaunchSequence:
         self._runs: dict[Sequence[int], int] = {}
         self._graphs_made = self._graph_uses = 0
         self._lock = threading.Lock()
-        self._off = False  # a graph could not be made
+        self._off = False  # whether a graph could not be built
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Queue one run.
+        """Queue one run of the sequence on `stream`.
 
         Args:
           stream, addresses: As in `BoundKernel.launch`.
@@ -76,7 +76,7 @@ class LaunchSequence:
 
     def _count(self, addresses: tuple[int, ...]) -> None:
         with self._lock:
-            if addresses in self.graphs:  # another thread was faster
+            if addresses in self.graphs:  # another thread has built the graph meanwhile
                 return
             runs = self._runs.pop(addresses, 0) + 1
             wanted = USES_OF_A_GRAPH * (self._graphs_made - FREE_GRAPHS)
@@ -88,7 +88,7 @@ class LaunchSequence:
                 return
             try:
                 graph = _Graph(self, addresses)
-            except RuntimeError as error:  # launches without a graph still work
+            except RuntimeError as error:  # the kernels can still be launched without a graph
                 LOG.warning("cannot build a CUDA graph of %s: %s", self.name, error)
                 self._off = True
                 return
@@ -108,7 +108,7 @@ class _Graph:
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
         self._start, self._asked = driver.library().cuGraphLaunch, quick.cuStreamIsCapturing
-        self._lock = threading.Lock()  # the driver allows one call at a time per graph
+        self._lock = threading.Lock()  # the driver allows only one call at a time for a graph
         graph, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
         with driver.current(context, self.of), driver.relaxed(self.of):
             driver.call("cuGraphCreate", ctypes.byref(graph), 0, of=self.of)
@@ -119,11 +119,11 @@ class _Graph:
             finally:
                 driver.call("cuGraphDestroy", graph, of=self.of)
         end: Any = weakref.finalize(self, _destroy, self._handle, context)
-        end.atexit = False  # the context may no longer exist
+        end.atexit = False  # when Python exits, the context may no longer exist
 
     def _add(self, graph: ctypes.c_void_p, sequence: LaunchSequence, addresses) -> None:
-        """Add the launches to the graph, each after the previous one. The graph copies their
-        parameters.
+        """Add the launches to the graph, each after the previous launch. The graph copies the
+        parameters of the launches.
         """
         before, count = ctypes.c_void_p(), 0
         for kernel, pick in sequence.kernels:
@@ -139,15 +139,15 @@ class _Graph:
             before, count = node, 1
 
     def launch(self, stream: int) -> bool:
-        """Queue the graph. If the stream is being captured, nothing is queued and the result is
-        False, since the graph would become a node of the captured graph.
+        """Queue the graph. If the stream is being captured, queue nothing and return False,
+        since this graph would become a node of the captured graph.
         """
         status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:
             if error := self._push(self._context):
                 driver.check(error, f"{self.of}: cuCtxPushCurrent")
             try:
-                # The default stream raises an error while another stream is captured.
+                # The query fails for the default stream while another stream is captured.
                 if self._asked(handle, ctypes.byref(status)) or status.value:
                     return False
                 error = self._start(self._handle, handle)

@@ -1,8 +1,8 @@
-"""The query lists of blocks. The list of a tile of keys has the queries that selected keys of
-this tile.
+"""Describes the kernels that build the query lists of blocks. The query list of a tile of keys
+has the queries that selected keys of this tile.
 
-The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over them. The tokens are cut into
-chunks, and the lists are stored one after the other:
+The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over query lists. The tokens are
+divided into chunks, and the lists are stored one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
@@ -10,8 +10,9 @@ chunks, and the lists are stored one after the other:
                                             running sum from 0
     lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
-The order of a list is the same in every run. It has one chunk after the other. Within a chunk
-the entries are in the order of the queries, unless blocks end within tiles.
+The order of a list is the same in every run. The entries of one chunk follow those of the
+previous chunk. Within a chunk the entries are in the order of the queries, unless blocks end
+within tiles.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 # The difference is -127 to 63, since a block has at most 128 keys (`capability.BLOCK`). The
 # bias makes it non-negative.
 BLOCK_OFFSET_BIAS = 128
-BLOCK_OFFSET_SHIFT = 16  # the lower bits: one per token of the query tile
+BLOCK_OFFSET_SHIFT = 16  # number of lower bits, with one bit per token of a query tile
 CHUNKS = 512  # maximum number of chunks of the T tokens in a row of [B, Hkv]
 # approximate maximum number of blocks per window; `BlockQueryLists.bits` is the exact number
 BITS = 1024
@@ -39,14 +40,14 @@ class BlockQueryLists(Spec):
       B, T, S, Hkv: Batch rows, tokens, keys or slots per row, and key/value heads.
       n: Number of selected blocks per token.
       block: Number of keys per selection block.
-      tokens: Number of adjacent tokens per query tile, which the reader of the lists copies
-        together. An entry is a query tile and a block that some of its tokens selected. The
-        entry is in the lists of all tiles of keys that the block overlaps.
+      tokens: Number of adjacent tokens per query tile. The kernel that reads the lists copies a
+        query tile at once. An entry is a query tile and a block that some tokens of the query
+        tile selected. The entry is in the lists of all tiles of keys that the block overlaps.
       packed: Whether sequences may begin at any key. This is False for tiles of slots in packed
         rows (`nsa_core.varlen`), which are treated like tiles of keys of one sequence.
-      tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for blocks
-        that are far from their tile (`specs/selected.py`). `tile` is the number of tokens per
-        tile, and `limit` is the `gather_limit` (`selected.tile_is_gathered`).
+      tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for far
+        blocks (`specs/selected.py`). `tile` is the number of tokens per tile, and `limit` is
+        the `gather_limit` (`selected.tile_is_gathered`).
     """
 
     B: int
@@ -60,7 +61,7 @@ class BlockQueryLists(Spec):
     tile: int = 0
     limit: int = 0
 
-    # Blocks and tiles of keys.
+    # How blocks of keys and tiles of keys overlap.
 
     @cached_property
     def aligned(self) -> bool:
@@ -76,7 +77,7 @@ class BlockQueryLists(Spec):
 
     @cached_property
     def has_token_bits(self) -> bool:
-        """Whether an entry must state its tokens and its keys."""
+        """Whether an entry must also state its tokens and its block, in token bits."""
         return self.tokens > 1 or self.clipped
 
     @cached_property
@@ -160,8 +161,8 @@ class BlockQueryLists(Spec):
 
     @property
     def selection(self) -> dict[str, Array]:
-        """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
-        `counts`.
+        """The arrays `indices`, `position` and `key_start` of `tile_block_lists`. With `limit`,
+        `counts` of `tile_block_lists` follows.
         """
         by_token = self.B, self.T
         found = {
@@ -175,15 +176,17 @@ class BlockQueryLists(Spec):
 
 @described
 def count_entries(spec: BlockQueryLists) -> Kernel:
-    """Inputs: `selection`. Output: `edges`, before the running sum is computed. It has a zero,
-    and the number of entries of each row, tile of keys and chunk of tokens.
+    """Describe the kernel that counts the entries. Inputs: `selection`. Output: an array of the
+    shape of `edges`. It has a zero, followed by the number of entries of each row, tile of keys
+    and chunk of tokens. The running sum of the output is `edges`.
     """
     return _kernel("count_entries", spec, {}, {"edges": spec.edges})
 
 
 @described
 def fill_lists(spec: BlockQueryLists) -> Kernel:
-    """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
+    """Describe the kernel that writes the entries. Inputs: `selection`, `edges`. Outputs, int32
+    `[entries]`, undefined past the last entry:
 
     - the query tile of each entry;
     - if `has_token_bits`, `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)

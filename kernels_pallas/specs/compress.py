@@ -7,8 +7,8 @@ the raw tokens. A window of `l` tokens begins every `d` tokens, and becomes one 
                                + (sum of dKc_i over the windows i that contain p) / l
 
 Each launch computes keys and values. Sums are in float32, and are rounded once to the dtype of
-the tokens. In packed rows compressed tokens are in the slots of their sequences
-(`nsa_core.varlen`), so no window crosses a boundary.
+the tokens. In packed rows, compressed tokens are in the slots of their sequences
+(`nsa_core.varlen`), so no window crosses a sequence boundary.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ WINDOWS = 4  # maximum number of windows per warp
 
 
 class TokenWords:
-    """How the keys and values of a token are distributed over the lanes of warps. A word has
-    two 16-bit columns.
+    """The distribution of a token's keys and values over the lanes of warps. A word has two
+    16-bit columns.
     """
 
     Hkv: int
@@ -32,12 +32,16 @@ class TokenWords:
 
     @cached_property
     def words(self) -> tuple[int, int]:
-        """Number of 32-bit words of the keys, and of the values, of a token."""
+        """The number of 32-bit words that a token's keys have, and the number that its values
+        have.
+        """
         return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
 
     @cached_property
     def columns(self) -> tuple[int, int]:
-        """Number of adjacent warps that have these words, one word per lane."""
+        """The number of adjacent warps that have the words of a token's keys, and the number
+        for its values. Each lane has one word.
+        """
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
         return key, value
 
@@ -50,7 +54,7 @@ class Means(TokenWords, Spec):
     Attributes:
       block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
       others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
-      placed: Number of first branches whose gradients are stored by slot.
+      placed: Number of branches, the first ones, whose gradients are stored by slot.
       multiple: The number of compressed tokens is a multiple of this number. Zeros follow the
         last window.
       places, unit: The number of slots of packed rows, and the divisor of each sequence's
@@ -113,18 +117,19 @@ class Means(TokenWords, Spec):
         most = min(self.strides, WINDOWS)
         if not self.packed:
             return most
-        # The compressed slots of a unit belong to one sequence, so a warp stays within them.
+        # The compressed slots of a unit belong to one sequence. A warp therefore has only slots
+        # of one unit.
         slots = self.unit // self.stride
         return next(i for i in range(most, 0, -1) if slots % i == 0)
 
     @cached_property
     def tokens(self) -> tuple[Array, Array]:
-        """Keys and values, or their gradients."""
+        """The arrays of keys and values, or of their gradients."""
         return self._arrays(self.S)
 
     @cached_property
     def means(self) -> tuple[Array, Array]:
-        """Keys and values of compressed tokens, or their gradients."""
+        """The arrays of compressed keys and values, or of their gradients."""
         return self._arrays(self.rows)
 
     def _arrays(self, length: int) -> tuple[Array, Array]:
@@ -150,9 +155,10 @@ def compress_means(spec: Means) -> Kernel:
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
     """Inputs: `compressed_dk` `[B, rows, Hkv, D]` and `compressed_dv` `[B, rows, Hkv, Dv]`, in
-    which slots without a window have zeros. Then for each of the `others` a `dk` `[B, S, Hkv,
-    D]`, or `[B, places, Hkv, D]` if it is `placed`, and then each `dv` in the same way. For
-    packed rows also `tile_first` and `tile_end`.
+    which slots without a window have zeros. They are followed by the `dk` of each of the
+    `others`, `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` for the first `placed` branches. Then
+    comes each `dv`, with the same shapes for Dv. For packed rows, `tile_first` and `tile_end`
+    are further inputs.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """

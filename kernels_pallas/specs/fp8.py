@@ -8,9 +8,9 @@ two, one per head and column. The kernels multiply the query by the scale of key
 output by the scale of values.
 
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Products
-sum over the columns of keys, and over the keys in a column of values. These axes are permuted
-in groups of 16, so that the result of a product becomes a left operand without a shuffle
-(`mosaic/fp8.py`):
+sum over the columns of keys, and over the keys in a column of values. The axes of these sums
+are permuted in groups of 16. The result of a product then becomes a left operand without a
+shuffle (`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 
@@ -27,12 +27,13 @@ from kernels_pallas.specs import tile
 from kernels_pallas.specs.compress import TokenWords
 
 GROUP = 16  # size of the groups that are permuted
-LARGEST = 448.0  # largest number in e4m3
+LARGEST = 448.0  # largest finite number in e4m3
 SMALLEST = 2.0**-100  # smallest scale
-# P is multiplied by 2^OFFSET, so that it is up to 2^8 if the largest probability is 1.
+# P is multiplied by 2^OFFSET. The largest product is then 2^8, since the largest probability of
+# a row is 1.
 OFFSET = 8.0
 CHUNKS = 64  # number of chunks of a row's tokens, which are summed separately
-LOADS = 32  # number of loads of a lane before it waits for one of them
+LOADS = 32  # number of loads that a lane starts before it waits for one of them
 TILES = 4  # number of tiles of 64 slots that a warp rounds
 
 
@@ -80,8 +81,9 @@ class Rounding(TokenWords, Spec):
 
     @property
     def sums(self) -> dict[str, Array]:
-        """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. They have the sums of the
-        two columns of a word in a chunk, then the largest absolute values of these columns.
+        """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. Each entry has the sums
+        over a chunk of the two columns of a word, and then the largest absolute values of these
+        two columns.
         """
         key, value = (float32(self.B, CHUNKS, words, 4) for words in self.words)
         return {"key_sums": key, "value_sums": value}
@@ -99,8 +101,8 @@ def rounded(B: int, places: int, Hkv: int, D: int, Dv: int) -> dict[str, Array]:
 
 @described
 def sum_tokens(spec: Rounding) -> Kernel:
-    """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`; `end` int32 `[B]`, from which
-    on tokens are ignored.
+    """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`; `end` int32 `[B]`; tokens from
+    `end` on are ignored.
 
     Outputs: float32 `[B, CHUNKS, Hkv * D / 2, 4]`, `[B, CHUNKS, Hkv * Dv / 2, 4]`, `Rounding.sums`;
     values that are not finite count as 0.

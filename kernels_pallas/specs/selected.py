@@ -222,8 +222,9 @@ def forward(spec: SelectedAttention) -> Kernel:
       added: `[B, T, H, Dv]`, if `added`.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
       gate_0, gate_1, gate_2: If `summed`, float32 `[B, T, H]`, the gates of the compressed, the
-        selected and the sliding branch. out_0, out_2: If `summed`, `[B, T, H, Dv]`, the outputs
-        of the compressed and the sliding branch.
+        selected and the sliding branch.
+      out_0, out_2: If `summed`, `[B, T, H, Dv]`, the outputs of the compressed and the sliding
+        branch.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.

@@ -1,7 +1,7 @@
-"""Computes the keys to which each query attends, as an interval `first .. last - 1`. The bounds
-are computed per token and per row of a kernel's tile. A tile has `tokens` tokens times the `G`
-query heads of a group. Row `token * G + head` of a tile belongs to this token and head
-(`kernels_pallas.specs.tile`).
+"""Computes the keys to which each query attends, as an interval `first .. last - 1`. There are
+functions for the bounds per token and for the bounds per row of a kernel's tile. A tile has
+`tokens` tokens times the `G` query heads of a group. Row `token * G + head` of a tile belongs
+to this token and head (`kernels_pallas.specs.tile`).
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class VisibleCompressed:
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
         """Return an upper bound for the number of tiles of `tile` keys to which the tokens
-        `first .. end - 1` attend, in a row that is not packed. The arguments may be arrays.
+        `first .. end - 1` attend. The row is not packed. The arguments may be arrays.
         """
         stride = self.config.compress_stride
         # If the number of compressed tokens is at most `tokens // stride`, fewer than
@@ -82,8 +82,8 @@ class VisibleCompressed:
         return cdiv(np.minimum(keys, most), tile)
 
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
-        """Return the bound of `tiles_seen`, but for a packed row, whose compressed tokens are in
-        slots.
+        """Return the upper bound that `tiles_seen` returns, for a packed row. The compressed
+        tokens of a packed row are in slots.
         """
         # The sequence of the first query may begin up to `max_seqlen` keys before that query.
         # Each sequence has its own slots.
@@ -102,15 +102,18 @@ class Window:
     num_keys: int
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
-        """For each query, return the interval of the last `window` keys up to the query's own."""
+        """For each query, return the interval of the last `window` keys up to the key of the
+        query's own token.
+        """
         if (tokens := _tokens_of(layout)) is not None:
             return tokens.window_start, tokens.causal_end
         sizes = {"window": self.config.window, "num_keys": self.num_keys}
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """Return an upper bound for the number of key tiles, as `VisibleCompressed.tiles_seen`
-        does."""
+        """Return the same upper bound as `VisibleCompressed.tiles_seen`, for the sliding
+        branch.
+        """
         seen = np.minimum(keys, end - first + self.config.window - 1)
         return cdiv(seen - 1, tile) + 1  # a window may begin anywhere in a tile
 
@@ -119,14 +122,14 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """Return the two results of `bounds.of` in the layout of kernels, each int32 `[B, tiles,
+    """Return the two results of `bounds.of` per row of a kernel's tile, each int32 `[B, tiles,
     rows]`.
     """
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 
 def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
-    """Return `causal_end` in the layout of kernels, int32 `[B, tiles, rows]`."""
+    """Return `causal_end` per row of a kernel's tile, int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, causal_end(ops, layout), tile=tile, tiles=tiles)[0]
 
 
@@ -183,7 +186,8 @@ def _aligned(ops, start, first, last, *, count, length, ratio):
     source, target = (
         xp.broadcast_to(ops.arange(start, n), (batch, n)) for n in (count, length)
     )
-    # A token belongs to the last sequence of a query that starts at or before it.
+    # A compressed token belongs to the last of the queries' sequences that starts at or before
+    # the token.
     owner = ops.searchsorted(start, source, "right") - 1
     local = source - ops.take_rows(start, owner.clip(0, None))
     local = xp.where(owner < 0, 1, local)

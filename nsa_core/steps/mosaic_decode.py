@@ -1,4 +1,4 @@
-"""A decode step with one launch of a Mosaic kernel, for both frameworks."""
+"""Runs a decode step with one launch of a Mosaic kernel, for both frameworks."""
 
 import dataclasses
 import itertools
@@ -26,12 +26,13 @@ def attention(
     new: tuple[Branches, Branches] | None = None,
     slots: Any = None,
 ):
-    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`, for `N / B`
-    queries per row.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`. Each of the B
+    rows has `N / B` queries.
 
     The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
-    `new` may have keys and values that the step appends first. For an fp8 cache, `slots` has the
-    index of each row's ring (`nsa_core.paged_layout`).
+    `new` may have keys and values of new tokens. The step then appends these tokens before it
+    computes attention. For an fp8 cache, `slots` has the index of each row's ring
+    (`nsa_core.paged_layout`).
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
@@ -127,9 +128,9 @@ def kernel_of(problem: Any, append: bool = False) -> Kernel:
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """Return the kernels of decode steps with one token per row, for caches in `dtype` and in
-    fp8. The decode kernels serve any number of rows of any length. The result is empty if the
-    kernels do not support the layer's sizes.
+    """Return the kernels of decode steps with one token per row, for caches in `dtype` and for
+    caches in fp8. The kernels serve any number of rows of any length. The result is empty if no
+    kernel supports the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []

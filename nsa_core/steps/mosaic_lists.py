@@ -23,7 +23,7 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
     """Convert the selection to blocks of the size over which kernels loop. Return the converted
-    block indices, and the number of keys per such block.
+    block indices, and the number of keys per converted block.
     """
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
@@ -40,7 +40,7 @@ def _shape_of_parts(block_indices, *, parts):
 def _parts_of_blocks(ops, block_indices, *, parts):
     named = (block_indices >= 0) & (
         block_indices < 2**31 // parts
-    )  # for larger indices the product would overflow
+    )  # the product would overflow for larger indices
     first = ops.xp.where(named, block_indices, -1)[..., None] * parts
     *tokens, entries = block_indices.shape
     return [(first + ops.arange(first, parts)).reshape(*tokens, entries * parts)]
@@ -82,8 +82,9 @@ def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
 
 
 def queries_of(layout: QueryLayout) -> dict[str, int]:
-    """Return the fields `first_query` and `gap` of the `WorkItems` for lists with the sizes of
-    `list_keys`."""
+    """Return the fields `first_query` and `gap` of the `WorkItems` for query lists whose `S`
+    and `packed` come from `list_keys`.
+    """
     if layout.varlen is None:
         return {}
     capacity = layout.varlen.capacity
@@ -91,9 +92,9 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """Return the merge `spec` for the keys that `list_keys` counts. If sequences have slots,
-    tiles of slots are merged. The last keys of a tile of keys may belong to the next sequence,
-    but a tile of slots has only one sequence.
+    """Return the spec of the merge for the number of keys that `list_keys` returns. If
+    sequences have slots, `dkv` merges tiles of slots, since a tile of slots belongs to one
+    sequence. The last keys of a tile of keys may belong to the next sequence.
     """
     if layout.varlen is None:
         return spec
@@ -101,15 +102,16 @@ def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
 
 
 def of_keys(layout: QueryLayout, found) -> list:
-    """Convert arrays with an entry per slot, as `list_keys` counts them, to arrays with an entry
-    per key."""
+    """Convert arrays with an entry per slot to arrays with an entry per key. If sequences have
+    no slots, return the arrays unchanged.
+    """
     return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """Return the work items of the query lists with these `edges`. If `spec`, a `WorkItems`, is
-    `halving`, also return the first partial sum of each key tile and the number of its partial
-    sums.
+    """Return the work items of the query lists with these `edges`. `spec` is a `WorkItems`. If
+    `spec.halving` is true, also return the index of the first partial sum and the number of
+    partial sums of each key tile.
     """
     if layout.varlen is None:
         of_tokens = layout.position

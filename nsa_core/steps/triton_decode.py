@@ -8,8 +8,8 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.validate import dtype_name
 
-SPLIT = 256  # keys per split, which determines the order of sums
-PARTS = 4  # programs that share the selected blocks of a query
+SPLIT = 256  # number of keys per split; the splits determine the order of sums
+PARTS = 4  # number of programs that share the selected blocks of a query
 CANDIDATES = 4096  # maximum number of compressed tokens that are scored at a time
 ROWS = 32  # maximum number of rows in a tile of queries; more rows spill registers
 
@@ -23,8 +23,8 @@ def attention(
     lengths,
     scale: float | None,
 ):
-    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`, for `N / B`
-    queries per row.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`. Each of the B
+    rows has `N / B` queries.
 
     The arguments are those of `nsa_torch.paged_attention`.
     """
@@ -42,9 +42,13 @@ def attention(
 
     def scales(*names):
         found = [getattr(cache, f"{name}_scale", None) for name in names]
-        return [lengths if x is None else x for x in found]  # no kernel reads this array
+        return [
+            lengths if x is None else x for x in found
+        ]  # kernels do not read missing scales
 
-    candidates = max(config.num_compressed(p.S), 1)  # blocks of the longest row
+    candidates = max(
+        config.num_compressed(p.S), 1
+    )  # maximum number of compressed tokens per row
     splits = cdiv(candidates, SPLIT)
     windows = cdiv(min(config.window + p.T - 1, p.S), SPLIT) if config.window else 0
     scalars = pages, cache.num_pages, splits, windows, candidates, p.log2_scale
@@ -92,7 +96,7 @@ def attention(
     parts, group_rows = min(PARTS, n), power(p.group)
     ratio_columns = power(page // stride, 1)
     blocks = power(min(pages, CANDIDATES // ratio_columns), 2)
-    # The shape of the statistics that programs pass to each other.
+    # The shape of the statistics that the programs of the kernel `finish` pass to each other.
     handed = p.pairs * p.T * parts, group_rows
     outputs = [
         Array((tokens, heads, p.Dv), p.dtype),
