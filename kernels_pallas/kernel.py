@@ -72,7 +72,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """One Mosaic GPU kernel with fixed shapes. Both frameworks call it.
+    """One Mosaic GPU kernel with fixed shapes. A kernel can be called from both frameworks.
 
     Kernels are compared by identity. The function that describes a kernel caches its results by
     spec (`described`). A spec therefore has one kernel object, which is traced and compiled
@@ -154,12 +154,12 @@ class Kernel:
 
     @functools.lru_cache(DESCRIPTIONS)  # noqa: B019
     def for_any_length(self) -> "Kernel":
-        """Return the kernel with the same description that serves every length. Its arrays have
-        nominal lengths (`NOMINAL_LENGTH`), and no address in the body may depend on them.
-        Scalar arguments precede the arrays. There is a scalar argument for each entry of
-        `sizes`, and its address is the size times `SCALAR_STEP`. The kernel reads nothing at
-        these addresses. An address is a parameter of the launch. Passing a size therefore needs
-        no copy, and a CUDA graph stores the size.
+        """Return the kernel with the same description that serves every length. The arrays of
+        the returned kernel have nominal lengths (`NOMINAL_LENGTH`), and no address in the body
+        may depend on a nominal length. Scalar arguments precede the arrays. There is a scalar
+        argument for each entry of `sizes`, and its address is the size times `SCALAR_STEP`. The
+        kernel reads nothing at these addresses. An address is a parameter of the launch.
+        Passing a size therefore needs no copy, and a CUDA graph stores the size.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
@@ -167,8 +167,8 @@ class Kernel:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that runs the kernel. If `body` is a name, it is the result of the
-        function with this name. Otherwise it is `body`.
+        """The function that runs the kernel. If `body` is a name, `call` is the result of the
+        function with this name. If `body` is a function, `call` is `body`.
         """
         if callable(self.body):
             return self.body
@@ -200,8 +200,8 @@ class Kernel:
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
     """Decorate a function that describes a kernel from its spec. The decorated function returns
     the same kernel object for equal specs, and is the kernel's source. By default the kernel
-    has the name of the function. Its body is then the function of that name in the folder
-    `mosaic`, in the module that has the same name as the module of the description.
+    has the name of the function. By default the body is the function of the same name in
+    `mosaic`, in the module with the same name as the module of the description.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

@@ -1,11 +1,12 @@
 """The backward preprocess of FlashAttention: delta = rowsum(dO * O) - dlse and shift = lse *
-log2(e) - log2|gate|. Both are stored with the bounds of a row's keys, in the layout that the
-backward kernels read (`specs/bwd_preprocess.py`). `combine.py` computes rowsum(dO * O), which
-is also the gradient of the gate.
+log2(e) - log2|gate|. delta and shift of a row are stored with the bounds of the row's keys, in
+the layout that the backward kernels read (`specs/bwd_preprocess.py`). `combine.py` computes
+rowsum(dO * O), which is also the gradient of the gate.
 
-Loop order: no loop. A lane computes one row, and a warp 32 adjacent rows of the query tiles.
-Tile: 128 rows per CTA of four warps; no shared memory.
-Bandwidth bound: 12 to 20 bytes are read and 16 written per row.
+Loop order: no loop. A lane computes one row, and a warp computes 32 adjacent rows of the query
+tiles.
+Tile: 128 rows per CTA of four warps; no shared memory. Bound: bandwidth. Per row, 12 to 20
+bytes are read and 16 bytes are written.
 """
 
 import math

@@ -27,7 +27,7 @@ class Side(NamedTuple):
     Attributes:
       words: Number of words per token.
       row: Row of `[B]`.
-      column: Index of the lane's word. It is at most the index of the last word.
+      column: Index of the lane's word, or of the last word for a lane without a word.
       exists: Whether the lane has a word.
     """
 

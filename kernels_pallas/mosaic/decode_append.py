@@ -31,9 +31,9 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
-    """Write a cluster's share of the new tokens. Shared memory has the page table. It also has
-    the unclamped indices of the pages of new tokens, which may not exist. In the functions
-    below, `value` is 1 for values and 0 for keys.
+    """Write a cluster's share of the new tokens. Shared memory has the page table. Shared
+    memory also has the unclamped indices of the pages of new tokens, since these pages may not
+    exist. In the functions below, `value` is 1 for values and 0 for keys.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps

@@ -5,7 +5,7 @@
 Each branch has two phases, first logits and then values. Between the two phases, each warp
 pushes the maximum and the sum of its keys to every CTA. Before P V, p is therefore already
 divided by the sum over the whole cluster, and multiplied by the branch's gate. One accumulator
-then serves all three branches without rescaling.
+of P V therefore serves all three branches without rescaling.
 
     exchange 0   maximum and sum, compressed
     exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
@@ -60,7 +60,7 @@ def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list
 
 
 def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
-    """Update the maximum and the sum of the lane's rows with S2 of a strip, and return them."""
+    """Return the maximum and the sum of the lane's rows after S2 of a strip is included."""
     m, found = lane.m, []
     for r, (before, total) in enumerate(state):
         mine = [tile[2 * r + e] for tile in s2 for e in range(2)]
@@ -181,12 +181,12 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
     """Compute what a strip of compressed slots adds to the scores of the strip's blocks. Push
     the result to all CTAs if `there` holds.
 
-    The token in slot o of a page shares min(o + 1, cover) strides with the page's block. It
-    shares the remaining cover - 1 - o strides, if any, with the previous block (Eq. 9). A block
-    therefore has two sums: score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads
-    until the bits of a lane's index determine its slot. Slot bit 0 is lane bit 3, slot bits 1
-    and 2 are lane bits 0 and 1, and slot bit 3 is lane bit 4. Lanes that differ in bit 2 have
-    copies of the same sum.
+    The token in slot o of a page shares min(o + 1, cover) strides with the page's block. The
+    token in slot o shares the remaining cover - 1 - o strides, if any, with the previous block
+    (Eq. 9). A block therefore has two sums: score[j] = own[j] + following[j + 1]. Lanes
+    exchange sums over heads until the bits of a lane's index determine its slot. Slot bit 0 is
+    lane bit 3, slot bits 1 and 2 are lane bits 0 and 1, and slot bit 3 is lane bit 4. Lanes
+    that differ in bit 2 have copies of the same sum.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     distances = 8, 1, 2, 16  # distance of the lanes whose slots differ in bit 0, 1, 2 or 3

@@ -6,8 +6,8 @@ bytes per lane. When the warp reads the strip, each lane reads other bytes than 
 warp has its own ring buffer. The lanes of the warp synchronize before they read a strip and
 before they overwrite it. A strip is stored in parts of 128 bytes per row, `[16 rows, 128
 bytes]`, and possibly a last part of 64, `[16 rows, 64 bytes]`. The 8 chunks of 16 bytes in a
-part of a row are permuted by the row's index (`turned`). All banks are then used by 8 lanes
-that access
+part of a row are permuted by the row's index (`turned`). The permutation spreads the accesses
+of 8 lanes over all banks. The 8 lanes access
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
@@ -144,7 +144,7 @@ class Queue:
 
     def catch_up(self, done: Any) -> None:
         """Load the strips of the selected branch among the `stages` turns from turn `done` on.
-        These strips were skipped before the blocks were known.
+        The strips of the selected branch were skipped before the selected blocks were known.
         """
         self.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
@@ -431,8 +431,8 @@ class _Pages(NamedTuple):
 
 
 def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:
-    """Return Q of the group as left operands of products. The columns have the order in which
-    `Queue.logits` reads those of K.
+    """Return Q of the group as left operands of products. The columns of Q are in the order in
+    which `Queue.logits` reads the columns of K.
     """
     m, spec = lane.m, lane.spec
     row_bytes, found = 2 * spec.D, []

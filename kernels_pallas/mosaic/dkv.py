@@ -204,9 +204,9 @@ class KeyTile:
           keys: The left operands K and V, 64 keys.
           sums: The sums of dK and dV before the step. A gradient that `spec` does not want has
             no sum.
-          visible: Function that returns the mask of eight columns, `[64, 8]`. Its arguments are
-            the first of the eight columns, and `first_key` and `key_end` from the statistics of
-            these columns. None means that all queries attend to all keys.
+          visible: Function that returns the mask of eight columns, `[64, 8]`. The function's
+            arguments are the first of the eight columns, and `first_key` and `key_end` from the
+            statistics of these columns. None means that all queries attend to all keys.
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
             which is a query tile and a block. Element i is True if the token of column i
             selected this block. The argument of the function is the first of the eight columns.
@@ -475,8 +475,8 @@ class Entries:
         return div(column + row, self.group)
 
     def selected(self, token_bits, j):
-        """Return a bool array `[8]` for the eight columns from `j` on. It is True if the
-        column's token selected the block of the column's list entry.
+        """Return a bool array `[8]` for the eight columns from `j` on. An element is True if
+        the column's token selected the block of the column's list entry.
         """
         token = self._token_of_column(j % self.spec.query_tile.rows)
         bits = token_bits[j // self.spec.query_tile.rows]

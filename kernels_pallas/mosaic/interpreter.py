@@ -40,10 +40,10 @@ def written(
     scalars: Sequence[Any],
     outputs: Sequence,
 ) -> list[Any]:
-    """Run a program in a warpgroup and return the arrays that it writes to shared memory. They
-    have 32-bit numbers of the types `outputs`. The arguments of `program(warp, arrays, words,
-    places)` are the instructions, the whole `arrays`, the scalars as words, and the addresses
-    of the outputs.
+    """Run a program in a warpgroup and return the arrays that the program writes to shared
+    memory. The arrays have 32-bit numbers of the types `outputs`. The arguments of
+    `program(warp, arrays, words, places)` are the instructions, the whole `arrays`, the scalars
+    as words, and the addresses of the outputs.
     """
 
     def run(arrays, scalars):

@@ -105,8 +105,8 @@ class Tiles(NamedTuple):
     """Describes how a warpgroup processes its tiles.
 
     Attributes:
-      mainloop_of: Function that returns the operations on a tile. Its arguments are the spec,
-        refs with the keys of an interval, and the tile.
+      mainloop_of: Function that returns the operations on a tile. The function's arguments are
+        the spec, refs with the keys of an interval, and the tile.
       rows: Widths of the arrays of query rows that are read. The tile of the first array also
         holds the result if there is no room for another tile.
       out, out_width: The array `[B, T, H, out_width]` of the result.
@@ -212,8 +212,8 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
     """Return the number of blocks, the number of masked blocks, and a function that returns the
-    first key of the i-th block. There is at least one block. A work item without keys has one
-    block, at a position from which copies read zeros.
+    first key of the i-th block. The number of blocks is at least one. A work item without keys
+    has one block, at a position from which copies read zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds

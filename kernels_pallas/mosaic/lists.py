@@ -1,10 +1,10 @@
-"""The lists of selected attention, built without a sort, and the work items of query lists.
+"""Builds the lists of selected attention without a sort, and the work items of query lists.
 
-The bitmap of a selection is in shared memory. It has a word per block, and a word has a bit per
-token. The block lists of tiles and the query lists of blocks are both built from the bitmap,
-since a word has all tokens that a sort would group. One warp has up to 64 neighbouring tokens,
-which may belong to several sequences. The warp handles the sequences one after the other, since
-blocks are counted from the first key of their sequence.
+The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a
+bit per token. The block lists of tiles and the query lists of blocks are both built from the
+bitmap, since a word has all tokens that a sort would group. One warp has up to 64 neighbouring
+tokens, which may belong to several sequences. The warp handles the sequences one after the
+other, since blocks are counted from the first key of their sequence.
 
     for sequence in range(bitmap.sequences(tokens)):
         first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
@@ -43,7 +43,7 @@ The query lists of blocks (`specs/block_query_lists.py`):
     running sum      their offsets, computed by the framework
     fill_lists       the same traversal again; each entry is written to its offset
 
-The traversal, a warp per chunk of tokens:
+Each warp traverses one chunk of tokens:
 
     for each window of tiles of keys                `next_entry`: a counter per tile
         for each word of tokens of the chunk
@@ -71,8 +71,9 @@ segment of the tokens:
     mark the remaining rows of the table of the segment as empty
 
 The kernel is bound by the latency of two or three loads of `edges` per tile, and of `MAX_HALVES
-+ 2` more loads if partials are counted. It stores up to 28 bytes per item. It costs a few
-microseconds, while the kernels that read the table cost milliseconds.
++ 2` more loads if partials are counted. The kernel of work items stores up to 28 bytes per
+item. The kernel takes a few microseconds, while the kernels that read the table take
+milliseconds.
 """
 
 import functools
@@ -193,7 +194,7 @@ class BlockBitmap(NamedTuple):
         """Set the bits of the blocks `low .. low + window - 1` that tokens selected. `own` is
         the same as in `counts`. Also compute `state = also(entry, token, block, selected,
         *state)` for all entries of the tokens' selection, and return the last `state` (`each`).
-        These entries may have blocks outside the window.
+        The entries may have blocks outside the window `low .. low + window - 1`.
         """
         warp = self.warp
 
@@ -542,8 +543,8 @@ def list_chunk(
                 if gather:
                     gather_entries(token0, own, first_key // ROWS - low, count)
                 else:
-                    # Two ends of visible keys: for the last token of the sequence, and for a
-                    # token at bit 0.
+                    # `last` is the end of the keys that the sequence's last token sees.
+                    # `end_of_bit0` is the end of the keys that a token at bit 0 would see.
                     (sequence,), (position,) = tokens.sequence, tokens.position
                     mine, ends = warp.same(sequence, first_key), first_key + position + 1
                     last = warp.largest(warp.where(mine, ends, 0))
@@ -715,7 +716,7 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
 
     The sorted position of an item is the number of items in its segment that precede it. An
     item precedes another item if it has more entries, or the same number of entries and a lower
-    index. The lanes read 32 other items at a time and exchange them.
+    index. The lanes read 32 other items at a time, one item per lane, and exchange these items.
     """
     lane, columns = warp.lane(), WorkItem._fields
     own = (refs.group * WARPS + warp.warp()) * LANES + lane

@@ -3,7 +3,7 @@
     interval.py   blocks of an interval of keys, which adjacent tiles share
     selected.py   blocks of a tile's list
 
-Per block of keys, formulas as in `softmax.py`:
+The formulas for a block of keys are those of `softmax.py`:
 
     forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
     dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
@@ -118,8 +118,8 @@ def over_blocks(
 
     Args:
       mainloop: The operations on the tile.
-      block_at: Function that returns a block. Its arguments are whether some keys are masked, and
-        the index of the block.
+      block_at: Function that returns a block. The function's arguments are whether some keys
+        are masked, and the index of the block.
       boundary: Number of first blocks. Either only the first blocks or only the remaining
         blocks are masked.
       blocks: Number of all blocks.
@@ -160,8 +160,8 @@ class Ring(NamedTuple):
     Attributes:
       buffers: The `Buffers` object that allocates and multiplies the blocks.
       rows, width: Numbers of rows and of columns of a block.
-      by_column: Whether blocks are transposed. A row of a transposed block is a column of the
-        values, and a column of it is a pair of keys.
+      by_column: Whether blocks are transposed. In a transposed block, a row is a column of the
+        values, and a column is a pair of keys.
     """
 
     buffers: Buffers
@@ -298,14 +298,14 @@ def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
     logit = 0.0
     for i in range(spec.D // buffers.slab):
         logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
-        # This keeps the compiler from loading all slabs into registers at once.
+        # `commit_smem` prevents the compiler from loading all slabs into registers at once.
         plgpu.commit_smem()
     return logit * spec.scale
 
 
 def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns, i):
-    """Return slab `i` of the tile's query in float32. Each column is multiplied by the column's
-    factor in an array `[B, Hkv, D]`.
+    """Return slab `i` of the tile's query in float32. Each column of the query is multiplied by
+    a factor from an array `[B, Hkv, D]`.
     """
     query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
     own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]

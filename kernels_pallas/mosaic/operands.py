@@ -1,13 +1,13 @@
 """Manages matrix operands in shared memory. An operand has one view for TMA copies and another
 view of the same memory for wgmma.
 
-A tile of query rows has up to 64 rows: those of `64 // G` tokens and of the `G` query heads of
-one key/value head. Row `token * G + head` is one head of a token. Padding heads therefore have
-no rows. Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64.
-Each slab is one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the
-`[64, width]` operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any
-token or key. TMA reads elements outside the array as zero and does not write them. Arrays
-therefore need no padding.
+A tile of query rows has up to 64 rows, for `64 // G` tokens and the `G` query heads of one
+key/value head. Row `token * G + head` is one head of a token. Padding heads therefore have no
+rows. Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each
+slab is one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64,
+width]` operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any token
+or key. TMA reads elements outside the array as zero, and does not write elements outside the
+array. Arrays therefore need no padding.
 
 In interpret mode, one memory cannot have two views. Each operand then has only the view for
 copies, and products are plain `jnp.dot` in float32.
@@ -78,8 +78,8 @@ def drain(interpret, stages: int, phases, *waits) -> None:
 
 
 class Buffers(NamedTuple):
-    """Allocates operands in shared memory and multiplies them. `interpret` is as in
-    `plgpu.kernel`.
+    """Allocates operands in shared memory, and starts products of operands. `interpret` has the
+    meaning that it has in `plgpu.kernel`.
     """
 
     dtype: jnp.dtype
@@ -531,12 +531,12 @@ def div(x, n):
 
 
 def rem(x, n):
-    """Compute `x % n`, as in `div`."""
+    """Compute `x % n` for a non-negative int32."""
     return lax.rem(x, jnp.int32(n))
 
 
 def div_rem(x, n) -> tuple:
-    """Compute `divmod(x, n)`, as in `div`."""
+    """Compute `divmod(x, n)` for a non-negative int32."""
     return div(x, n), rem(x, n)
 
 

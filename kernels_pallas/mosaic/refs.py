@@ -1,5 +1,5 @@
-"""Gives names to the refs of a kernel's body. These are its inputs, its outputs and its
-scratch.
+"""Gives names to the refs of a kernel's body. The refs are the inputs, the outputs and the
+scratch of the kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence

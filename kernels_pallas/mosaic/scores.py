@@ -96,8 +96,9 @@ def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
 
 
 def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> None:
-    """Start copies of the keys of product `q`. These keys are one phase of 64 blocks, and
-    `base` is the first block of product 0. `place` has the batch row and the key/value head.
+    """Start copies of the keys of product `q`. The keys of a product are one phase of 64
+    blocks. `base` is the first block of product 0. `place` has the batch row and the key/value
+    head.
     """
     stage = rem(q, spec.tiling.stages)
     blocks, phase = pl.ds(base + div(q, spec.ratio) * KEYS, KEYS), rem(q, spec.ratio)
@@ -455,9 +456,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """Run `_each_warp` in the interpreter. For the race detector, a warpgroup then reads and
-    writes only its own `rows`. If an element of `arrays` is a shape instead of a ref, the array
-    is only written, and is returned.
+    """Run `_each_warp` in the interpreter. The race detector then records only the warpgroup's
+    own `rows` as read and written. If an element of `arrays` is a shape instead of a ref, the
+    array is only written, and is returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -773,7 +774,9 @@ def best_blocks_kq(kernel: Kernel):
             extract(scores, indices, choose)
 
         def finish(four):
-            """Add the forced blocks of four score rows, sort the blocks and write them."""
+            """Add the forced blocks to the chosen blocks of four score rows, sort the blocks of
+            each row, and write the sorted blocks.
+            """
             own_block = values_of_rows(refs.own_block.at[mine, four])
             chosen = [values_of_rows(refs.chosen_s.at[i, four]) for i in range(free)]
             for block in range(spec.num_initial):

@@ -4,10 +4,10 @@ Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationar
 (`mainloop.py`). For a block that a token did not select, the rows of the token have P = 0 and
 an unchanged maximum in forward, and shift = +inf in dq.
 
-Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
-share every block that one of them selected (`lists.py`), and the rows of other tokens are
-masked. The warpgroup issues its own copies. A stage of a ring buffer is refilled as soon as all
-four warps have read it.
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The loop includes every
+block that a token of the tile selected (`lists.py`). The rows of tokens that did not select the
+block are masked. The warpgroup issues its own copies. A stage of a ring buffer is refilled as
+soon as all four warps have read it.
 
 Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an
 SM has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each).
@@ -25,7 +25,7 @@ Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of
 `forward_stages`, `FP8_STAGES` (for e4m3) and `dq_stages` in `specs.selected`.
 
 Bound: the latency of a block's steps (wait for the keys, S, softmax). On random selections the
-bound is the traffic from L2 to shared memory. This traffic has each block of a tile's list once
+bound is the traffic from L2 to shared memory. Each block of a tile's list is copied once
 (docs/kernels/selected.md). Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: forward
 2.2 TFLOP = 2.2 ms, dq 3.3 TFLOP = 3.3 ms; query and output, each moved once, 0.64 ms; the
 blocks of the lists, 108 GB on random selections, 13 ms at 8.3 TB/s.
@@ -141,7 +141,7 @@ def _build(
         token = div(operands.row_index(), size.group)  # [64]
 
         def load(ring, source, blocks, ready, stages, i):
-            """Start the copy of block `i`, if it exists."""
+            """Start the copy of block `i` of the loop, if there is such a block."""
 
             @pl.when(i < looped.blocks)
             def _():
@@ -257,9 +257,9 @@ def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
 
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
-    """Store the sum of the branches' outputs times their gates, in the order of branches, as in
-    `combine.gated_sum`. `result` is the output of this branch. Its copy from the query's tile
-    to memory may still be running.
+    """Store the sum of the branches' outputs times their gates. As in `combine.gated_sum`, the
+    outputs are added in the order of branches. `result` is the output of this branch. The copy
+    of `result` from the query's tile to memory may still be running.
     """
     size, width, out_tile = spec.tile, spec.Dv, refs.query_tile
     buffers = Buffers.of(spec, size)

@@ -4,8 +4,8 @@ writes dS.
 `dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product, and dq needs
 dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of either operand, as matrices of
 8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four such matrices, which `movmatrix`
-transposes. A lane then has eight numbers that one lane of dq needs, and stores them with one
-instruction:
+transposes. A lane then has eight numbers that one lane of dq needs, and stores all eight with
+one instruction:
 
     slot of a token   [group_rows / 16, 4, 32, 8]
 
@@ -15,8 +15,8 @@ instruction:
     2      lane l
     3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
 
-With a group of eight heads the layout is `[4, 32, 4]`. The 16 rows of a warp are then two
-tokens, each with its own slot.
+With a group of eight heads the layout is `[4, 32, 4]`. The 16 rows of a warp then belong to two
+tokens, and each token has its own slot.
 
 In Pallas' interpreter, a slot is `[group_rows, 64]` in row-major order.
 
@@ -32,9 +32,9 @@ kernel needs no masks and no exponentials.
                                                   ├─► dQ += dS K
     dS of block i   global memory ─► registers ───┘
 
-Bound: the traffic from L2 to shared memory, which is half of that of `selected_dq`. dS is read
-once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K if selections are random, and
-8.6 GB of dS.
+Bound: the traffic from L2 to shared memory, which is half of the traffic of the kernel
+`selected_dq`. dS is read once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K if
+selections are random, and 8.6 GB of dS.
 """
 
 from typing import Any, NamedTuple

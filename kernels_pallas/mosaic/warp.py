@@ -155,8 +155,8 @@ def unpack(x: Word, dtype: str) -> list[Word]:
 
 
 def codes(x: Sequence[Word]) -> Word:
-    """Round four float32 of at most 448 to the nearest numbers of e4m3, and return them in one
-    word.
+    """Round four float32 of at most 448 to the nearest numbers of e4m3, and return a word with
+    the four results.
     """
     convert = "cvt.rn.satfinite.e4m3x2.f32"
     text = f"{{ .reg .b16 h<2>; {convert} h0, $2, $1; {convert} h1, $4, $3; "
@@ -290,8 +290,8 @@ def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
 
 
 def element(ref, *places: tuple[Number, int]):
-    """Return the address in global memory of an element of `ref`. Each axis is given by the
-    index along the axis and the stride in bytes.
+    """Return the address in global memory of an element of `ref`. Each argument in `axes` is a
+    pair: the index along an axis, and the stride of the axis in bytes.
     """
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
@@ -416,9 +416,9 @@ def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
 
 
 def read_transposed(address: Word, offset: int = 0) -> list[Word]:
-    """Read four matrices of 8 rows of 16 bytes from shared memory, and transpose them. Lane `l`
-    has the address of row `l % 8` of matrix `l // 8`, and receives the 16-bit column `l // 4`
-    of rows `2 (l % 4)` and `2 (l % 4) + 1` of each matrix.
+    """Read four matrices of 8 rows of 16 bytes from shared memory, and transpose each matrix.
+    Lane `l` has the address of row `l % 8` of matrix `l // 8`, and receives the 16-bit column
+    `l // 4` of rows `2 (l % 4)` and `2 (l % 4) + 1` of each matrix.
     """
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
     text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
@@ -523,8 +523,9 @@ def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
     """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if
-    `only` holds. The barrier of that CTA counts their bytes. `barrier` and `address` are
-    addresses in this CTA. `push` translates them to addresses in the CTA `cta`.
+    `only` holds. The barrier in CTA `cta` counts the bytes of the words. `barrier` and
+    `address` are addresses in this CTA. `push` translates both addresses to addresses in the
+    CTA `cta`.
     """
     to, its_barrier = (
         _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)

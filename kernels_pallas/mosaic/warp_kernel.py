@@ -6,11 +6,11 @@ second axis is the CTAs of a row.
 `instructions` is the module `warp`, which emits PTX. In interpret mode, `instructions` is an
 object with the same functions (`interpreter.py`), so one program serves kernels and the
 interpreter. `sizes` has the numbers of `Kernel.sizes`, as integers or as words that the kernel
-reads at launch. `refs` has the arrays of the kernel and the arrays in shared memory by name. It
-also has the indices of the CTA. `refs.row` is the index of the CTA's row. With `by_head`,
-`refs` has the batch row `b` and the key/value head `g` instead of `row`. `refs.group` is the
-index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has the index `WARPS * group
-+ w` in the row.
+reads at launch. `refs` has the arrays of the kernel and the arrays in shared memory by name.
+`refs` also has the indices of the CTA. `refs.row` is the index of the CTA's row. With
+`by_head`, `refs` has the batch row `b` and the key/value head `g` instead of `row`.
+`refs.group` is the index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has the
+index `WARPS * group + w` in the row.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Starts asynchronous products on the tensor cores of Hopper, as wgmma instructions in inline
 PTX. `plgpu.wgmma` requires accumulators that were set to zero, and adds the offset of every
-step to a 64-bit descriptor in registers. Here a new sum needs no zeroed accumulator (scale-d
-0), and offsets are constants in the text of the instruction.
+step to a 64-bit descriptor in registers. In this module a new sum needs no zeroed accumulator
+(scale-d 0), and offsets are constants in the text of the instruction.
 
 A product is pending from `product` or `added` until `wait` returns its registers. While a
 product is pending, no instruction may access its registers or the registers of its left
@@ -38,8 +38,8 @@ MAX_COLUMNS = 256
 
 
 class Operand(NamedTuple):
-    """A matrix in shared memory. It has the shape `[slabs, rows / 8, 1, 8, columns per slab]`, in
-    the tiling of Mosaic.
+    """A matrix in shared memory. In the tiling of Mosaic, the matrix has the shape `[slabs,
+    rows / 8, 1, 8, columns per slab]`.
 
     Attributes:
       ref: The memory of the matrix.
@@ -132,8 +132,8 @@ def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
     """Start `total + left @ right` if `right` is transposed, otherwise `total + left @
-    right.T`. `left` and `total` are registers. The result and the errors are those of
-    `product`.
+    right.T`. `left` and `total` are registers. `added` returns pending registers and raises
+    errors like `product`.
     """
     columns, depth = right.rows, right.width
     if right.transposed:
@@ -166,7 +166,8 @@ def _start(
       words: Registers of the left operand, or a list of one word, `Operand.word()` of the left
         operand.
       of_step: Function that returns the PTX before the instruction of a step, and the left
-        operand in this instruction. Its arguments are the step and the first of `words`.
+        operand in this instruction. The function's arguments are the step and the first of
+        `words`.
       right: The right operand.
       columns, depth: Number of columns of the result, and number of columns over which the
         product sums.
@@ -206,7 +207,7 @@ def _start(
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
     """Return the same registers after a fence. Products that start after the fence may read
-    these registers and add to them.
+    these registers and accumulate in these registers.
     """
     return _hold("wgmma.fence.sync.aligned;", groups)
 
@@ -285,7 +286,9 @@ def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[i
 
 
 def _asm(text: str, constraints, types, values) -> list[ir.Value]:
-    """Return the results of an instruction, of these types."""
+    """Emit inline PTX, and return the results of the instruction. `types` has the types of the
+    results.
+    """
     whole = llvm.StructType.get_literal(types) if types else ir.Type.parse("!llvm.void")
     done: Any = llvm.inline_asm(
         whole, list(values), text, ",".join(constraints), asm_dialect=0, has_side_effects=True

@@ -1,5 +1,5 @@
-"""A child process that compiles kernels to machine code. In this process, a library called the
-recorder replaces the CUDA driver.
+"""A child process that compiles kernels to machine code. In the child process, a library called
+the recorder replaces the CUDA driver.
 
 `build.py` starts the child process with the names of the modules that may describe kernels. For
 each kernel the child reads one line of JSON and writes one line of JSON as a reply. Mosaic does

@@ -30,7 +30,8 @@ def bound(
       kernel: A kernel with the lengths of a problem.
       device: Index of the GPU.
       prefetch: Function that returns the kernels that will be launched next. If `kernel` must
-        be built, these are built and loaded together with it. Defaults to none.
+        be built, the next kernels are built and loaded together with `kernel`. Defaults to
+        none.
 
     Raises:
       RuntimeError: The same as in `load`.

@@ -10,8 +10,8 @@ from kernels_pallas.kernel import Kernel
 def lower(kernel: Kernel) -> bytes:
     """Return the MLIR bytecode of `kernel` for Hopper, for the plugin's compiler.
 
-    It needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU or a
-    Hopper GPU, since Mosaic reads its size of shared memory.
+    Lowering needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU
+    or a Hopper GPU, since Mosaic reads its size of shared memory.
 
     Raises:
       ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments

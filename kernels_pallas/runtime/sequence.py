@@ -28,9 +28,9 @@ LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER: int = 3  # number of runs with the same addresses after which a graph is built
 COUNTED = 256  # maximum number of address lists per sequence whose runs are counted
 GRAPHS = 64  # maximum number of graphs per sequence; the oldest is dropped first
-# A sequence builds FREE_GRAPHS graphs without further conditions. It builds graph number
-# FREE_GRAPHS + i + 1 if its graphs were launched at least i * USES_OF_A_GRAPH times in total,
-# or after MANY_RUNS runs with the same addresses.
+# A sequence builds FREE_GRAPHS graphs without further conditions. The sequence builds graph
+# number FREE_GRAPHS + i + 1 if its earlier graphs were launched at least i * USES_OF_A_GRAPH
+# times in total, or after MANY_RUNS runs with the same addresses.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 

@@ -10,9 +10,9 @@ divided into chunks, and the lists are stored one after the other:
                                             running sum from 0
     lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
-The order of a list is the same in every run. The entries of one chunk follow those of the
-previous chunk. Within a chunk the entries are in the order of the queries, unless blocks end
-within tiles.
+The order of a list is the same in every run. In a list, the entries of a chunk follow the
+entries of the previous chunk. Within a chunk the entries are in the order of the queries,
+unless blocks end within tiles.
 """
 
 import dataclasses
@@ -43,8 +43,9 @@ class BlockQueryLists(Spec):
       tokens: Number of adjacent tokens per query tile. The kernel that reads the lists copies a
         query tile at once. An entry is a query tile and a block that some tokens of the query
         tile selected. The entry is in the lists of all tiles of keys that the block overlaps.
-      packed: Whether sequences may begin at any key. This is False for tiles of slots in packed
-        rows (`nsa_core.varlen`), which are treated like tiles of keys of one sequence.
+      packed: Whether sequences may begin at any key. `packed` is False for tiles of slots in
+        packed rows (`nsa_core.varlen`), since tiles of slots are treated like tiles of keys of
+        one sequence.
       tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for far
         blocks (`specs/selected.py`). `tile` is the number of tokens per tile, and `limit` is
         the `gather_limit` (`selected.tile_is_gathered`).
@@ -177,8 +178,8 @@ class BlockQueryLists(Spec):
 @described
 def count_entries(spec: BlockQueryLists) -> Kernel:
     """Describe the kernel that counts the entries. Inputs: `selection`. Output: an array of the
-    shape of `edges`. It has a zero, followed by the number of entries of each row, tile of keys
-    and chunk of tokens. The running sum of the output is `edges`.
+    shape of `edges`. The array has a zero, followed by the number of entries of each row, tile
+    of keys and chunk of tokens. The running sum of the output is `edges`.
     """
     return _kernel("count_entries", spec, {}, {"edges": spec.edges})
 

@@ -1,13 +1,13 @@
-"""Row statistics that the backward kernels read, as in the backward preprocess of
-FlashAttention. A row is a query head of a token. The rows of a query tile are contiguous. A row
-has four float32:
+"""Describes the row statistics that the backward kernels read. The statistics are those of
+FlashAttention's backward preprocess. A row is a query head of a token. The rows of a query tile
+are contiguous. A row has four float32:
 
     shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
     delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
     first_key, key_end                       gP = 0 before first_key and from key_end on
 
 where delta_c = rowsum(dO * O_c) uses the branch's own output (`specs.combine.deltas`). The gate
-g_c is part of the exponent, so that no loop multiplies by it. The last bit of `shift`, at most
+g_c is part of the exponent, so no loop multiplies by the gate. The last bit of `shift`, at most
 2^-23 of its value, is 1 if the gate is negative. Without a gate, g_c is 1. Only then may the
 log-sum-exp have a gradient dlse.
 """
@@ -64,8 +64,8 @@ def row_stats(spec: RowStats) -> Kernel:
       dlse: Gradient of the log-sum-exp, if `lse_grad`.
 
     Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row without
-    keys has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0. Its query and dO are zeros, so that it
-    adds nothing. If the gate is 0, shift is +inf.
+    keys has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0. The query and dO of a padding row are
+    zeros, so a padding row adds nothing. If the gate is 0, shift is +inf.
     """
     by_head, key = float32(spec.B, spec.T, spec.H), int32(spec.B, spec.T)
     return Kernel.named(

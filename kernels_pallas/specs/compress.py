@@ -87,7 +87,7 @@ class Means(TokenWords, Spec):
 
     @cached_property
     def C(self) -> int:
-        """The number of windows. There must be at least one."""
+        """The number of windows. The number must be at least one."""
         return (self.S - self.block) // self.stride + 1
 
     @cached_property
@@ -155,10 +155,10 @@ def compress_means(spec: Means) -> Kernel:
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
     """Inputs: `compressed_dk` `[B, rows, Hkv, D]` and `compressed_dv` `[B, rows, Hkv, Dv]`, in
-    which slots without a window have zeros. They are followed by the `dk` of each of the
-    `others`, `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` for the first `placed` branches. Then
-    comes each `dv`, with the same shapes for Dv. For packed rows, `tile_first` and `tile_end`
-    are further inputs.
+    which slots without a window have zeros. The next inputs are the `dk` of each of the
+    `others`, `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` for the first `placed` branches. After
+    these come the `dv` of the same branches, with Dv in place of D. For packed rows,
+    `tile_first` and `tile_end` are further inputs.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """

@@ -1,9 +1,9 @@
 """Describes one decode step over a paged cache. One launch computes the three branches, their
 gated sum and the selection.
 
-A page is a selection block. It has `block` raw tokens and `block / stride` compressed ones.
-Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at
-index `s % per_page` of page `s // per_page`, the page of its last raw token.
+A page is a selection block. A page has `block` raw tokens and `block / stride` compressed
+tokens. Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s`
+is at index `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
 warp handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`,
@@ -83,7 +83,8 @@ HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 @dataclasses.dataclass(frozen=True)
 class Decode(Spec):
     """Static sizes. `B`, `pages`, `table_pages` and `rings` are not compiled into the kernel. A
-    launch passes them as arguments, and `B` by the size of the grid.
+    launch passes `pages`, `table_pages` and `rings` as arguments, and `B` by the size of the
+    grid.
 
     Attributes:
       B: Number of rows.
@@ -102,7 +103,8 @@ class Decode(Spec):
       gate_dtype: float32 or a 16-bit dtype.
       variant: The resources of the compiled kernel.
       append: Whether the step writes its new tokens to their pages.
-      fp8: Whether all pages except those of compressed keys are in 8 bits, with scales.
+      fp8: Whether pages are in 8 bits with scales. Pages of compressed keys are never in 8
+        bits.
       rings: Number of ring buffers for the newest tokens of rows, if a step appends to pages in
         fp8.
     """
@@ -176,7 +178,9 @@ class Decode(Spec):
 
     @cached_property
     def scales_at(self) -> int:
-        """Offset in a stage of the scales of a strip. They follow the tokens of the strip."""
+        """Offset in a stage of the scales of a strip. The scales follow the tokens of the
+        strip.
+        """
         return STRIP * max(self.D, self.Dv)
 
     @cached_property
@@ -244,11 +248,11 @@ class Decode(Spec):
         """The offset of each part of shared memory, and the end of all.
 
         `found` reuses the memory of the scores, which the warps of the CTA have already read.
-        The statistics of the selected branch reuse the memory of those of the compressed
-        branch. A warp with compressed strips reads the statistics of the compressed branch
-        before it writes scores to other CTAs. No warp starts the selected branch before it has
-        all scores. `partial_out` reuses the memory from `sliding_stats` on, since every warp of
-        the cluster has read it before the third exchange ends.
+        The statistics of the selected branch reuse the memory of the statistics of the
+        compressed branch. A warp with compressed strips reads the statistics of the compressed
+        branch before it writes scores to other CTAs. No warp starts the selected branch before
+        it has all scores. `partial_out` reuses the memory from `sliding_stats` on, since every
+        warp of the cluster has read it before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -334,18 +338,15 @@ def decode(spec: Decode) -> Kernel:
     """Describe the kernel of one decode step. Below, `length` is `lengths[b]`, but at most the
     capacity of the page table.
 
-    Inputs:
-    - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and position
-      `length - q_len + t`.
-    - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
-    - `page_table` int32 `[B, table_pages]`: entries past a row's pages may have any value.
-    - `lengths` int32 `[B]`: 0 is padding.
-    - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
-    - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
-      `sliding_value`, which may be the same arrays.
-    - With `fp8`: these arrays except `compressed_key` are float8_e4m3fn. They are followed by
-      float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages, Hkv,
-      block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
+    Inputs: - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and
+    position `length - q_len + t`. - `gates` `[tokens, H, 3]`, of the compressed, the selected
+    and the sliding branch. - `page_table` int32 `[B, table_pages]`: entries past a row's pages
+    may have any value. - `lengths` int32 `[B]`: 0 is padding. - `compressed_key` `[pages,
+    per_page, Hkv, D]` and `compressed_value`. - `selected_key` `[pages, block, Hkv, D]` and
+    `selected_value`; `sliding_key` and `sliding_value`, which may be the same arrays. - With
+    `fp8`: these arrays except `compressed_key` are float8_e4m3fn. These arrays are followed by
+    float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
+    Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
     - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`,
       which the step writes to the pages, with the means of raw tokens that they complete;
       `raw_key` and `raw_value`, pages of these, which may be the selected ones. A token without a

@@ -1,9 +1,9 @@
 """Describes the kernels for gradients of keys and values. The first kernel is key-stationary,
 and computes partial sums per work item. The second kernel merges the partial sums.
 
-A work item is a tile of keys and some consecutive query tiles that attend to it. `partials`
-sums over the queries of one work item. `merge` adds the float32 partials of a tile of keys in a
-fixed order. The result therefore has the same bits in every run.
+A work item is a tile of keys, and some consecutive query tiles that attend to the tile of keys.
+`partials` sums over the queries of one work item. `merge` adds the float32 partials of a tile
+of keys in a fixed order. The result therefore has the same bits in every run.
 
 | branch              | query tiles of a work item                       | rows of a query tile |
 |---------------------|--------------------------------------------------|----------------------|
@@ -67,7 +67,7 @@ class Dkv(AttentionSizes):
         query heads.
       want_dk, want_dv: Whether this kernel computes dk, and whether it computes dv.
       selection_entries: If not 0, list entries are indices into a selection with this number of
-        blocks per token. Otherwise they are query tiles.
+        blocks per token. If 0, list entries are query tiles.
       stored_rows: If not 0, the number of rows of `[B, Hkv]` whose dS is written
         (`specs/stored_ds.py`). This needs `selection_entries`.
     """
@@ -158,8 +158,9 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def stages(self) -> int:
-        """The number of pipeline stages. Gathered rows are scattered in memory. Their number of
-        stages is the largest with which two CTAs fit on an SM, from 2 to 4.
+        """The number of pipeline stages. Gathered rows are scattered in memory. Kernels with
+        gathered rows have the largest number of stages, from 2 to 4, with which two CTAs fit on
+        an SM.
         """
         if not self.gathered:
             return 2
@@ -226,8 +227,8 @@ def partials(spec: Dkv) -> Kernel:
 
     Inputs:
       query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
-      row_stats: The output of `specs.bwd_preprocess` in tiles of `query_tile`. A single token
-        has 8 rows, of which G are used.
+      row_stats: The output of `specs.bwd_preprocess` in tiles of `query_tile`. With single
+        tokens, a query tile has 8 rows, and the first G rows are used.
       work_items: int32 `[work_items, 8]`, or `[work_items, 16]` for intervals.
       query_list: If `gathered`, int32 `[list_entries]`, the query tile of each entry. With
         `selection_entries` it is `(token * Hkv + head) * selection_entries + slot`.
@@ -278,7 +279,7 @@ def merge(spec: Dkv) -> Kernel:
     partials of each tile of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and
     `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B,
     Hkv]` in this chunk are written; the others keep their values. Outputs are dk `[B, S, Hkv,
-    D]` and dv `[B, S, Hkv, Dv]`, or one of them.
+    D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

@@ -43,7 +43,7 @@ class Rounding(TokenWords, Spec):
     of 32, Dv of 2.
 
     Attributes:
-      places: Slots of a row, a multiple of 64.
+      places: Number of slots per row, a multiple of 64.
       packed: Whether the slots are those of `nsa_core.varlen`.
     """
 

@@ -1,9 +1,10 @@
 """Describes selected attention block by block. For each block, the kernels gather the queries
-that selected the block. They process gathered tiles (`mosaic.selected.tile_is_gathered`), whose
-block lists are long since the tokens of a tile selected different blocks. The kernels of
-`specs/selected.py` loop over the near blocks of a gathered tile, which the tile's tokens share.
-The kernels described here process the far blocks. Forward has two kernels (`partials`,
-`merge`), and dq has two kernels (`partial_dq`, `merge_dq`):
+that selected the block. The kernels process gathered tiles
+(`mosaic.selected.tile_is_gathered`). The block list of a gathered tile is long, since the
+tile's tokens selected different blocks. The kernels of `specs/selected.py` loop over the near
+blocks of a gathered tile, which the tile's tokens share. The kernels described here process the
+far blocks. Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_dq`,
+`merge_dq`):
 
     partials   a result for each token, key/value head and far block
     merge      a result for each token, from the result of the loop and the partials of the
@@ -48,7 +49,7 @@ class GatheredAttention(AttentionSizes):
     gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
-    # Number of work items per segment. Each row of [B, Hkv] has the same number of them.
+    # Number of work items per segment. Each row of [B, Hkv] has the same number of work items.
     items: int
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
@@ -83,7 +84,7 @@ class GatheredAttention(AttentionSizes):
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of a segment."""
+        """Number of tiles per segment."""
         return cdiv(self.segment_tokens, self.tile.tokens)
 
     @cached_property
@@ -182,7 +183,7 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
     """Describe the kernel that computes scale dS_j K_j for each token and each far block j that
     the token selected.
 
-    The first inputs are those of `partials`. These follow:
+    The first inputs are the inputs of the kernel `partials`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `stats_tile`.
 
@@ -251,7 +252,8 @@ def merge(spec: GatheredAttention) -> Kernel:
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
     """Describe the kernel that computes dQ for the tokens of a segment. dQ is the result of the
-    loop over blocks. In gathered tiles, the sum of dQ_j over the far blocks j is added to it.
+    loop over blocks. In gathered tiles, the kernel adds the sum of dQ_j over the far blocks j
+    to the result of the loop.
 
     Inputs:
       partials: The output of `partial_dq`.

@@ -97,7 +97,7 @@ class IntervalAttention(AttentionSizes):
 
     @cached_property
     def work_items(self) -> int:
-        """The number of work items. Each consists of `consumers` adjacent tiles."""
+        """The number of work items. A work item consists of `consumers` adjacent tiles."""
         return self.rows_of_keys * self.tiles // self.consumers
 
     @property
@@ -228,9 +228,9 @@ def dq(spec: IntervalAttention) -> Kernel:
     gradient of `forward`'s query.
 
     With `second_keys` the gradient of a second interval is added. The second interval has its
-    own keys, values, bounds and statistics. The sum over each interval is rounded, as if two
-    kernels computed them. With `first_row` and `end_row`, only the rows `first_row .. end_row -
-    1` of an existing array are written.
+    own keys, values, bounds and statistics. The sum over each interval is rounded, as if a
+    separate kernel computed each sum. With `first_row` and `end_row`, only the rows `first_row
+    .. end_row - 1` of an existing array are written.
 
     The first inputs are the first five of `forward`, then the keys, values, bounds and
     `row_stats` of the second interval. These follow:

@@ -54,7 +54,7 @@ class Tiling:
     Attributes:
       heads: Number of query rows per token, including padding.
       rows: Number of query rows per tile.
-      score_rows: Number of score rows per tile, one per token. Some may be padding.
+      score_rows: Number of score rows per tile, one per token. Some score rows may be padding.
       chunk: Number of blocks whose scores are stored at a time.
       stages: Number of pipeline stages in the ring buffer of keys.
     """
@@ -115,7 +115,7 @@ class Scores(Spec):
 
     @cached_property
     def most_candidates(self) -> int:
-        """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
+        """`candidates`, rounded up to a power of two. Few kernels then serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
         # All lengths that need several chunks have the same chunk size.
         return most if self.swap_ab else min(most, 4 * self.held)

@@ -64,8 +64,8 @@ def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockListSizes(AttentionSizes):
-    """The sizes of the problem. Its query rows are divided into tiles, and each tile has a
-    block list.
+    """The sizes of the problem. Query rows are divided into tiles, and each tile has a block
+    list.
     """
 
     n: int  # number of selected blocks per token
@@ -155,8 +155,8 @@ class SelectedAttention(BlockListSizes):
 
 
 def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
-    """Return the spec for `n` selection blocks per token, which are split as in the kernels.
-    `sizes` has the fields of `AttentionSizes`.
+    """Return the spec for `n` selection blocks per token. The spec counts the parts into which
+    the kernels split blocks. `sizes` has the fields of `AttentionSizes`.
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
@@ -186,9 +186,9 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Return the numbers of stages of keys and of values for `dq`. The numbers are 2 and 2 if
-    two CTAs then fit on an SM. Otherwise they are 2 or 1 for keys and 1 for values. The longest
-    block list is included only when the size of a single CTA is checked, since a long list
-    (small G, large n) may leave room for only one CTA.
+    two CTAs then fit on an SM. Otherwise the numbers are 2 or 1 for keys and 1 for values. The
+    longest block list is included only when the size of a single CTA is checked, since a long
+    list (small G, large n) may leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:
@@ -246,8 +246,7 @@ def dq(spec: SelectedAttention) -> Kernel:
     dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift).
     shift, which includes the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
 
-    The first inputs are the first seven inputs of `forward`. The following inputs come after
-    them:
+    The first inputs are the first seven inputs of `forward`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`, computed for
         `dkv`, whose query tiles (`stats_tile`) may differ from the tiles of this kernel.

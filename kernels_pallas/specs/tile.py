@@ -1,7 +1,7 @@
 """Defines tiles of query rows, and the constants that kernels and descriptions share.
 
 A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
-Row `token * G + head` is one head of a token, so that padding heads use no rows.
+Row `token * G + head` is one head of a token. Padding heads therefore have no rows.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ ROW_STATS_MIN_ROWS = 8  # rows whose statistics are 128 bytes, the minimum size 
 LANE_COPY_HEADS = 4  # groups of up to 4 heads, which would start too many TMA copies
 # int32 per row of the table of work items: 32 bytes, so that no row crosses a sector
 WORK_ITEM_INTS = 8
-INTERVAL_ITEM_INTS = 16  # the same for intervals
+INTERVAL_ITEM_INTS = 16  # int32 per row of the table of work items of intervals
 SMEM_BYTES = 227 * 1024  # maximum shared memory per CTA
-SMEM_BUDGET = 224 * 1024  # the part of it for arrays; the rest is for barriers
-SMEM_HALF = 112 * 1024  # the same for each of two CTAs on one SM
-SMEM_THIRD = 74 * 1024  # for each of three
+SMEM_BUDGET = 224 * 1024  # the part of `SMEM_BYTES` for arrays; the rest is for barriers
+SMEM_HALF = 112 * 1024  # shared memory for the arrays of each of two CTAs on one SM
+SMEM_THIRD = 74 * 1024  # shared memory for the arrays of each of three CTAs on one SM
 SELECTED = 64  # maximum number of blocks per token
 WARPS = 4  # warps of a CTA with one warpgroup, the minimum that Mosaic launches
 
@@ -43,8 +43,8 @@ class Tile:
 
     @cached_property
     def tokens(self) -> int:
-        """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. It is
-        0 if no number of tokens has this size.
+        """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. The
+        number is 0 if no number of tokens that fits in the tile has such a size.
         """
         rows = 128 // (2 * self.slab)  # number of rows whose columns in a slab have 128 bytes
         multiple = rows // math.gcd(rows, self.group)
@@ -57,8 +57,8 @@ class Tile:
 
 
 def gathered_tile(group: int, slab: int) -> Tile:
-    """Return the tile with the smallest number of rows that holds the tokens of a TMA copy, at
-    least 16.
+    """Return the tile with the smallest number of rows, at least 16, that holds the tokens of a
+    TMA copy.
     """
     tiles = (Tile(group, slab, rows) for rows in (16, 32, ROWS))
     return next((tile for tile in tiles if tile.tokens), Tile(group, slab))
@@ -71,21 +71,21 @@ def cdiv(a: Any, b: int) -> Any:
 
 def parts_of_block(block: int, entries: int) -> int:
     """Return the number of parts into which kernels split each of a token's `entries` selection
-    blocks. A block of 128 keys is split in two, so that an SM holds more CTAs and dS can be
+    blocks. A block of 128 keys is split in two parts. An SM then holds more CTAs, and dS can be
     stored.
     """
     return 2 if block == 2 * ROWS and 2 * entries <= SELECTED else 1
 
 
 def warp_grid(rows: int, warps: int) -> tuple[int, int]:
-    """Return the grid for `warps` warps in each of `rows` rows: the number of rows, and that of
-    CTAs per row. The last CTA of a row may have warps without work.
+    """Return the grid for `warps` warps in each of `rows` rows. The grid is the number of rows
+    and the number of CTAs per row. The last CTA of a row may have warps without work.
     """
     return rows, cdiv(warps, WARPS)
 
 
 def slab_width(*widths: int) -> int:
-    """Return the number of columns of a slab, of which all `widths` are multiples.
+    """Return the number of columns of a slab. All `widths` are multiples of this number.
 
     Raises:
       ValueError: a width is no multiple of 16.
@@ -93,7 +93,7 @@ def slab_width(*widths: int) -> int:
     common = math.gcd(*widths)
     if common % 16:
         raise ValueError(f"widths must be multiples of 16, got {widths}")
-    return min(64, common & -common)  # the largest power of two that divides it
+    return min(64, common & -common)  # the largest power of two that divides all widths
 
 
 def copied_by_lanes(group: int, slab: int) -> bool:

@@ -1,17 +1,17 @@
 """Describes the block list of a tile, which has the blocks that the tokens of a tile of query
 rows selected.
 
-Query-stationary selected attention loops over it (`specs.selected`). For each tile `[B, Hkv,
-tiles]`:
+Query-stationary selected attention loops over the block list (`specs.selected`). For each tile
+`[B, Hkv, tiles]`:
 
     starts   [entries]         first key of each block, ascending
     members  [words, entries]  bit `token % 32` of word `token // 32`: the token selected it
     counts   [6]               `specs.selected.BlockCounts`
 
-The first blocks of a list need no mask by key, up to the first block that ends after the last
-key of one of its members. A block other than block 0 is far if it comes before the block that
-precedes the one of the tile's first token. After the last block of a list, `starts` and
-`members` are zero.
+The members of a block are the tokens that selected the block. The blocks of a list need no mask
+by key, up to the first block that ends after the last key of one of its members. Block 0, the
+block with the tile's first token, the block before that block, and all later blocks are near.
+All other blocks are far. After the last block of a list, `starts` and `members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32

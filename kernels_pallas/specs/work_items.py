@@ -1,9 +1,9 @@
 """Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`). A
 work item is a tile of keys and some of its queries. In the compressed and the sliding branch,
 the queries are an interval of query tiles. In the selected branch, they are entries of a query
-list. A tile of keys with many queries has several work items, so that CTAs have similar amounts
-of work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a
-tile in order.
+list. A tile of keys with many queries has several work items. CTAs then have similar amounts of
+work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a tile
+in order.
 
 Tokens are divided into segments. Items of one segment run together and read the same queries,
 which therefore stay in L2. With `streams`, items of a segment that read the same queries are
@@ -44,8 +44,8 @@ from kernels_pallas.specs.tile import (
 )
 
 GPU_ITEMS = 16 * SMS  # number of work items that fill a GPU
-# Maximum number of work items of intervals with several segments. The maximum exists since each
-# item has its own partial.
+# Maximum number of work items of intervals with several segments. More work items would need
+# more partials, since each work item has its own partial.
 MAX_ITEMS = 20 * SMS
 # numbers of segments that `split_causal` compares, for intervals
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -70,8 +70,7 @@ class WorkItem(NamedTuple):
 
     For intervals, queries are counted in query tiles. For lists, they are counted in entries
     from the begin of all lists. In the table of intervals, the columns `PART_COLUMNS` follow
-    for each 64 keys of the tile. These columns replace `unmasked_begin` and the column after
-    it.
+    for each 64 keys of the tile. `PART_COLUMNS` replace `unmasked_begin` and `unmasked_end`.
     """
 
     row: Any  # row of [B, Hkv]; a negative row means that there is no work item
@@ -110,8 +109,8 @@ class IntervalSplit:
       segments: Segments of the tokens.
       tiles: Maximum number of key tiles to which the tokens of a segment attend.
       partials: Maximum number of partials per row of `[B, Hkv]`.
-      streams: Whether the order is `[tile of a segment, segment, row]`. Otherwise it is
-        `[segment, tile, row]` with the last segment first.
+      streams: Whether the order of work items is `[tile of a segment, segment, row]`. If not,
+        the order is `[segment, tile, row]`, with the last segment first.
     """
 
     segments: int
@@ -132,8 +131,8 @@ def split_causal(
     Args:
       spec: A `Dkv`.
       tiles_seen: Function that returns the maximum number of tiles of keys to which the tokens
-        `first .. end - 1` attend. It accepts arrays, since hundreds of values are needed for
-        each new length.
+        `first .. end - 1` attend. The function accepts arrays, since hundreds of values are
+        needed for each new length.
       sees: Function that returns approximately the number of tiles to which the token `end - 1`
         attends. Defaults to all tiles to which earlier tokens attend.
     """
@@ -302,7 +301,9 @@ class WorkItems:
         return self.lists.interpret
 
     def for_any_length(self) -> Self:
-        """The same spec with nominal lengths of the lists, `segment` and `longest`."""
+        """A copy of the spec with nominal lengths of the lists and nominal `segment` and
+        `longest`.
+        """
         lists = self.lists.for_any_length()
         numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
         if self.placed:
@@ -378,7 +379,7 @@ class WorkItems:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the lists and of the segments. With `halving`, the sizes of each segment
-        are included, and those of the last segment are repeated.
+        are included, and the sizes of the last segment are repeated.
         """
         lists = self.lists
         sizes = {

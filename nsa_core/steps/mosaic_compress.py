@@ -13,8 +13,8 @@ from nsa_core.validate import dtype_name
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """Return the means of the windows of tokens `[B, S, Hkv, .]`, as `[B, C, Hkv, D]` and `[B,
     C, Hkv, Dv]`. Zeros follow the means, up to a whole selection block. No query attends to the
-    zeros after the means, but the score kernel reads them. In packed rows the means are in the
-    slots of their sequences (`nsa_core.varlen`).
+    zeros after the means, but the score kernel reads these zeros. In packed rows the means are
+    in the slots of their sequences (`nsa_core.varlen`).
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))

@@ -162,8 +162,8 @@ def _forward_spec(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`. Also compute the `gated_sum` of its output and of `others`, the outputs of
-    the compressed and the sliding branch.
+    """Run `selected`, and compute the `gated_sum` of the outputs of all branches. `others` has
+    the outputs of the compressed and the sliding branch.
     """
     spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
@@ -288,9 +288,10 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the arrays that the kernel `scores.best_blocks` reads. For each row, they have the
-    bounds of the compressed tokens. For each token, they have its own block and the first block
-    of its sequence. For each tile, they have the number of blocks that the tile's tokens span.
+    """Return the arrays that the kernel `scores.best_blocks` reads. The arrays have the bounds
+    of the compressed tokens per row. Per token they have the token's own block and the first
+    block of the token's sequence. Per tile they have the number of blocks that the tile's
+    tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (

@@ -38,7 +38,7 @@ MAX_HEADS = 8
 # Bytes of partial outputs that exist at a time. The actual number is larger if half an output,
 # or one run of list chunks, needs more.
 MAX_BYTES = 2**30
-MAX_SELECTION_ENTRIES = 31  # maximum number of entries per token, each of which has a bit
+MAX_SELECTION_ENTRIES = 31  # entries per token, each with a bit of an int32
 # The fields that the gathering kernel shares with the kernel that skips far blocks.
 SHARED_FIELDS = (
     *("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "scale", "parts"),

@@ -46,7 +46,8 @@ def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed:
       base: The spec `Dkv` of the selected branch.
       selection_entries: Number of blocks that a token selects.
       block: The number of keys per block.
-      packed: whether rows are packed, so that blocks may begin anywhere in a tile of keys.
+      packed: whether rows are packed. In packed rows, blocks may begin anywhere in a tile of
+        keys.
     """
     rows = base.query_tile.rows
     whole_tokens = base.query_tile.tokens == 1 and rows % stored_ds.HEADS == 0

@@ -3,8 +3,8 @@ counterpart for Mosaic kernels.
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
 tiles of keys have much more work than others, or a block has a long query list, several
-programs share the work of a tile. Their partial sums in float32 are added in a fixed order. A
-stable sort builds the query lists, so the order of every sum is fixed.
+programs share the work of a tile. The partial sums of these programs, in float32, are added in
+a fixed order. A stable sort builds the query lists, so the order of every sum is fixed.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,9 @@ PROGRAMS = (
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """Return rowsum(dO * O), float32 `[B, T, H]`, of each of the one or three outputs."""
+    """Return rowsum(dO * O), float32 `[B, T, H]`, for each output O in `outputs`. There are one
+    or three outputs.
+    """
     results = [float32(*do.shape[:-1])] * len(outputs)
     name = "delta" if len(outputs) == 1 else "deltas"
     return ops.run(rowwise(name, do, results), do, *outputs)

@@ -78,8 +78,8 @@ def selected(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`. Also compute the `gated_sum` of its output and of `others`, the outputs of
-    the compressed and the sliding branch.
+    """Run `selected`, and compute the `gated_sum` of the outputs of all branches. `others` has
+    the outputs of the compressed and the sliding branch.
     """
     found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
     return found, gated_sum(ops, (others[0], found[0], others[1]), gates)

@@ -41,8 +41,8 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks, including the block of the last tokens. This last block may
-    have no index key yet, but it may be forced into the lists.
+    """Return the number of blocks, including the block of the last tokens. The block of the
+    last tokens may have no index key yet, but it may be forced into the lists.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
@@ -167,9 +167,9 @@ def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
 
 
 class Kept(NamedTuple):
-    """The data that the gradient of the loss needs. These are t of each listed key `[B, T, Hi,
-    n * block]`, the log-sum-exp of the indexer and the sum of t, both `[B, T, Hi]`, and the
-    query lists of the blocks. `t` is the target probability in `indexer_kl`.
+    """The data that the gradient of the loss needs. `targets` has t of each listed key, `[B, T,
+    Hi, n * block]`. t is the target probability in `indexer_kl`. The log-sum-exp of the indexer
+    and the sum of t are `[B, T, Hi]`. The remaining fields are the query lists of the blocks.
     """
 
     targets: Any

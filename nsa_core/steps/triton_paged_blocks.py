@@ -20,8 +20,8 @@ CHUNK = 1024  # keys that a program scores; half this number if there are few pr
 KEYS = 128  # keys per step
 PART = 4096  # blocks of a list that are processed at a time to write the selected ones
 BLOCKS = 2**15  # maximum number of blocks per row; one program holds all their scores
-# If there are only a few lists, each is processed in parts of LIST_PART blocks. The scores of a
-# list are compared digit by digit, and DIGITS has the number of bits of each digit.
+# If there are only a few lists, each list is processed in parts of LIST_PART blocks. The scores
+# of a list are compared digit by digit, and DIGITS has the number of bits of each digit.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
 LEAST_PARTS = (
     4  # minimum number of parts per list for which the additional launches are worthwhile
@@ -297,8 +297,8 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
         [float32(tokens, lists, count)],
         (4, 1),  # more programs hide more latency than more stages
         HEADS=heads,
-        # The number of rows is at least that of `index.index_blocks`. The scores therefore have
-        # the same bits as the scores of that kernel.
+        # The number of rows is at least the number of rows in `index.index_blocks`. The scores
+        # therefore have the same bits as the scores of that kernel.
         ROWS=max(power(heads), 64 if wide else LEAST),
         WIDTH=width,
         POOL=index.pool,
