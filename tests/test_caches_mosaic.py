@@ -246,6 +246,9 @@ DIFFERENT = [
     ({"key": torch.zeros(1, 1, 64).bfloat16()}, "value must have shape"),
     ({"value": None}, "key and value must both be given or both be None"),
     ({"made_with": (("rotation", "b"),)}, "rotation='b'"),
+    # What no table of known steps can look up.
+    ({"made_with": (("rotation", ["a"]),)}, "made_with must be pairs of a name and a value"),
+    ({"made_with": 3}, "made_with must be pairs"),
     ({"config": NSAConfig(num_selected=5)}, "config must be equal to the config of the cache"),
     ({"slots": torch.zeros(3).int()}, "slots"),
     ({"query": torch.zeros(2, 2, 64).bfloat16().requires_grad_()}, "no gradient"),

@@ -76,6 +76,9 @@ def test_a_layer_explains_and_packs():
             layer.explain(0)
         packed = {"cu_seqlens" if make is of_torch else "segment_ids": borders}
         assert (layer(x, varlen=layer.varlen(borders))[0] == layer(x, **packed)[0]).all()
+        bounds = {"max_seqlen": 60, "max_sequences" if make is of_torch else "max_segments": 4}
+        varlen = layer.varlen(borders, **bounds)
+        assert {name: getattr(varlen, name) for name in bounds} == bounds
 
 
 def test_flax_knows_prefill():
