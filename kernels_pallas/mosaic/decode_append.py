@@ -22,7 +22,7 @@ from kernels_pallas.mosaic.decode_lane import Lane
 from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
-COLUMNS = 8  # columns of a row per lane, 16 bytes
+COLUMNS = 8  # number of columns of a row that a lane has, 16 bytes
 ROWS = 8  # tokens of a window that a lane loads before it adds the first one
 KINDS = "key", "value"
 # The constants of `nsa_core.rounding`.

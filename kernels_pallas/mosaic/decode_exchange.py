@@ -1,4 +1,4 @@
-"""The exchanges between the warps of a cluster in a decode step.
+"""Defines the exchanges between the warps of a cluster in a decode step.
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 

@@ -121,7 +121,7 @@ class Queue:
         """
         m = self.m
         end = self.total if chosen else self.limit
-        m.sync()  # the overwritten strip has been read
+        m.sync()  # all lanes have read the strip that is overwritten now
         if meets:
             m.when(m.same(turn, self.meeting), m.wait_for_cluster)
         m.when(turn < end, lambda: self._copy(turn, chosen))
@@ -460,8 +460,8 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
     """Return the result of `query_fragments` in float16, and a factor for each of the lane's
     two rows. Each row of Q is multiplied by a power of two, with which it fits float16. The
-    factor of a row is the scale of the logits, times log2(e), divided by this power of two. The
-    row's products with keys must be multiplied by the factor.
+    factor of a row is the scale of the logits, times log2(e), divided by this power of two.
+    Products of a row of Q with keys must be multiplied by the row's factor.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

@@ -210,7 +210,8 @@ class KeyTile:
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
             which is a query tile and a block. Element i is True if the token of column i
             selected this block. The argument of the function is the first of the eight columns.
-            None means that all tokens selected their block, or that `visible` checks it.
+            None means that all tokens selected their block, or that `visible` also checks the
+            selection.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers

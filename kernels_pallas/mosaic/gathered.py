@@ -365,7 +365,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """Load the result of the loop over near blocks."""
+        """Load the tile's result of the loop in `selected.py`."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
@@ -448,7 +448,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finish a tile that is not gathered. The rows of the tile are those of the loop."""
+        """Finish a tile that is not gathered. The tile keeps the rows that the loop computed."""
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())
@@ -464,7 +464,9 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Load the rows of the loop, change them by `merged`, and write the result."""
+            """Load the rows that the loop computed, change the rows by `merged`, and write the
+            result.
+            """
             given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []
             for source, target in given:

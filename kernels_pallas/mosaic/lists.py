@@ -109,7 +109,7 @@ class BlockBitmap(NamedTuple):
     """The bitmap of up to 64 neighbouring tokens of a selection.
 
     Attributes:
-      warp: The instructions of the program.
+      warp: Object with the instructions of a warp (`warp.py`, `interpreter.py`).
       refs: `indices` `[B, T, Hkv, n]`, `position` and `key_start` `[B, T]`, int32, and the row `b`
         and the head `g`.
       T: The number of tokens per row of the selection, an integer or a word.
@@ -380,8 +380,8 @@ def list_chunk(
     warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False
 ) -> None:
     """Traverse chunk `WARPS * group + warp` of row `refs.row`. With `fill` the entries of query
-    lists are written. Without `fill` they are counted. With `gather` the entries are those of
-    the kernel `fill_gather_lists`.
+    lists are written. Without `fill` the entries are counted. With `gather` the entries are
+    those of the kernel `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv

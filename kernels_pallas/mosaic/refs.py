@@ -31,7 +31,8 @@ def build_kernel(
     """Build a `plgpu.kernel` from `body(refs)`. Each ref is an attribute with its name, such as
     `refs.query`.
 
-    `plgpu.kernel` also accepts scratch by name, but lays it out in alphabetical order.
+    `plgpu.kernel` also accepts scratch by name, but lays out named scratch in alphabetical
+    order.
 
     Args:
       kernel: A kernel of `Kernel.named`.
@@ -43,7 +44,7 @@ def build_kernel(
       options: Other options of `plgpu.kernel`, e.g. `grid_names`.
 
     Raises:
-      ValueError: An array has no name, or two refs have the same one.
+      ValueError: An array has no name, or two refs have the same name.
     """
     scratch = dict(scratch or {})
     names = *kernel.names, *scratch

@@ -85,8 +85,8 @@ class LoopBlocks(NamedTuple):
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
     """Return whether `specs/gathered.py` computes the far blocks of a tile. The far blocks are
     gathered if the block list of the previous tile is longer than `gather_limit`. The tile's
-    own list cannot decide, since an output must not depend on later tokens, and the list
-    includes their blocks.
+    own list cannot decide, since an output must not depend on later tokens, and the tile's own
+    list includes the blocks of later tokens.
 
     Args:
       block_counts: int32 `[lists, 6]`, the array of all tiles.

@@ -55,8 +55,8 @@ def initial_state(width: int) -> SoftmaxState:
 
 
 def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float = 0.0):
-    """Return P `[64, keys]` of a block, and the new maximum of each row. P is relative to this
-    maximum.
+    """Return P `[64, keys]` of a block, and the new maximum of each row. P is relative to the
+    new maximum.
 
     Args:
       row_max: Maximum over the previous blocks, `[64]`.

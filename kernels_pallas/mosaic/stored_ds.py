@@ -24,9 +24,9 @@ The kernel of dq adds dS K over the blocks of a token, from the dS that `dkv` wr
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The CTA reads the
 blocks of the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16
-rows. These rows belong to one token, or to two tokens if groups have eight heads. The warp
-reads dS from global memory two blocks ahead. If a token did not select a block, dS is zero. The
-kernel needs no masks and no exponentials.
+rows. The 16 rows of a warp belong to one token, or to two tokens if groups have eight heads.
+The warp reads dS from global memory two blocks ahead. If a token did not select a block, dS is
+zero. The kernel needs no masks and no exponentials.
 
     K of block i    TMA, a ring in shared memory ─┐
                                                   ├─► dQ += dS K

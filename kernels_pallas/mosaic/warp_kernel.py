@@ -1,5 +1,5 @@
-"""Builds kernels in which each warp runs a program. The first axis of the grid is rows, and the
-second axis is the CTAs of a row.
+"""Builds kernels in which each warp runs a program. The first axis of the grid counts rows, and
+the second axis counts the CTAs of a row.
 
     program(instructions, spec, sizes, refs)
 

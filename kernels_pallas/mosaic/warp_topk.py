@@ -1,5 +1,5 @@
 """Selects the blocks with the highest scores of a token. One warp repeatedly extracts the
-maximum from the scores.
+maximum from the token's scores.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
@@ -14,10 +14,11 @@ each, to find the best remaining entry of the column. If a lane stores two entri
 is read again only after both entries are extracted.
 
 A warp extracts the winners of up to four tokens at once, to hide latency. If there is a single
-chunk and each of these tokens has at most `free` candidate blocks, the tokens select all
-candidate blocks without reading scores. Finding the first entries of the lanes costs a read and
-a few instructions per stripe, and more if a lane stores two entries. Each winner costs two
-reductions. Reading a column again costs a read, and a reduction and a vote per stored entry.
+chunk and each token that the warp handles at once has at most `free` candidate blocks, the
+tokens select all candidate blocks without reading scores. Finding the first entries of the
+lanes costs a read and a few instructions per stripe, and more if a lane stores two entries.
+Each winner costs two reductions. Reading a column again costs a read, and a reduction and a
+vote per stored entry.
 
 A warp never waits for other warps (`warp.py`). Scores are not negative, and are compared as
 integers. The value -1.0 is below all scores.

@@ -114,7 +114,7 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
       Pending registers, in the order of `registers`.
 
     Raises:
-      ValueError: No instruction has these sizes.
+      ValueError: No wgmma instruction has these sizes.
     """
     if not isinstance(left, Operand):
         # A register holds two numbers.
@@ -174,7 +174,7 @@ def _start(
       flags: Which operands are transposed.
 
     Raises:
-      ValueError: No instruction has these sizes.
+      ValueError: No wgmma instruction has these sizes.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
         raise ValueError(

@@ -17,7 +17,8 @@ class TensorMap(NamedTuple):
     """The arguments of `cuTensorMapEncodeTiled`, without sizes, strides and address.
 
     Attributes:
-      argument: Index of the argument whose memory it describes, from the first byte.
+      argument: Index of the argument whose memory the tensor map describes. The tensor map
+        begins at the first byte of this memory.
       item_bytes: Bytes of an element.
       axes: Axis of the argument for each dimension of the map. The first dimension is the one
         whose elements are adjacent in memory. Axes that are not listed have size 1.
@@ -39,7 +40,7 @@ class Cubin(NamedTuple):
 
     Attributes:
       name: Name of the kernel.
-      entry: Name of its function in the image.
+      entry: Name of the kernel's function in the image.
       block: Number of threads per CTA, by axis.
       cluster: Number of CTAs per cluster, which are neighbours on the first axis of the CUDA
         grid.

@@ -1,5 +1,5 @@
-"""Describes a kernel in JSON. Keys are computed from this description, and other processes
-build the kernel from it.
+"""Describes a kernel in JSON. The description determines the key of the kernel in the store,
+and other processes build the kernel from its description.
 
 A function describes a kernel from its spec. `Kernel.source` names that function, and the spec
 is stored as its class and fields. Only names that modules of `PLACES` define are resolved.
@@ -31,7 +31,8 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """Return the kernel of a description, by calling its source with its spec.
+    """Call the source that a description names with the description's spec, and return the
+    resulting kernel.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.

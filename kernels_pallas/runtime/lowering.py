@@ -8,10 +8,11 @@ from kernels_pallas.kernel import Kernel
 
 
 def lower(kernel: Kernel) -> bytes:
-    """Return the MLIR bytecode of `kernel` for Hopper, for the plugin's compiler.
+    """Return the MLIR bytecode of `kernel` for Hopper. The compiler of JAX's CUDA plugin
+    accepts this bytecode.
 
     Lowering needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU
-    or a Hopper GPU, since Mosaic reads its size of shared memory.
+    or a Hopper GPU, since Mosaic reads the size of shared memory from this device.
 
     Raises:
       ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments

@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
 
 class Store:
-    """A folder of kernels. Any thread and any number of processes may use it at once.
+    """A folder of kernels. Any thread and any number of processes may use a store at once.
 
     Args:
       folder: Folder, created before the first kernel is built or stored. Defaults to one in the

@@ -24,7 +24,7 @@ from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
 # The upper bits of an entry have (first key of its block - first key of the tile) plus a bias.
 # The difference is -127 to 63, since a block has at most 128 keys (`capability.BLOCK`). The
-# bias makes it non-negative.
+# bias makes the sum non-negative.
 BLOCK_OFFSET_BIAS = 128
 BLOCK_OFFSET_SHIFT = 16  # number of lower bits, with one bit per token of a query tile
 CHUNKS = 512  # maximum number of chunks of the T tokens in a row of [B, Hkv]

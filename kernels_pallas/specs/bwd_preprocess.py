@@ -8,8 +8,8 @@ are contiguous. A row has four float32:
 
 where delta_c = rowsum(dO * O_c) uses the branch's own output (`specs.combine.deltas`). The gate
 g_c is part of the exponent, so no loop multiplies by the gate. The last bit of `shift`, at most
-2^-23 of its value, is 1 if the gate is negative. Without a gate, g_c is 1. Only then may the
-log-sum-exp have a gradient dlse.
+2^-23 of its value, is 1 if the gate is negative. Without a gate, g_c is 1. The log-sum-exp may
+have a gradient dlse only if there is no gate.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from kernels_pallas.specs import tile
 class RowStats(Spec):
     """Static sizes. A query tile has `tokens` tokens and `rows` rows. The first `tokens *
     group` rows are query heads, and the others are padding. With `interval` each row has a
-    first key. Without it the first key is 0.
+    first key. Without `interval` the first key is 0.
     """
 
     B: int

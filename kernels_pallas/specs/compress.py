@@ -143,9 +143,11 @@ class Means(TokenWords, Spec):
 def compress_means(spec: Means) -> Kernel:
     """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`.
 
-    For packed rows then `tile_first`, `tile_end`, int32 `[B, key_tiles]`: `varlen.KeyTiles`.
+    For packed rows, `tile_first` and `tile_end` of `varlen.KeyTiles` follow, int32 `[B,
+    key_tiles]`.
 
-    Outputs: `[B, rows, Hkv, D]`, `[B, rows, Hkv, Dv]`, the means of their windows, then zeros.
+    Outputs: `[B, rows, Hkv, D]`, `[B, rows, Hkv, Dv]`, the means of the windows of keys and of
+    values. Zeros follow the means.
     """
     inputs = dict(zip(("key", "value"), spec.tokens, strict=True)) | _key_tiles(spec)
     outputs = dict(zip(("compressed_key", "compressed_value"), spec.means, strict=True))
@@ -160,7 +162,7 @@ def merge_key_gradients(spec: Means) -> Kernel:
     these come the `dv` of the same branches, with Dv in place of D. For packed rows,
     `tile_first` and `tile_end` are further inputs.
 
-    Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
+    Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the gradients dk and dv of the tokens.
     """
     inputs = dict(zip(("compressed_dk", "compressed_dv"), spec.means, strict=True))
     by_place = spec._arrays(spec.places)

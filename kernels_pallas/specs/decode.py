@@ -358,7 +358,7 @@ def decode(spec: Decode) -> Kernel:
     -1.
 
     Raises:
-      NotImplementedError: there is no such kernel (`why_not`).
+      NotImplementedError: No kernel supports these sizes (`why_not`).
     """
     if reason := why_not(spec):
         raise NotImplementedError(reason)

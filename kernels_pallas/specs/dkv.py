@@ -46,7 +46,7 @@ from kernels_pallas.specs.tile import (
 )
 
 BOTH_WIDTHS = 320  # maximum of D + Dv for which registers can hold the sums of both gradients
-WHOLE_STEP_WIDTHS = 256  # the same if registers also hold a step's products, with all 64 rows
+WHOLE_STEP_WIDTHS = 256  # maximum of D + Dv if registers also hold the products of 64 rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,8 +180,8 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """A spec for each gradient that is computed. The kernel of such a spec computes only
-        this gradient.
+        """One spec for each gradient that is computed. The kernel of each of these specs
+        computes a single gradient.
         """
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
@@ -278,8 +278,8 @@ def merge(spec: Dkv) -> Kernel:
     key_tiles]`. `first` and `count` have the index of the first partial and the number of
     partials of each tile of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and
     `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B,
-    Hkv]` in this chunk are written; the others keep their values. Outputs are dk `[B, S, Hkv,
-    D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
+    Hkv]` in the chunk are written. All other rows keep their values. Outputs are dk `[B, S,
+    Hkv, D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

@@ -39,8 +39,8 @@ TILES = 4  # number of tiles of 64 slots that a warp rounds
 
 @dataclasses.dataclass(frozen=True)
 class Rounding(TokenWords, Spec):
-    """Static sizes: keys `[B, S, Hkv, D]`, values `[B, S, Hkv, Dv]`, in 16 bits; D is a multiple
-    of 32, Dv of 2.
+    """Static sizes: keys `[B, S, Hkv, D]`, values `[B, S, Hkv, Dv]`, in 16 bits; D is a
+    multiple of 32, and Dv is a multiple of 2.
 
     Attributes:
       places: Number of slots per row, a multiple of 64.
@@ -67,7 +67,7 @@ class Rounding(TokenWords, Spec):
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of 64 slots."""
+        """Number of tiles of 64 slots per row."""
         return self.places // tile.ROWS
 
     @property
@@ -113,8 +113,8 @@ def sum_tokens(spec: Rounding) -> Kernel:
 
 @described
 def round_tokens(spec: Rounding) -> Kernel:
-    """Inputs: the inputs and outputs of `sum_tokens`, then for packed rows `tile_first`,
-    `tile_end`, int32 `[B, places / 64]`: `varlen.KeyTiles`.
+    """Inputs: the inputs and outputs of `sum_tokens`, For packed rows, `tile_first` and
+    `tile_end` of `varlen.KeyTiles` follow, int32 `[B, places / 64]`.
 
     Outputs, `rounded`:
       key: int16 `[B, places, Hkv, D / 2]`.

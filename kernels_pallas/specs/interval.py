@@ -232,12 +232,13 @@ def dq(spec: IntervalAttention) -> Kernel:
     separate kernel computed each sum. With `first_row` and `end_row`, only the rows `first_row
     .. end_row - 1` of an existing array are written.
 
-    The first inputs are the first five of `forward`, then the keys, values, bounds and
-    `row_stats` of the second interval. These follow:
+    The first inputs are the first five inputs of `forward`. With `second_keys`, the keys,
+    values, bounds and `row_stats` of the second interval come next. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.
-      added: `[B, T, H, D]`, if `added`; or `before`, the output, if `before`.
+      added: `[B, T, H, D]`, if `added`. If `before`, the last input is instead `before`, the
+        array to which dq is written.
 
     Output:
       dq: `[B, T, H, D]`, plus `added`.

@@ -8,19 +8,20 @@ from typing import NamedTuple
 class Kinds(NamedTuple):
     """The kinds of content of a section."""
 
-    # Of queries, by tiles of neighbouring queries:
+    # Kinds with numbers of queries, in the order of tiles of neighbouring queries:
     tokens: int  # `nsa_core.varlen.Tokens`
     by_row: int  # `key_bounds.by_row` of one or two columns of `Tokens`
-    # Of queries, by tiles of one sequence each (`nsa_core.varlen.QueryTiles`). The candidates are
-    # the results of `nsa_core.steps.mosaic_forward._candidates_of_tiles`:
+    # Kinds with numbers of queries, in the order of tiles that each belong to one sequence
+    # (`nsa_core.varlen.QueryTiles`). The candidates are the results of
+    # `nsa_core.steps.mosaic_forward._candidates_of_tiles`:
     candidate_rows: int  # begin and end of the compressed keys to which each row attends
     query_tiles: int  # `QueryTiles`
     candidate_tokens: int  # own block of each token, and the block where its sequence begins
     candidate_spans: int  # number of blocks that the tokens of a tile span
-    # Of keys:
+    # Kinds with numbers of keys:
     key_tiles: int  # `nsa_core.varlen.KeyTiles`
     places_of_keys: int  # slot of each key
-    # Of intervals:
+    # Kinds with numbers of intervals:
     parts: int  # `work_items.PART_COLUMNS` of each 64 keys
     items: int  # `work_items.interval_work_items`
 
@@ -39,8 +40,9 @@ class Section(NamedTuple):
       total: Number of entries of an array, or of work items.
       tokens, group, rows: Tokens, heads per group, and rows of a tile of queries.
       first, last: Columns of `Tokens`; negative numbers mean none.
-      runs_at: Offset of three arrays per sequence: the number of query tiles before it, its
-        first query, and its last query + 1.
+      runs_at: Offset of three arrays with an entry per sequence: the number of query tiles
+        before the sequence, the first query of the sequence, and the last query of the sequence
+        + 1.
       ratio, block: Numbers of compressed tokens and of keys per block.
       query_tiles: Number of query tiles of all tokens.
       parts_at, before_at, firsts_at, counts_at: Offsets of the arrays of the work items of an

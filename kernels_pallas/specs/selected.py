@@ -47,7 +47,7 @@ class BlockCounts(NamedTuple):
     # read only if tiles may be gathered, and are undefined in packed rows.
     far_begin: Any
     far_end: Any
-    far_slot: Any  # counts slots of whole blocks, whose parts are separate in the list
+    far_slot: Any  # counts slots of whole blocks, not of their parts
     far_slot_end: Any
 
 
@@ -69,7 +69,7 @@ class BlockListSizes(AttentionSizes):
     """
 
     n: int  # number of selected blocks per token
-    parts: int = 1  # number of parts of a block; they are gathered or skipped together
+    parts: int = 1  # number of parts per block; all parts of a block are gathered, or none
 
     @cached_property
     def tile(self) -> Tile:
@@ -248,8 +248,9 @@ def dq(spec: SelectedAttention) -> Kernel:
 
     The first inputs are the first seven inputs of `forward`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`, computed for
-        `dkv`, whose query tiles (`stats_tile`) may differ from the tiles of this kernel.
+      row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]`, the output of `bwd_preprocess`
+        for `dkv`. The query tiles of `dkv` (`stats_tile`) may differ from the tiles of this
+        kernel.
       added: `[B, T, H, D]`, if `added`.
 
     Output:

@@ -1,5 +1,5 @@
-"""Describes dS of the selected branch in memory. `dkv` writes it, and `dq` multiplies it with
-the keys.
+"""Describes the layout in memory of dS of the selected branch. `dkv` writes dS, and `dq`
+multiplies dS with the keys.
 
     ds  [rows * T * n, group_rows, 64]    at index (row * T + token) * n + slot: heads of the
                                           group x keys of the block in this slot of the
@@ -66,23 +66,24 @@ class StoredDsQuery(BlockListSizes):
 
     @cached_property
     def tile(self) -> Tile:
-        """A tile of 64 rows, with `query_tile.rows` rows per token. The tokens share a block
-        list.
+        """A tile of 64 rows, with `query_tile.rows` rows per token. The tokens of a tile share
+        a block list.
         """
         return Tile(self.query_tile.rows, self.query_tile.slab)
 
 
 @described
 def dq(spec: StoredDsQuery) -> Kernel:
-    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Other
-    rows are not written. If the kernel runs in place, they keep the values of `added`.
+    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Rows
+    outside the chunk are not written. If the kernel runs in place, these rows keep the values
+    of `added`.
 
     Inputs:
       key: `[B, S, Hkv, D]`.
       block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
       indices: int32 `[B, T, Hkv, n]`, an input of the lists. So are position and, if `packed`,
         key_start, int32 `[B, T]`.
-      ds_chunk: As described above.
+      ds_chunk: int32 `[64]`, with the first row and the first partial of the chunk.
       ds: The array ds of the rows in the chunk.
       added: `[B, T, H, D]`, if `added`.
 

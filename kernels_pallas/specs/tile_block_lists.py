@@ -34,7 +34,7 @@ def tile_block_lists(spec: SelectedAttention) -> Kernel:
     """Inputs, int32:
 
     - `indices` `[B, T, Hkv, n]`: the blocks that each token selected, in any order, with -1 in
-      empty slots. Blocks after the token's own are ignored.
+      empty slots. Blocks after the block of the token itself are ignored.
     - `position` `[B, T]`: the position of each token in its sequence. A token with a negative
       position selects nothing.
     - `key_start` `[B, T]`: the first key of the token's sequence, never decreasing.

@@ -95,7 +95,7 @@ class Residuals(NamedTuple):
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
-    block_lists: Any  # lists of the tiles (`Steps.lists`), or None
+    block_lists: Any  # block lists of the tiles (`Steps.lists`), or None
     out: Any  # Branches of [B, T, H, Dv], not gated; or None
     lse: Any  # Branches of [B, T, H], float32; or None
 

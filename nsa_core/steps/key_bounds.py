@@ -1,7 +1,8 @@
 """Computes the keys to which each query attends, as an interval `first .. last - 1`. Some
 functions return the bounds per token, and others return the bounds per row of a kernel's tile.
 A tile has `tokens` tokens times the `G` query heads of a group. Row `token * G + head` of a
-tile belongs to this token and head (`kernels_pallas.specs.tile`).
+tile belongs to the token with index `token` and the head with index `head`
+(`kernels_pallas.specs.tile`).
 """
 
 import dataclasses

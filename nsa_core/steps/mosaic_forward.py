@@ -1,4 +1,4 @@
-"""The forward steps on Mosaic kernels, for either framework, in the order of the data.
+"""Defines the forward steps on Mosaic kernels, for either framework. The data flow is:
 
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)

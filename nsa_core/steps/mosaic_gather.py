@@ -113,8 +113,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. The kernel of `spec`
-    has left the far blocks out.
+    """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. `dq` as the kernel
+    of `spec` returns it lacks the far blocks.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
@@ -201,8 +201,8 @@ def _segments(
 
 @derived(lambda like, *, count, **sizes: [int32(1, gathered.SEGMENT_WORDS)] * count)
 def _segment_words(ops, like, *, count, size, tile):
-    """Return the index, first token and first tile of each segment, in the layout of its
-    kernels.
+    """Return the index, first token and first tile of each segment, in the layout that the
+    kernels of a segment read.
     """
     index = ops.arange(like, count).reshape(-1, 1)
     columns = index, index * size, index * (size // tile)

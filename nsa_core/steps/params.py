@@ -23,7 +23,7 @@ class Params(NamedTuple):
     """The arguments of a step that are not arrays.
 
     Attributes:
-      layout: The positions of the queries.
+      layout: The layout of the queries, with their positions.
       scale: factor of the logits; None means `D**-0.5`.
     """
 
