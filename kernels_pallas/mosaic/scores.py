@@ -755,7 +755,7 @@ def best_blocks_kq(kernel: Kernel):
                 base_of_row = values_of_rows(refs.base_block.at[mine, four])
                 index = index - along(base_of_row - base - k * chunk, shape)
                 own_block = along(values_of_rows(refs.own_block.at[mine, four]), shape)
-                final = own_block - spec.num_local  # the blocks after it are forced
+                final = own_block - spec.num_local  # the blocks after `final` are forced
                 free_to_choose = (index >= spec.num_initial) & (index <= final)
                 scores.append(jnp.where(free_to_choose, score, -1.0))
                 indices.append(index)

@@ -358,8 +358,8 @@ def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
     """Compute `state = body(i, *state)` for `i` below `times`. `state` has words, numbers, and
     nested lists of them. If the state has one value, this value is returned instead of a list.
 
-    `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
-    execute together deadlock. `unrolled` allows the compilers to unroll the loop.
+    `times` must be the same in all lanes. Otherwise the lanes diverge, and instructions that
+    all lanes execute together deadlock. `unrolled` allows the compilers to unroll the loop.
     """
     tree, before = jax.tree.structure(state), _values(state)
     if not unrolled:

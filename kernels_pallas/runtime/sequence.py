@@ -159,6 +159,6 @@ class _Graph:
 
 
 def _destroy(handle: ctypes.c_void_p, context: int) -> None:
-    """Destroy a graph. The driver frees it after its runs have ended."""
+    """Destroy a graph. The driver frees the graph after the graph's runs have ended."""
     with driver.current(context), driver.relaxed(""):
         driver.library().cuGraphExecDestroy(handle)

@@ -64,7 +64,9 @@ class Append(TokenWords, Spec):
         return BRANCHES if self.separate else BRANCHES[:1]
 
     def pairs(self, name: str, *shape: int) -> dict[str, Array]:
-        """Describe the keys and values of each branch, by name. `name` is the format of a name."""
+        """Describe the keys and values of each branch, by name. `name` is a format string with
+        the fields `branch` and `kind`.
+        """
         return {
             name.format(branch=branch, kind=kind): Array((*shape, self.Hkv, width), self.dtype)
             for branch in self.branches

@@ -252,7 +252,7 @@ class Decode(Spec):
         compressed branch. A warp with compressed strips reads the statistics of the compressed
         branch before it writes scores to other CTAs. No warp starts the selected branch before
         it has all scores. `partial_out` reuses the memory from `sliding_stats` on, since every
-        warp of the cluster has read it before the third exchange ends.
+        warp of the cluster has read this memory before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES

@@ -113,7 +113,7 @@ def sum_tokens(spec: Rounding) -> Kernel:
 
 @described
 def round_tokens(spec: Rounding) -> Kernel:
-    """Inputs: the inputs and outputs of `sum_tokens`, For packed rows, `tile_first` and
+    """Inputs: the inputs and outputs of `sum_tokens`. For packed rows, `tile_first` and
     `tile_end` of `varlen.KeyTiles` follow, int32 `[B, places / 64]`.
 
     Outputs, `rounded`:

@@ -1,5 +1,5 @@
-"""Describes the block list of a tile, which has the blocks that the tokens of a tile of query
-rows selected.
+"""Describes the kernel that builds the block lists of tiles. The block list of a tile of query
+rows has the blocks that the tile's tokens selected.
 
 Query-stationary selected attention loops over the block list (`specs.selected`). For each tile
 `[B, Hkv, tiles]`:
