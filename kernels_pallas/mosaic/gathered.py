@@ -10,7 +10,8 @@ lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in `so
 Loop order: key-stationary. A CTA is one warpgroup with one work item. A work item is a
 selection block of 64 or 128 keys, which stays in shared memory, and some of the entries (token,
 slot) that selected the block. A step gathers the query heads of as many tokens as fit in 64
-rows, and scatters their results. The gather fills all 64 rows of a product:
+rows, and scatters their results. Rows of tokens that did not select the block are not
+multiplied. The loop of a CTA is:
 
     load(0)
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)

@@ -16,8 +16,8 @@ Each lane handles one entry of the selection at a time, with loads of `FETCHES` 
 flight. The lane sets the bit of the entry by an atomic OR. Several entries may set bits of the
 same word, in any order.
 
-The block list of a tile. Algorithm, a warp per tile; for each sequence of the tile's tokens, and
-each window of `WINDOW` of its blocks:
+The block list of a tile. Algorithm: One warp handles a tile. For each sequence of the tile's
+tokens, and each window of `WINDOW` blocks of the sequence, the warp does these steps:
 
     1. clear    one word per block and 32 tokens in shared memory
     2. join     every entry of the selection sets the bit of its token
@@ -60,8 +60,8 @@ entries is fixed. Like the kernel of block lists, this kernel is bound by latenc
 passes over bitmaps grows with the product of the numbers of chunks and blocks. Each entry is
 written once.
 
-The work items of query lists (`specs/work_items.py`). Algorithm, a warp per row of `[B, Hkv]` and
-segment of the tokens:
+The work items of query lists (`specs/work_items.py`). Algorithm: One warp handles a row of `[B,
+Hkv]` and a segment of the tokens:
 
     for 32 tiles of keys at a time, a lane per tile
         the list of the tile in this segment is between two `edges`, and is cut into work items

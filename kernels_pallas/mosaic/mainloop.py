@@ -123,7 +123,8 @@ def over_blocks(
       boundary: Number of first blocks. Either only the first blocks or only the remaining
         blocks are masked.
       blocks: Number of all blocks.
-      masked_first: Whether the first blocks are the masked ones.
+      masked_first: True if the first blocks are masked, False if the remaining blocks are
+        masked.
       overlap_pv: Whether a factor is multiplied during the next block. With `overlap_pv` there
         must be at least one block, and the first block is masked even if it needs no mask.
     """

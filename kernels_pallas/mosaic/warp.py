@@ -397,9 +397,10 @@ def even_and_odd(x: Word) -> Word:
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
     """Return `acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
-    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has the pairs of columns 2 c and
-    2 c + 8 of A in rows r and r + 8, the pairs of rows 2 c and 2 c + 8 of B in column r, and
-    columns 2 c and 2 c + 1 of the result in rows r and r + 8.
+    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has these numbers. Of A, it has
+    the pairs of columns from 2 c and from 2 c + 8 on, in rows r and r + 8. Of B, it has the
+    pairs of rows from 2 c and from 2 c + 8 on, in column r. Of the result, it has columns 2 c
+    and 2 c + 1, in rows r and r + 8.
     """
     kind = TYPES[dtype]
     names = [_listed(*each) for each in ((0, 4), (4, 4), (8, 2), (10, 4))]

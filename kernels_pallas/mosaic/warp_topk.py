@@ -368,8 +368,8 @@ class _Columns(NamedTuple):
 
 def _take(warp, hits, known, values, entries):
     """Extract the next winner of a score row. Return the winner's entry and score, and the
-    stored entries that remain. Also return `values` and `entries`, into which the lane in which
-    `hits` is true has put the winner.
+    stored entries that remain. Also return the updated `values` and `entries`. The lane in
+    which an element of `hits` is true stores the winner there.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()

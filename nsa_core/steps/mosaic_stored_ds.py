@@ -243,7 +243,7 @@ def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> d
 
     Args:
       arrays: Further inputs of the kernel.
-      before: The result of the previous chunk; empty for the first one.
+      before: The result of the previous chunk. For the first chunk it is empty.
     """
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).gradients:

@@ -61,7 +61,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
     Args:
       position: int32 `[B, T]`, negative for padding.
-      offset: The position of the first query in its row; None if it is not known.
+      offset: The position of the first query in its row, or None if the position is not known.
     """
     (batch, length, heads, width), keys = query.shape, key.shape[1]
     on_chip, n, dtype = _on_chip(index), index.num_selected, dtype_name(query)
