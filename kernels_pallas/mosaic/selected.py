@@ -6,8 +6,8 @@ an unchanged maximum in forward, and shift = +inf in dq.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The loop includes every
 block that a token of the tile selected (`lists.py`). The rows of tokens that did not select the
-block are masked. The warpgroup issues its own copies. A stage of a ring buffer is refilled as
-soon as all four warps have read it.
+block are masked. There is no producer: the warpgroup itself starts the copies of its blocks. A
+stage of a ring buffer is refilled as soon as all four warps have read it.
 
 Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an
 SM has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each).

@@ -74,7 +74,7 @@ class StoredDs(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens whose rows are 64 rows together."""
+        """The number of tokens that fill a tile of 64 rows."""
         return ROWS // self.group_rows
 
     @property

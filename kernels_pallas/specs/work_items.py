@@ -68,7 +68,7 @@ MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1
 class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
-    For intervals, queries are counted in query tiles. For lists, they are counted in entries
+    For intervals, queries are counted in query tiles. For lists, queries are counted in entries
     from the begin of all lists. In the table of intervals, the columns `PART_COLUMNS` follow
     for each 64 keys of the tile. `PART_COLUMNS` replace `unmasked_begin` and `unmasked_end`.
     """

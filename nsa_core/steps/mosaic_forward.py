@@ -84,7 +84,7 @@ def interval(
 
 def _operands(qkv: Qkv, layout, rounded):
     """Return the keys and values that a kernel reads, and the layout of the queries. The
-    indices in this layout refer to these keys.
+    indices in the returned layout refer to the returned keys.
     """
     if rounded is None:
         return (qkv.key, qkv.value), layout

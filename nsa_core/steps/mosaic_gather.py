@@ -113,8 +113,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. `dq` as the kernel
-    of `spec` returns it lacks the far blocks.
+    """Return `dq` `[B, T, H, D]` with the contribution of far blocks added. The kernel of
+    `spec` returns `dq` without the contribution of far blocks.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
