@@ -2,20 +2,27 @@
 
 import csv
 import dataclasses
-import types
+import re
+import sys
+from unittest import mock
 
 from absl import app, flags
 from absl.testing import flagsaver
 
-from bench.harness import cli, command, records
+from bench.harness import cli, records
+from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Implementation
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
 
+# Flags of a small problem on a CPU, and its settings.
+SIZES = "--heads=4 --dk=8 --dv=8 --l=8 --d=4 --l_sel=8 --n_sel=4 --w=12 --iters=2 --device=cpu"
+CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
+
 
 def run(module, folder, *words, table=None):
     """Exit status, the records and the CSV rows that it wrote to `folder`, or to `table`."""
-    status = called(module, f"--out={folder}", *words)
+    status = called(module, "--out", folder, *words)
     name = module.__name__.rpartition(".")[2]
     lines, table = folder / f"{name}.jsonl", table or folder / f"{name}.csv"
     found = records.read(lines) if lines.exists() else []
@@ -23,11 +30,13 @@ def run(module, folder, *words, table=None):
 
 
 def called(module, *words):
-    """The exit status of a command whose own flags are of these words, and of no others."""
+    """The exit status of a command whose own flags are of these words, and of no others. Flags may
+    be one word, with spaces between them.
+    """
     name = module.__name__.rpartition(".")[2]
-    rest = parsed(module.FLAGS, name, *map(str, words), known_only=True)
-    with flagsaver.flagsaver():
-        return module.main(flags.FLAGS(rest))
+    argv = [name, *(x for word in words for x in re.split(" (?=--)", str(word)))]
+    with flagsaver.flagsaver(), mock.patch.object(sys, "argv", argv):
+        return module.main(flags.FLAGS(parsed(module.FLAGS, *argv, known_only=True)))
 
 
 def parsed(own, *words, **how):
@@ -47,10 +56,9 @@ def start(main, *arguments):
     return cli._start(main, True, ["summarize", *arguments])
 
 
-def results(module, folder):
-    """The results of a command of which the rows are given."""
-    own = {"out": folder, "csv": None, "save_records": False, "commit": None}
-    return command.Results(module.__name__.rpartition(".")[2], types.SimpleNamespace(**own))
+def ends(found):
+    """Implementation and status of each record, as text."""
+    return ", ".join(f"{r.implementation} {r.status}" for r in found)
 
 
 def rows(path):
@@ -65,12 +73,17 @@ def late(query, key, value, *, config, **options):
     return branches.sliding_attention(query, key, value, config=wider, **options)
 
 
-def break_sliding(monkeypatch, place=f"{__name__}:late"):
-    """From here on JAX's `xla` is the function at `place`, which is wrong, in the sliding
-    branch.
-    """
+def put_in_place(monkeypatch, registry, step, **functions):
+    """From here on the implementations of these names are these functions."""
     entries = (
-        Implementation("xla", place),
-        *(e for e in REGISTRY.table["sliding"] if e.name == "reference"),
+        Implementation(e.name, f"{f.__module__}:{f.__name__}")
+        if (f := functions.get(e.name))
+        else e
+        for e in registry.table[step]
     )
-    monkeypatch.setattr(REGISTRY, "table", {**REGISTRY.table, "sliding": entries})
+    monkeypatch.setitem(registry.table, step, tuple(entries))
+
+
+def break_sliding(monkeypatch, function=late):
+    """From here on JAX's `xla` is this function, which is wrong, in the sliding branch."""
+    put_in_place(monkeypatch, REGISTRY, "sliding", xla=function)

@@ -6,10 +6,12 @@ One place for all names of ours and of others that tests replace for it.
 import functools
 import pkgutil
 import sys
+import types
 
 import jax
 import torch
 
+from nsa_core import policy
 from tests.tables import table
 
 
@@ -30,15 +32,17 @@ def jax_gpu(monkeypatch, capability=(9, 0), **answers):
     machine(monkeypatch, jax_capability=capability, jax_device_name="a GPU", **answers)
 
 
-def words(monkeypatch, *argv):
-    """A process was started with these."""
-    monkeypatch.setattr(sys, "argv", [*argv])
-
-
 def no_module(monkeypatch, *names):
     """An import of one of them fails."""
     for name in names:
         monkeypatch.setitem(sys.modules, name, None)
+
+
+def module(monkeypatch, name, **functions):
+    """An import of this name gives a module that has these functions."""
+    made = types.ModuleType(name)
+    vars(made).update(functions)
+    monkeypatch.setitem(sys.modules, name, made)
 
 
 # What the library asks about its machine, by a name of this file.
@@ -60,6 +64,8 @@ FOLDERS = {"records": "bench.harness.records.FOLDER", "devices": "nsa_core.polic
 def folder(monkeypatch, kind, path):
     """The repository's folder of `FOLDERS` is another one."""
     monkeypatch.setattr(FOLDERS[kind], path)
+    if kind == "devices":  # of which each file is read once
+        monkeypatch.setattr(policy, "of", functools.cache(policy.of.__wrapped__))
 
 
 def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: arguments):

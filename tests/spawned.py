@@ -1,8 +1,13 @@
-"""Ranks of a process group: processes of one machine, each with a number."""
+"""Processes that tests start: ranks of a group, each with a number, and programs of Python."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from bench.harness.process import ROOT
 
 SECONDS = 180  # that they may take
 
@@ -19,3 +24,14 @@ def run(main: Callable[[int, Path], None], count: int, folder: Path) -> Sequence
         if process.is_alive():
             process.kill()
     return [process.exitcode for process in started]
+
+
+def python(*words, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program of Python that ended, with what it printed; `variables`: of its environment."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )

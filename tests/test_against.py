@@ -11,6 +11,7 @@ from bench import against, run
 from bench.harness import exit_status, records
 from bench.harness.timed_problem import Problem
 from tests import commands, pretend
+from tests.tables import table
 
 PRETENDED = """
 import json, os, sys
@@ -27,17 +28,9 @@ for round, _ in enumerate(sys.stdin):
     say(forward=slower * (2.0 + round))
 """
 SHAPE = {"T": 1024, "H": 16, "Hkv": 1, "D": 64, "Dv": 64}
-VERDICTS = [
-    ("alike", [], exit_status.OK, "alike +forward +3.000 +3.000 +\\+0.0%"),
-    ("slow", [], exit_status.WRONG, "slow +forward +3.000 +3.300 +\\+10.0%  10.0% slower"),
-    ("slow", ["--margin=0.11"], exit_status.OK, "^slow .*10.0%$"),
-    ("bits", [], exit_status.WRONG, "other bits"),
-    ("bits", ["--allow_other_bits"], exit_status.OK, "^bits .*\\+0.0%$"),
-    ("broken", [], exit_status.WRONG, "broken in after: exit status 5"),
-]
 
 
-@pytest.mark.parametrize(("name", "more", "status", "said"), VERDICTS)
+@pytest.mark.parametrize("name, more, status, said", table("bench")["verdicts"])
 def test_verdicts(name, more, status, said, tmp_path, monkeypatch, capsys):
     """Beside a row that is alike."""
     script = tmp_path / "pretended.py"
@@ -50,8 +43,8 @@ def test_verdicts(name, more, status, said, tmp_path, monkeypatch, capsys):
     for folder in ("before/nsa_torch", "after"):
         (tmp_path / folder).mkdir(parents=True)
     out = tmp_path / "against.jsonl"
-    words = [f"--checkout={tmp_path / 'before'}", "--rounds=3", f"--out={out}", *more]
-    assert commands.called(against, *words) == status
+    words = "--checkout", tmp_path / "before", "--rounds=3 --out", out, *more
+    assert commands.called(against, *words) == getattr(exit_status, status)
     assert re.search(said, capsys.readouterr().out, re.MULTILINE)
     found = {x["name"]: x for x in records.flat_lines(out)}
     assert set(found) == {name, "other"} - {"broken"}

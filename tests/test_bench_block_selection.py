@@ -13,14 +13,13 @@ SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --de
 
 def run(path, *arguments):
     """Exit status and rows of the command."""
-    words = [*SMALL.split(), "--seconds=0.01", f"--out={path}", *arguments]
-    status = called(block_selection, *words)
+    status = called(block_selection, SMALL, "--seconds=0.01 --out", path, *arguments)
     return status, records.flat_lines(path)
 
 
 def test_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(block_selection.QSA, "num_selected", 8)
-    status, rows = run(tmp_path / "rows.jsonl", "--checked=20", "--dtype=float32")
+    status, rows = run(tmp_path / "rows.jsonl", "--checked=20 --dtype=float32")
     assert status == exit_status.OK and len(rows) == 46
     assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
         (length, mode, name)
@@ -46,7 +45,7 @@ def test_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "block"), [(300, 300, 64), (70, 290, 128), (200, 500, 256)]
+    "queries, keys, block", [(300, 300, 64), (70, 290, 128), (200, 500, 256)]
 )
 def test_what_flex_attention_reads(queries, keys, block):
     """The tiles that are read are those that have a pair that is seen."""
@@ -95,7 +94,7 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(block_selection, "timed", full)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--implementation=nsa_blocks")
+    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward --implementation=nsa_blocks")
     assert status == exit_status.NOT_MEASURED
     found = [(row["status"], row.get("reason", "")) for row in rows]
     assert found == [("ok", ""), ("oom", "CUDA out of memory. Tried to allocate 16.00 GiB")]
@@ -108,39 +107,44 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
         return attend(module, *rest, block_indices=block_indices - 1)
 
     monkeypatch.setattr(ours, "block_attention", early)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--dtype=float32")
+    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward --dtype=float32")
     assert status == exit_status.WRONG
     wrong = [x for x in rows if x["status"] == "wrong"]
     assert {x["implementation"] for x in wrong} == {"nsa_blocks"} and len(wrong) == 2
     assert wrong[0]["reason"].startswith("out: max error ")
 
 
-def test_without_ours_nothing_was_measured(tmp_path):
-    names = "--implementation=sdpa", "--implementation=eager"
-    status, rows = run(tmp_path / "rows.jsonl", *names, "--mode=forward")
-    assert status == exit_status.NOT_MEASURED and len(rows) == 4
+@pytest.mark.parametrize(
+    "words, expected, count",
+    [
+        # Nothing of ours was measured.
+        (
+            "--implementation=sdpa --implementation=eager --mode=forward",
+            exit_status.NOT_MEASURED,
+            4,
+        ),
+        # A length below the queries that are judged: each mode has a row of it.
+        ("--mode=loss --mode=indexer", exit_status.OK, 8),
+    ],
+)
+def test_some_rows(words, expected, count, tmp_path):
+    status, rows = run(tmp_path / "rows.jsonl", words)
+    assert status == expected and len(rows) == count
+    assert {row["S"] for row in rows} == {48, 64}
 
 
-def test_blocks_are_distinct_and_may_be_seen():
-    found = block_selection.blocks_of(1, 2, 45, 8, 3, "cpu")
-    alike = block_selection.blocks_of(1, 2, 200, 8, 5, "cpu", 0.9)
-    own = torch.arange(200)[:, None] // 8
-    assert alike.shape == (1, 2, 200, 5) and (alike[..., -1:] == own).all()
-    ordered = alike.sort(dim=-1).values
-    assert ((ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()
-    assert (alike <= own).all() and (alike[:, :, 100:] >= 0).double().mean() > 0.9
-    kept = (alike[:, :, 101:, :-1, None] == alike[:, :, 100:-1, None, :-1]).any(-1)
-    assert 0.8 < kept.double().mean() < 0.95
-    assert found.shape == (1, 2, 45, 3) and found.dtype == torch.int64
-    own = torch.arange(45)[:, None] // 8
+@pytest.mark.parametrize("length, count, overlap", [(45, 3, 0.0), (200, 5, 0.9)])
+def test_blocks_are_distinct_and_may_be_seen(length, count, overlap):
+    found = block_selection.blocks_of(1, 2, length, 8, count, "cpu", overlap)
+    own = torch.arange(length)[:, None] // 8
+    assert found.shape == (1, 2, length, count) and found.dtype == torch.int64
     assert (found <= own).all() and (found == own).any(dim=-1).all()
-    assert ((found >= 0).sum(dim=-1) == (own[:, 0] + 1).clamp(max=3)).all()
-    for row in found.flatten(0, 2).tolist():
-        there = [x for x in row if x >= 0]
-        assert len(set(there)) == len(there)
-
-
-def test_a_length_below_the_queries_that_are_judged(tmp_path):
-    """Each mode has a row of it: no error ends the command on the way."""
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=loss", "--mode=indexer")
-    assert status == exit_status.OK and {row["S"] for row in rows} == {48, 64}
+    ordered = found.sort(dim=-1).values
+    assert ((ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()
+    if not overlap:
+        assert ((found >= 0).sum(dim=-1) == (own[:, 0] + 1).clamp(max=count)).all()
+        return
+    assert (found[..., -1:] == own).all()
+    assert (found[:, :, 100:] >= 0).double().mean() > 0.9
+    kept = (found[:, :, 101:, :-1, None] == found[:, :, 100:-1, None, :-1]).any(-1)
+    assert 0.8 < kept.double().mean() < 0.95

@@ -1,10 +1,6 @@
 """Decoding: what is read is counted, branches are timed alone, and the summary of the table."""
 
-import functools
 import re
-import sys
-import unittest.mock
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,73 +9,47 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench import decode, doc_tables, summarize
-from bench.harness import decode_steps, exit_status, records, turns
-from nsa_core.config import NSAConfig
+from bench.harness import cost, decode_steps, exit_status, records, turns
+from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from tests import pretend
-from tests.commands import break_sliding, run
+from tests.commands import CONFIG, SIZES, ends, run
 from tests.measured import record
 
-SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
-SMALL = (*SIZES, "--iters=2", "--warmup=1", "--device=cpu", "--input=random", "--dtype=f32")
+SMALL = f"{SIZES} --warmup=1 --input=random --dtype=f32"
+STEP = f"--B=2 --S_list=61 {SMALL}"
 LENGTHS = {"torch": "5,61", "jax": "61"}
-CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
 SEED = "S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected,reads_actual_decode"
 SEED += ",reads_expected_decode"
 
 
 def actual(length):
-    """Keys that the last of `length` tokens reads of one head, one by one."""
-    own = (length - 1) // 8
-    compressed = sum(4 * i + 7 <= length - 1 for i in range(length))
-    selected = min(3, own) * 8 + (length - 1) % 8 + 1
-    return compressed, selected, min(12, length)
+    """Keys that the last of `length` tokens reads of one head."""
+    return [cost.visible_pairs(branch, 1, length, CONFIG) for branch in Branches._fields]
 
 
-@functools.cache
-def measured(framework, folder):
-    given = (f"--framework={framework}", "--B=2", f"--S_list={LENGTHS[framework]}", *SMALL)
-    given += ("--side_by_side",)  # of one length: here
-    with unittest.mock.patch.object(sys, "argv", ["decode", *given]):
-        return run(decode, folder, *given)
+@pytest.fixture(scope="module", params=LENGTHS)
+def framework(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("decode")
+def measured(framework, tmp_path_factory):
+    """The folder of what it wrote, exit status, records and rows."""
+    given = f"{STEP} --framework={framework} --S_list={LENGTHS[framework]}"
+    given += " --side_by_side"  # of one length: here
+    folder = tmp_path_factory.mktemp("decode") / "out"
+    return folder, *run(decode, folder, given)
 
 
-def test_a_part_above_the_whole_is_marked(tmp_path, capsys):
-    """Within noise it is no fault, and still no part of that whole."""
-    cells = dict(
-        zip(SEED.split(","), (512, 40.7, 3.0, 46.1, None, 40, 50, 20, 25), strict=True)
-    )
-    times = {name: cells[name] for name in decode.TIMES.values()}
-    assert decode.above_whole(times) == ["ms_sel"]
-    assert decode.starred(times) == {"cmp": "3.000", "sel": "46.100*", "win": "n/a"}
-    for name in ("ms_total", "ms_sel"):
-        assert decode.above_whole(times | {name: None}) == []
-    cells["ms_win"] = 1.0
-    path = tmp_path / "decode.csv"
-    path.write_text(f"{SEED}\n{','.join(str(cells[name]) for name in SEED.split(','))}\n")
-    assert summarize.main(["summarize", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[1:5] == [
-        "40.700",
-        "7.4",
-        "113.3*",
-        "2.5",
-    ]
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_reads_are_counted(framework, folder):
-    status, found, table = measured(framework, folder / framework)
-    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+def test_reads_are_counted(measured):
+    *_, status, found, table = measured
+    assert status == 0, ends(found)
     assert list(table[0])[:9] == SEED.split(",")
     for row in table:
         length = int(row["S"])
         counts = actual(length)
-        assert [float(row[f"reads_{x}"]) for x in ("cmp", "sel", "win")] == list(counts)
+        assert [float(row[f"reads_{x}"]) for x in ("cmp", "sel", "win")] == counts
         assert float(row["reads_actual_decode"]) == sum(counts)
         assert int(row["reads_actual"]) == 2 * 2 * sum(counts)  # sequences, key/value heads
         assert int(row["reads_expected_decode"]) == CONFIG.reads(length)
@@ -88,9 +58,8 @@ def test_reads_are_counted(framework, folder):
     assert float(table[-1]["reads_actual_decode"]) == CONFIG.reads(61) - 3
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_every_branch_is_judged_and_timed_alone(framework, folder):
-    _, found, table = measured(framework, folder / framework)
+def test_every_branch_is_judged_and_timed_alone(framework, measured):
+    *_, found, table = measured
     for length, row in zip(map(int, LENGTHS[framework].split(",")), table, strict=True):
         own = {(r.branch, r.implementation): r for r in found if r.S == length}
         portable, dense = {"torch": ("sdpa", "math"), "jax": ("xla", "xla")}[framework]
@@ -108,11 +77,9 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         assert row["graph"].startswith("no: ") and row["kernel"] == portable
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_several_new_tokens(framework, tmp_path):
-    given = (f"--framework={framework}", "--B=2", "--S_list=61", "--q_len=3", *SMALL)
-    status, found, (row,) = run(decode, tmp_path, *given)
-    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+    status, found, (row,) = run(decode, tmp_path, STEP, f"--framework={framework} --q_len=3")
+    assert status == 0, ends(found)
     own = [r for r in found if r.branch != "dense"]
     assert {(r.T, r.S, r.status) for r in own} == {(3, 61, "ok")} and len(own) == 6
     (dense,) = [r for r in found if r.branch == "dense"]
@@ -123,12 +90,12 @@ def test_several_new_tokens(framework, tmp_path):
 
 def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
     """Of the device and commit that are asked for."""
-    kinds = "paged/mosaic", "paged_fp8/mosaic", "cudnn"
-    host = {"extra": {"host_ms": 0.0512}}, {"extra": {"host_ms": 0.0649}}, {}
+    hosts = {"paged/mosaic": 0.0512, "paged_fp8/mosaic": 0.0649}
     rows = [
-        record("dense" if kind == "cudnn" else "all", kind, 0.1, **more, commit="beef")
-        for kind, more in zip(kinds, host, strict=True)
+        record("all", kind, 0.1, extra={"host_ms": ms}, commit="beef")
+        for kind, ms in hosts.items()
     ]
+    rows += [record("dense", "cudnn", 0.1, commit="beef")]
     rows += [record("all", x, 0.3, commit="c0de") for x in ("mosaic", "paged/mosaic")]
     monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
     (tmp_path / "card").mkdir()
@@ -142,8 +109,7 @@ def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
 
 def test_a_part_longer_than_the_whole_is_refused():
     times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}
-    parts = {"selected": 1.3, "sliding": 0.2}
-    parts = {name: record(name, "sdpa", ms) for name, ms in parts.items()}
+    parts = {x: record(x, "sdpa", ms) for x, ms in (("selected", 1.3), ("sliding", 0.2))}
     assert decode.doubt(parts, times) == {}, "its fastest samples are within the noise"
     parts["selected"] = record("selected", "sdpa", 1.5)
     found = decode.doubt(parts, times)
@@ -154,57 +120,37 @@ def test_a_part_longer_than_the_whole_is_refused():
     assert decode.doubt(parts, times) == {}, "a part without a time says nothing"
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_part_copies_no_values(framework, folder, monkeypatch):
+def test_a_part_copies_no_values(framework, tmp_path, monkeypatch):
     """Only a length that is known on the host says that there is nothing behind it to zero."""
-    lengths = []
-    for module in (nsa_jax, nsa_torch):
-        for name in ("compressed_attention", "selected_attention", "sliding_attention"):
-            function = getattr(module, name)
-
-            def noted(*arrays, kv_len, function=function, **options):
-                lengths.append((kv_len, arrays[1].shape[1]))
-                return function(*arrays, kv_len=kv_len, **options)
-
-            monkeypatch.setattr(module, name, noted)
-    given = (f"--framework={framework}", "--B=2", "--S_list=61")
-    code, _, _ = run(decode, folder / f"{framework}-lengths", *given, *SMALL)
+    note = lambda _, key, *__, kv_len, **___: (kv_len, key.shape[1])
+    lengths = [
+        pretend.calls_of(monkeypatch, module, f"{branch}_attention", note)
+        for module in (nsa_jax, nsa_torch)
+        for branch in Branches._fields
+    ]
+    code, _, _ = run(decode, tmp_path, STEP, "--framework", framework)
     compressed = CONFIG.num_compressed(61)
-    assert code == 0 and set(lengths) == {(61, 61), (61, compressed)}
+    assert code == 0 and set().union(*lengths) == {(61, 61), (61, compressed)}
 
 
 def test_a_step_on_pages_is_given_its_tokens_side_by_side(tmp_path, monkeypatch):
     """As projections give them: of slices of the rows it would copy each array first."""
-    given, step = [], nsa_torch.paged_attention
-
-    def noted(*arrays, key, value, **options):
-        given.extend((*key, *value))
-        return step(*arrays, key=key, value=value, **options)
-
-    monkeypatch.setattr(nsa_torch, "paged_attention", noted)
-    code, _, _ = run(decode, tmp_path, "--B=2", "--S_list=61", *SMALL)
-    assert code == 0 and given and all(x.is_contiguous() for x in given)
-
-
-def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
-    break_sliding(monkeypatch)
-    given = ("--framework=jax", "--B=2", "--S_list=61")
-    code, found, (row,) = run(decode, tmp_path, *given, *SMALL)
-    status = {r.branch: r.status for r in found}
-    assert code == 1 and status["sliding"] == status["all"] == "wrong"
-    assert status["compressed"] == status["selected"] == "ok"
-    assert row["ms_win"] == row["ms_total"] == row["reads_actual"] == ""
-    assert row["status"] == "wrong" and "max error" in row["reason"]
-    assert "n/a" in capsys.readouterr().out
+    note = lambda *_, key, value, **__: [x.is_contiguous() for x in (*key, *value)]
+    asked = pretend.calls_of(monkeypatch, nsa_torch, "paged_attention", note)
+    code, _, _ = run(decode, tmp_path, STEP)
+    assert code == 0 and asked and all(map(all, asked))
 
 
 def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
     """With the arguments that the public function gives them: gates in one array."""
     chosen, asked = [], []
     of_cache = decode_steps.Cached.chosen
-    monkeypatch.setattr(
-        decode_steps.Cached, "chosen", lambda self: chosen.append(of_cache(self)) or chosen[-1]
-    )
+
+    def noted(self):
+        chosen.append(of_cache(self))
+        return chosen[-1]
+
+    monkeypatch.setattr(decode_steps.Cached, "chosen", noted)
     monkeypatch.setattr(decode_steps.Paged, "name", "triton")
 
     def with_indices(name, inputs):
@@ -212,7 +158,7 @@ def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
         return None, torch.tensor(np.asarray(chosen[-1])[:, 0].tolist())
 
     monkeypatch.setattr(paged_attend, "with_indices", with_indices)
-    code, _, (row,) = run(decode, tmp_path, "--B=2", "--S_list=61", *SMALL)
+    code, _, (row,) = run(decode, tmp_path, STEP)
     assert asked == [("triton", (2, 4, 8), (2, 4, 3))]
     assert code == 0 and row["status"] == "ok" and float(row["ms_paged"]) > 0
 
@@ -229,57 +175,29 @@ def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):
         yield "61", -9
 
     monkeypatch.setattr(turns, "of_names", of_names)
-    given = ("--S_list=61,5", "--side_by_side", *SMALL)
-    pretend.words(monkeypatch, "decode", *given)
+    given = f"--S_list=61,5 --side_by_side {SMALL}"
     out = tmp_path / "all"
-    code, found, (row,) = run(decode, out, *given)
+    code, found, (row,) = run(decode, out, given)
     assert code == exit_status.WRONG and row["S"] == "5" and {r.S for r in found} == {5}
     assert f"see {out / '61'}.log" in capsys.readouterr().err
 
 
-def test_a_kernel_that_refuses_is_a_row(tmp_path):
-    code, found, (row,) = run(decode, tmp_path, "--S_list=61", "--kernels=mosaic", *SMALL)
-    assert code == exit_status.NOT_MEASURED and row["status"] == "unsupported"
-    assert "needs a Hopper GPU" in row["reason"] and row["ms_total"] == ""
-    assert [r.status for r in found] == ["unsupported"] * 6 + ["ok"]  # dense stays
-
-
-def test_the_seeds_way_to_force_a_branch_is_accepted(capsys, monkeypatch):
-    """And told to have no effect."""
-    ended = RuntimeError("far enough")
-    monkeypatch.setitem(decode.RUNNERS, "torch", lambda device: (_ for _ in ()).throw(ended))
-    with pytest.raises(RuntimeError, match="far enough"):
-        run(decode, Path("unused"), "--branch_force_mode=env")
-    assert "each branch runs separately" in capsys.readouterr().out
-
-
-def test_the_summary_of_what_decode_writes(folder, capsys):
-    measured("torch", folder / "torch")
+def test_the_summary_of_what_decode_writes(framework, measured, capsys):
+    folder, *_ = measured
     capsys.readouterr()  # of the command, where no test before has run it
-    assert summarize.main(["summarize", str(folder / "torch" / "decode.csv")]) == 0
+    assert summarize.main(["summarize", str(folder / "decode.csv")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == [
-        "S",
-        "total",
-        "cmp%",
-        "sel%",
-        "win%",
-        "reads(dec)",
-        "reads(tot)",
-    ]
-    assert [line.split()[0] for line in lines[1:]] == ["5", "61"]
-    total = sum(actual(61))
-    assert lines[2].split()[-2:] == [
-        f"{total}/{CONFIG.reads(61)}",
-        f"{4 * total}/{4 * CONFIG.reads(61)}",
-    ]
+    assert lines[0].split() == "S total cmp% sel% win% reads(dec) reads(tot)".split()
+    assert [line.split()[0] for line in lines[1:]] == LENGTHS[framework].split(",")
+    total, expected = sum(actual(61)), CONFIG.reads(61)
+    assert lines[-1].split()[-2:] == [f"{total}/{expected}", f"{4 * total}/{4 * expected}"]
 
 
 GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("", r":1: columns \['S', .*are missing, got \[\]"),
         (SEED.replace("ms_sel", "sel") + "\n1,2,3,4,5,6,7,8,9\n", r":1: columns \['ms_sel'\]"),
@@ -300,41 +218,47 @@ def test_a_damaged_table_is_refused(text, message, tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_the_seed_systems_own_table_is_read(tmp_path):
+@pytest.mark.parametrize(
+    "text, cells",
+    [
+        (GOOD, "64 2.000 25.0 50.0 12.5 20/25 40/50"),
+        # Within noise a part above the whole is no fault, and still no part of that whole.
+        (f"{SEED}\n512,40.7,3,46.1,1,40,50,20,25\n", "512 40.700 7.4 113.3* 2.5 20/25 40/50"),
+        (f"{SEED},status,reason\n64,,,,,,,,,oom,no room\n", "64 oom: no room"),
+    ],
+)
+def test_the_seed_systems_own_table_is_read(text, cells, tmp_path, capsys):
     path = tmp_path / "decode.csv"
-    path.write_text(GOOD)
-    line = summarize.table(summarize.read(path)).splitlines()[1]
-    assert line.split() == ["64", "2.000", "25.0", "50.0", "12.5", "20/25", "40/50"]
-    path.write_text(
-        GOOD.replace("\n", ",status,reason\n", 1).replace("25\n", "25,oom,no room\n")
-    )
-    assert summarize.table(summarize.read(Path(path))).splitlines()[1].split(None, 1) == [
-        "64",
-        "oom: no room",
-    ]
+    path.write_text(text)
+    assert summarize.main(["summarize", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == cells.split()
+
+
+def test_a_part_above_the_whole_is_marked():
+    times = dict(zip(decode.TIMES.values(), (40.7, 3.0, 46.1, None), strict=True))
+    assert decode.starred(times) == {"cmp": "3.000", "sel": "46.100*", "win": "n/a"}
+    assert decode.starred(times | {"ms_total": None})["sel"] == "46.100"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_decode_on_a_gpu(framework, tmp_path):
-    given = (f"--framework={framework}", "--S_list=300", "--iters=2")
-    status, _, (row,) = run(decode, tmp_path, *given)
+    given = f"--framework={framework} --S_list=300 --iters=2"
+    status, _, (row,) = run(decode, tmp_path, given)
     assert status == 0 and row["status"] == "ok", row["reason"]
     assert np.isfinite(float(row["ms_total"])) and row["graph"]
     hosts = [row[name] for name in ("ms_host", "ms_paged_host")]
     assert hosts == ["", ""] if framework == "jax" else all(0 < float(x) < 50 for x in hosts)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_cache_in_fp8_is_judged_by_what_it_has(framework, tmp_path, monkeypatch):
-    given = (f"--framework={framework}", "--B=2", "--S_list=61", *SMALL, "--cache_dtype=fp8")
-    status, found, (row,) = run(decode, tmp_path, *given)
-    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+    given = f"{STEP} --framework={framework} --cache_dtype=fp8"
+    status, found, (row,) = run(decode, tmp_path, given)
+    assert status == 0, ends(found)
     (paged,) = [r for r in found if r.implementation == "paged_fp8/gathered"]
     assert paged.status == "ok" and row["cache_dtype"] == "fp8" and float(row["ms_paged"]) > 0
     if framework == "jax":
         return
     monkeypatch.setattr(decode_steps.Paged, "stored", lambda self: {})
-    _, found, _ = run(decode, tmp_path / "whole", *given)
+    _, found, _ = run(decode, tmp_path / "whole", given)
     (paged,) = [r for r in found if r.implementation == "paged_fp8/gathered"]
     assert paged.status == "wrong"  # judged by tokens that were not rounded

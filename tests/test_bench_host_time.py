@@ -22,16 +22,6 @@ def test_rounds_are_merged():
     assert list(host_time.merged(rounds)) == [name | {"host_ms": 2.0, "host_p20": 1.0}]
 
 
-def test_a_form_ends_with_its_block(monkeypatch):
-    set_limits(monkeypatch, graph_after=3)
-    with host_time.form("graphs"):
-        assert sequence.GRAPH_AFTER == 3
-    with pytest.raises(KeyError), host_time.form("each"):
-        assert sequence.GRAPH_AFTER > 10**9
-        raise KeyError
-    assert sequence.GRAPH_AFTER == 3
-
-
 def main(*words):
     return commands.called(host_time, *words)
 
@@ -64,9 +54,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
 def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys):
     pretend.gpu(monkeypatch)
     parts = [
-        f"{part}_{x}"
-        for part in ("host", "done", "row", "replay")
-        for x in ("ms", "p20", "p80")
+        f"{x}_{y}" for x in ("host", "done", "row", "replay") for y in ("ms", "p20", "p80")
     ]
     numbers = dict.fromkeys([*parts, "graphs_a_call", "python_million_ms", "torch_add_ms"], 1.0)
 
@@ -84,7 +72,7 @@ def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
     out = tmp_path / "host.jsonl"
-    assert main("--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
+    assert main(f"--rounds=1 --calls=5 --out={out} --commit=abc") == 0
     rows = records.flat_lines(out)
     assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
     assert {(row["commit"], row["implementation"]) for row in rows} == {("abc", "mosaic")}
@@ -98,7 +86,7 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
     took = iter([3.0, 1.0, 4.0, 5.0, 3.0, 6.0])
     monkeypatch.setattr(host_time, "microseconds", lambda row, calls: next(took))
     out = tmp_path / "variants.jsonl"
-    assert main("--launch", "--rounds=2", f"--out={out}", "--commit=abc") == 0
+    assert main(f"--launch --rounds=2 --out={out} --commit=abc") == 0
     rows = records.flat_lines(out)
     assert [(row["variant"], row["time_ms"]) for row in rows] == [
         ("torch, each by itself", 4),
@@ -121,6 +109,6 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
 @pytest.mark.gpu
 def test_one_launch_on_a_gpu(tmp_path):
     out = tmp_path / "variants.jsonl"
-    assert main("--launch", "--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
+    assert main(f"--launch --rounds=1 --calls=5 --out={out} --commit=abc") == 0
     rows = records.flat_lines(out)
     assert len(rows) == 3 and all(0 < row["time_ms"] < 1000 for row in rows)

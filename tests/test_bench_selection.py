@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-import nsa_torch.dispatch
 from bench import selection
 from bench.harness import (
     command,
@@ -22,16 +21,17 @@ from bench.harness.runners import RUNNERS, problem
 from bench.harness.selection_rows import Matrix
 from kernels_pallas.triton import capability
 from nsa_core import config_files
-from nsa_core.dispatch import Implementation
 from nsa_torch import sdpa
+from nsa_torch.dispatch import REGISTRY
 from tests import pretend
-from tests.commands import rows, run
-from tests.measured import record
+from tests.commands import ends, parsed, put_in_place, rows, run
+from tests.tables import table
 
-SMALL = ("--N=6", "--H=2", "--D=8", "--Dv=8", "--l_sel=8", "--iters=2", "--device=cpu")
+WHOLE = sdpa.selected_attention
+SMALL = "--N=6 --H=2 --D=8 --Dv=8 --l_sel=8 --iters=2 --device=cpu"
 
 
-@pytest.mark.parametrize(("count", "runs"), [(1, 1), (5, 1), (8, 8), (9, 4), (16, 8)])
+@pytest.mark.parametrize("count, runs", [(1, 1), (5, 1), (8, 8), (9, 4), (16, 8)])
 def test_spans_are_runs_that_do_not_touch(count, runs):
     found = selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)
     assert found.shape == (50, count) and found.dtype == np.int32
@@ -42,7 +42,7 @@ def test_spans_are_runs_that_do_not_touch(count, runs):
     assert (found == selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)).all()
 
 
-@pytest.mark.parametrize(("blocks", "count", "runs"), [(10, 3, 4), (10, 9, 4), (10, 3, 0)])
+@pytest.mark.parametrize("blocks, count, runs", [(10, 3, 4), (10, 9, 4), (10, 3, 0)])
 def test_spans_that_do_not_fit_are_refused(blocks, count, runs):
     with pytest.raises(ValueError, match=f"cannot form {runs} runs"):
         selection_rows.spans(2, blocks, count, runs, seed=0)
@@ -51,19 +51,19 @@ def test_spans_that_do_not_fit_are_refused(blocks, count, runs):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_command(framework, tmp_path, capsys):
     path = tmp_path / "other.csv"
-    given = (*SMALL, f"--framework={framework}", "--L_list=16,64", f"--csv={path}")
-    status, found, table = run(selection, tmp_path / "out", *given, table=path)
+    given = f"{SMALL} --framework={framework} --L_list=16,64 --csv={path}"
+    status, found, table = run(selection, tmp_path / "out", given, table=path)
     names = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae"
     assert status == 0 and list(table[0])[:12] == names.split(",")
     portable = {"torch": "sdpa", "jax": "xla"}[framework]
-    kinds = [(row["mode"], row["L"], row["nspans"], row["status"]) for row in table]
+    kinds = [" ".join(row[x] for x in ("mode", "L", "nspans", "status")) for row in table]
     assert kinds == [
-        ("dense", "16", "1", "ok"),
-        ("varlen", "16", "8", "unsupported"),
-        ("varlen", "16", "4", "unsupported"),
-        ("dense", "64", "1", "ok"),
-        ("varlen", "64", "8", "ok"),
-        ("varlen", "64", "4", "ok"),
+        "dense 16 1 ok",
+        "varlen 16 8 unsupported",
+        "varlen 16 4 unsupported",
+        "dense 64 1 ok",
+        "varlen 64 8 ok",
+        "varlen 64 4 ok",
     ]
     for row in table:
         if row["status"] == "ok":
@@ -71,28 +71,19 @@ def test_the_command(framework, tmp_path, capsys):
             assert row["speedup"] == "", "no speed-up of a path over itself"
             assert 0 < float(row["mae"]) < float(row["error_bound"])
         else:
-            assert (
-                "8 runs need 8 blocks of 8 tokens, but L=16 has only 2" in row["reason"]
-                or row["L"] == "16"
-            )
+            need = "{0} runs need {0} blocks of 8 tokens, but L=16 has only 2"
+            assert need.format(row["nspans"]) in row["reason"]
             assert row["tri_ms"] == row["speedup"] == row["mae"] == ""
     assert len(found) == 12 and {(r.T, r.bench) for r in found} == {(6, "selection")}
     line = r"varlen,N=6,H=2,D=8,Dv=8,L=64,nspans=8,streams=1 tri_ms=\d+\.\d{3}, "
     assert re.search(line + r"ref_ms=\d+\.\d{3}, speedup=n/a, mae=", capsys.readouterr().out)
 
 
-def test_a_speed_up_is_of_a_kernel_over_the_portable_path():
-    base, itself = record("selected", "sdpa", 3.0), record("selected", "sdpa", 2.0)
-    assert selection.gain(base, record("selected", "triton", 2.0)) == 1.5
-    assert selection.gain(base, itself) is None
-    assert selection.gain(base, record("selected", "reference", 2.0)) is None
-    assert selection.gain(base, record("selected", "triton", None)) is None
-
-
 def test_one_query_is_decoding(tmp_path, monkeypatch):
     pretend.folder(monkeypatch, "records", tmp_path / "records")
-    given = ("--decode=1", "--L_list=16", "--dist=few", "--save_records", "--commit=abc")
-    status, found, table = run(selection, tmp_path, *SMALL, *given)
+    given = "--decode=1 --L_list=16 --dist=few --selected_kernel=reference"
+    status, found, table = run(selection, tmp_path, SMALL, given, "--save_records --commit=abc")
+    assert table[0]["kernel"] == "reference" and table[0]["speedup"] == "", "no kernel"
     assert records.read(tmp_path / "records" / "cpu" / "selection.jsonl") == found
     assert status == 0 and [row["mode"] for row in table] == ["decode"]
     assert {(r.T, r.mode, r.status, r.overlap) for r in found} == {(1, "decode", "ok", None)}
@@ -106,42 +97,18 @@ def late(query, key, value, block_indices, *, config, **options):
     )
 
 
-def whole(query, key, value, block_indices, **options):
-    return sdpa.selected_attention(query, key, value, block_indices, **options)
-
-
-def put_in_place(monkeypatch, **functions):
-    """From here on the implementations of these names are the functions of those names here."""
-    registry = nsa_torch.dispatch.REGISTRY
-    entries = tuple(
-        Implementation(entry.name, f"{__name__}:{functions[entry.name]}")
-        if entry.name in functions
-        else entry
-        for entry in registry.table["selected"]
-    )
-    monkeypatch.setattr(registry, "table", {**registry.table, "selected": entries})
-
-
 def broken(*arguments, **options):
     raise RuntimeError("the kernel broke")
 
 
-@pytest.mark.parametrize(("name", "status"), [("late", "wrong"), ("broken", "error")])
-def test_a_bad_kernel_has_no_time(name, status, tmp_path, capsys, monkeypatch):
-    put_in_place(monkeypatch, mosaic=name)
-    code, found, (row,) = run(selection, tmp_path, *SMALL, "--L_list=64", "--dist=few")
+@pytest.mark.parametrize("function, status", [(late, "wrong"), (broken, "error")])
+def test_a_bad_kernel_has_no_time(function, status, tmp_path, capsys, monkeypatch):
+    put_in_place(monkeypatch, REGISTRY, "selected", mosaic=function)
+    code, found, (row,) = run(selection, tmp_path, SMALL, "--L_list=64 --dist=few")
     assert code == 1 and [r.status for r in found] == [status, "ok"]
     assert row["kernel"] == "mosaic" and row["tri_ms"] == row["speedup"] == ""
     printed = capsys.readouterr().out
     assert "tri_ms=n/a" in printed and "speedup=n/a" in printed and f" {status}: " in printed
-
-
-def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
-    given = ("--L_list=16", "--dist=few", "--selected_kernel=mosaic")
-    code, found, (row,) = run(selection, tmp_path, *SMALL, *given)
-    assert code == exit_status.NOT_MEASURED
-    assert [r.status for r in found] == ["unsupported", "ok"]
-    assert "needs a Hopper GPU" in row["reason"] and row["kernel"] == "mosaic"
 
 
 RTX_4090 = problem(problems.settings("tiny"), "torch", "cuda", (8, 9))._replace(dtype="float16")
@@ -164,42 +131,31 @@ def test_the_seed_systems_matrix():
         assert capability.why_not(there) is None, row
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"N": []}, "N\n  List should have at least 1 item"),
-        ({"H": [8, True]}, r"H.1\n  Input should be a valid integer"),
-        ({"L": {"some": [64]}}, "L.some.*\n  Input should be 'few', 'many' or 'mixed'"),
-        ({"L": {"few": [24]}}, "L_list must be multiples of l_sel=16, got"),
-        ({"beside": "fa2"}, "beside\n  Input should be a valid list"),
-        ({"dtype": "f8"}, "dtype\n  Input should be 'bf16', 'f16' or 'f32'"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", table("bench")["matrices"])
 def test_a_matrix_that_cannot_be_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(S2, **changes)
 
 
-TINY = ("--preset=tiny", "--device=cpu")
+TINY = "--preset=tiny --device=cpu"
 
 
 def test_a_matrix_without_a_gpu_times_sdpa_alone(tmp_path, capsys):
-    code, found, table = run(selection, tmp_path, *TINY)
+    code, found, table = run(selection, tmp_path, TINY)
     assert code == exit_status.NOT_MEASURED
-    assert [(row["mode"], row["nspans"], row["streams"]) for row in table] == [
-        (mode, runs, streams)
-        for mode, runs in (("dense", "1"), ("varlen", "8"), ("varlen", "4"))
-        for streams in "12"
+    assert [" ".join(row[x] for x in ("mode", "nspans", "streams")) for row in table] == [
+        f"{kind} {streams}" for kind in ("dense 1", "varlen 8", "varlen 4") for streams in "12"
     ]
     for row in table:
         assert row["tri_ms"] == row["speedup"] == "" and row["status"] == "unsupported"
         assert bool(row["ref_ms"]) == (row["streams"] == "1"), "SDPA runs anywhere"
-        two = row["streams"] == "2"
-        reasons = ("2 streams need torch on CUDA",) * 2
-        reasons = reasons if two else ("needs an NVIDIA GPU", "FA-2 needs CUDA tensors")
-        assert reasons[0] in row["reason"] and reasons[1] in row["fa2_reason"]
-    kinds = [(r.implementation, r.status) for r in found[:3]]
-    assert kinds == [("triton", "unsupported"), ("sdpa", "ok"), ("fa2", "unsupported")]
+        reasons = {
+            "1": ("needs an NVIDIA GPU", "FA-2 needs CUDA tensors"),
+            "2": ("2 streams need torch on CUDA",) * 2,
+        }
+        for name, reason in zip(("", "fa2_"), reasons[row["streams"]], strict=True):
+            assert reason in row[f"{name}reason"]
+    assert ends(found[:3]) == "triton unsupported, sdpa ok, fa2 unsupported"
     said = (
         "6 of 6 rows were not measured: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
     )
@@ -211,7 +167,7 @@ def test_a_matrix_without_a_gpu_times_sdpa_alone(tmp_path, capsys):
 
 def test_a_table_without_rows_has_its_columns(tmp_path):
     """`bench.tune_thresholds --csv` then reports that there are no rows."""
-    run(selection, tmp_path, *TINY, "--dist=few", "--N=5")
+    run(selection, tmp_path, TINY, "--dist=few --N=5")
     some, none = ((tmp_path / f"sel_{kind}.csv").read_text() for kind in ("dense", "varlen"))
     assert none == some.splitlines(keepends=True)[0] and "fa2_ms" in none
     run(selection, tmp_path / "none", "--rows=")
@@ -219,10 +175,17 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
         command.read_csv(tmp_path / "none/selection.csv", ["tri_ms"])
 
 
+def test_a_kernel_has_no_speed_up_over_itself(tmp_path, monkeypatch):
+    put_in_place(monkeypatch, REGISTRY, "selected", mosaic=WHOLE)
+    _, _, (row,) = run(selection, tmp_path, SMALL, "--L_list=64 --dist=few --ref=mosaic")
+    assert row["kernel"] == row["ref_kernel"] == "mosaic" and row["speedup"] == ""
+    assert float(row["tri_ms"]) > 0 and float(row["ref_ms"]) > 0
+
+
 def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):
-    put_in_place(monkeypatch, triton="whole", fa2="whole")
-    given = (*TINY, "--streams=1", "--dist=few", "--dist=mixed", "--N=5")
-    code, found, table = run(selection, tmp_path, *given)
+    put_in_place(monkeypatch, REGISTRY, "selected", triton=WHOLE, fa2=WHOLE)
+    given = f"{TINY} --streams=1 --dist=few --dist=mixed --N=5"
+    code, found, table = run(selection, tmp_path, given)
     assert code == 0 and len(table) == 2 and len(found) == 6
     columns = ["fa2_ms", "speedup_over_fa2", "fa2_mae", "fa2_reason"]
     for row in table:
@@ -237,19 +200,15 @@ def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):
 
 def test_a_process_measures_its_rows_for_another(tmp_path, monkeypatch, capsys):
     """What `--processes` starts: ready, then timed when told to, a file a row."""
-    put_in_place(monkeypatch, triton="whole", fa2="broken")
+    put_in_place(monkeypatch, REGISTRY, "selected", triton=WHOLE, fa2=broken)
     monkeypatch.setattr(sys, "stdin", io.StringIO(turns.GO))
-    words = *TINY, "--streams=1", f"--turn={tmp_path}", "--rows=2"
-    assert run(selection, tmp_path, *words) == (0, [], [])  # its parent writes them
+    words = f"{TINY} --streams=1 --turn={tmp_path} --rows=2"
+    assert run(selection, tmp_path, words) == (0, [], [])  # its parent writes them
     assert capsys.readouterr().out == turns.READY
     found = records.read(tmp_path / "2.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["2.jsonl"]
-    kinds = [(r.implementation, r.status, r.extra["dist"]) for r in found]
-    assert kinds == [
-        ("triton", "ok", "mixed"),
-        ("sdpa", "ok", "mixed"),
-        ("fa2", "error", "mixed"),
-    ]
+    assert ends(found) == "triton ok, sdpa ok, fa2 error"
+    assert {r.extra["dist"] for r in found} == {"mixed"}
     assert found[0].overlap is not None and found[2].reason.endswith("the kernel broke")
 
 
@@ -258,16 +217,15 @@ def test_inputs_that_do_not_fit_are_rows(tmp_path, monkeypatch):
         raise MemoryError("full")
 
     monkeypatch.setattr(problems, "make", full)
-    code, found, table = run(selection, tmp_path, *TINY, "--streams=1", "--dist=few")
+    code, found, table = run(selection, tmp_path, TINY, "--streams=1 --dist=few")
     assert code == exit_status.NOT_MEASURED and len(table) == 1
-    assert [(r.implementation, r.status, r.reason) for r in found] == [
-        (name, "oom", "MemoryError: full") for name in ("triton", "sdpa", "fa2")
-    ]
+    assert ends(found) == "triton oom, sdpa oom, fa2 oom"
+    assert {r.reason for r in found} == {"MemoryError: full"}
 
 
 def test_rows_of_a_process_that_died(tmp_path):
     row = next(S2.rows())
-    selection.FLAGS(["selection", *TINY])
+    parsed(selection.FLAGS, "selection", *TINY.split())
     names = ("triton", "sdpa", "fa2")
     found = selection.Selection(RUNNERS["torch"]("cpu"), row, S2, names).lost("it died")
     assert [(r.implementation, r.extra["streams"]) for r in found] == [
@@ -278,8 +236,8 @@ def test_rows_of_a_process_that_died(tmp_path):
 
 
 def test_a_wrong_kernel_beside_has_no_time(tmp_path, monkeypatch):
-    put_in_place(monkeypatch, triton="whole", fa2="late")
-    code, _, (row,) = run(selection, tmp_path, *TINY, "--streams=1", "--dist=many")
+    put_in_place(monkeypatch, REGISTRY, "selected", triton=WHOLE, fa2=late)
+    code, _, (row,) = run(selection, tmp_path, TINY, "--streams=1 --dist=many")
     assert code == 1 and row["status"] == "ok" and float(row["tri_ms"]) > 0
     assert row["fa2_ms"] == row["speedup_over_fa2"] == ""
     assert row["fa2_reason"].startswith("wrong: ")
@@ -287,6 +245,6 @@ def test_a_wrong_kernel_beside_has_no_time(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_streams_on_a_gpu(tmp_path):
-    given = ("--L_list=128", "--dist=few", "--streams=2", "--iters=2")
-    status, found, _ = run(selection, tmp_path, *given)
+    given = "--L_list=128 --dist=few --streams=2 --iters=2"
+    status, found, _ = run(selection, tmp_path, given)
     assert status == 0 and [r.status for r in found] == ["ok", "ok"]

@@ -52,7 +52,6 @@ def device(tmp_path, monkeypatch):
     """Writes the file of `GPU`, which FA-2 can use as far as it asks."""
     pretend.folder(monkeypatch, "devices", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", None)
-    policy.of.cache_clear()
 
     def write(**sections):
         data = {"schema": 1, "device": GPU} | sections
@@ -60,8 +59,7 @@ def device(tmp_path, monkeypatch):
         policy.of.cache_clear()
         return tmp_path / FILE
 
-    yield write
-    policy.of.cache_clear()
+    return write
 
 
 def pose(step, length=512, framework="torch", **changes) -> Problem:
@@ -194,7 +192,7 @@ DAMAGED = [({"schema": 1, "device": GPU} | x, y) for x, y, _ in refusals.rows("d
 DAMAGED += [([1], " must hold a dict"), (None, "is not YAML")]
 
 
-@pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[x for _, x in DAMAGED])
+@pytest.mark.parametrize("data, message", DAMAGED, ids=[x for _, x in DAMAGED])
 def test_a_damaged_file_of_a_device_is_an_error(device, data, message):
     path = device()
     path.write_text("a: [" if data is None else yaml.safe_dump(data))
@@ -507,7 +505,7 @@ def test_gathered_query_tiles_can_be_copied():
     assert lowering.lower(kernel)
 
 
-@pytest.mark.parametrize(("shape", "names"), TABLE["accepted"])
+@pytest.mark.parametrize("shape, names", TABLE["accepted"])
 def test_what_is_accepted_compiles(shape, names):
     assert not capability.why_not(asked(*shape))
     found = [kernel for kernel in kernels(*shape) if kernel.name.startswith(names)]
@@ -565,7 +563,3 @@ def test_settings_override_too(tmp_path):
     path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
     run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
     assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
-    for bad in ("-1", "soon", "1.5", "true"):
-        path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
-        with pytest.raises(ValueError, match="fa2_min_len_win"):
-            problems.settings(path)

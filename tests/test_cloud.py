@@ -17,7 +17,7 @@ import yaml
 
 from bench import doc_tables, oneshot
 from bench.harness.process import ROOT
-from tests import versions
+from tests import spawned, versions
 from tests.commands import parsed
 
 read = lambda path: yaml.safe_load(path.read_text())
@@ -29,10 +29,10 @@ GPU_BENCH = FLOWS["gpu-bench"]
 MODAL = ROOT / "cloud" / "modal_app.py"
 CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
 # On any cloud.
-GPUS = {"a100": "A100", "a10g": "A10G", "l4": "L4", "l40s": "L40S", "rtx4090": "RTX4090"}
+GPUS = "A100", "A10G", "L4", "L40S", "RTX4090"
 # Cloud and GPU of each file.
-MADE = {name: (name, "H100") for name in CLOUDS} | {name: (None, x) for name, x in GPUS.items()}
-MADE |= {f"primeintellect_{x.lower()}": ("primeintellect", x) for x in ("L40S", "RTX4090")}
+MADE = {name: (name, "H100") for name in CLOUDS} | {x.lower(): (None, x) for x in GPUS}
+MADE |= {f"primeintellect_{x.lower()}": ("primeintellect", x) for x in GPUS[3:]}
 # SkyPilot refuses autostop there; what ends the machine in its place.
 NO_AUTOSTOP = {"primeintellect": "cloud/launch.py", "slurm": "time:"}
 TASK_KEYS = {"name", "workdir", "num_nodes", "resources", "config", "setup", "run"}
@@ -66,11 +66,6 @@ def check_shell(text: str) -> str:
     return text
 
 
-def test_there_is_a_task_for_each_cloud():
-    assert {path.stem for path in SKY} == set(MADE)
-    assert all(f"`{path.stem}`" in README for path in TASKS)
-
-
 @pytest.mark.parametrize("path", TASKS, **by_stem)
 def test_a_task_is_whole_and_limited(path):
     task = TASKS[path]
@@ -98,8 +93,10 @@ def test_a_task_of_one_node_ends(path):
     )
 
 
-def test_tasks_do_the_same():
+def test_there_is_a_task_for_each_cloud_and_they_do_the_same():
     """Those of one node; those of several differ in what they run."""
+    assert {path.stem for path in SKY} == set(MADE)
+    assert all(f"`{path.stem}`" in README for path in TASKS)
     for tasks, keys in (
         (SKY, ("name", "workdir", "setup", "run")),
         (TRAIN, TASK_KEYS - {"name", "run"}),
@@ -214,8 +211,7 @@ def test_modal_results_lie_in_a_new_folder(modal, tmp_path):
 
 def cost(*words):
     """What cloud/cost.py prints, and its exit status."""
-    program = [sys.executable, str(ROOT / "cloud" / "cost.py"), *map(str, words)]
-    done = subprocess.run(program, capture_output=True, text=True)
+    done = spawned.python("cloud/cost.py", *words)
     return done.stdout, done.returncode
 
 
@@ -263,13 +259,8 @@ def launch(tmp_path):
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         words = "import sys, launch; launch.WAIT_S = 0; sys.exit(launch.main(sys.argv))"
         task = ROOT / "cloud" / "sky" / "primeintellect_rtx4090.yaml"
-        done = subprocess.run(
-            [sys.executable, "-c", words, str(task), "--name=x", *arguments],
-            env=os.environ
-            | {"PATH": path, "BAD": bad, "SLOW": slow, "PYTHONPATH": str(ROOT / "cloud")},
-            capture_output=True,
-            text=True,
-        )
+        environ = {"PATH": path, "BAD": bad, "SLOW": slow, "PYTHONPATH": str(ROOT / "cloud")}
+        done = spawned.python("-c", words, task, "--name=x", *arguments, **environ)
         made = calls.read_text().splitlines() if calls.exists() else []
         return done, [line.replace(str(task), "TASK") for line in made]
 
@@ -281,7 +272,7 @@ FETCH = "rsync --archive x:sky_workdir/artifacts/ artifacts/"
 
 
 @pytest.mark.parametrize(
-    ("bad", "slow", "status", "expected"),
+    "bad, slow, status, expected",
     [
         ("-", "-", 0, [LAUNCH, FETCH, DOWN]),
         ("sky*launch", "-", 3, [LAUNCH, FETCH, DOWN]),
@@ -316,15 +307,8 @@ def test_the_body_of_a_pull_request_has_thresholds_and_tables(tmp_path):
     (folder / "seed_report.md").write_text("| S | x |\n")
     (folder / "compare" / "compare.md").write_text("x" * 70_000)
     (tmp_path / "thresholds.txt").write_text("runtime.sel_triton_min_L: 512\n")
-    words = [
-        str(ROOT / "cloud" / "pull_request.py"),
-        "artifacts",
-        "thresholds.txt",
-        "https://run",
-    ]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    words = "artifacts", "thresholds.txt", "https://run"
+    done = spawned.python(ROOT / "cloud" / "pull_request.py", *words, folder=tmp_path)
     assert done.stdout.startswith(
         "Measured by https://run\n\n## Thresholds\n\n```\nruntime.sel_"
     )

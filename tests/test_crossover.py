@@ -8,6 +8,7 @@ import pytest
 from bench.lm.log import Speed
 from bench.reports import crossover, page, plots, sources
 from tests.measured import GPU, logged, record
+from tests.tables import table
 
 
 def sweep(gains, *, dense=("cudnn", "flash"), **fields):
@@ -34,25 +35,7 @@ def panel(rows, question="forward", lines=()):
 NOT_MEASURED = "not measured together with dense attention"
 
 
-@pytest.mark.parametrize(
-    ("gains", "answer"),
-    [
-        ({1024: 0.5, 2048: 2.0, 4096: 4.0}, "from 2k tokens (4x at 4k)"),
-        ({1024: 0.5, 2048: 2.0}, "from 2k tokens (2x)"),
-        ({1024: 2.0, 2048: 3.0}, "from 1k tokens, the shortest measured (3x at 2k)"),
-        ({1024: 2.0, 1025: 2.5}, "from 1k tokens, the shortest measured (2.5x at 1025)"),
-        ({1024: 0.2, 2048: 0.5}, "not up to 2k tokens (0.5x there)"),
-        ({1024: 2.0, 2048: 0.5, 4096: 2.0}, "from 4k tokens (2x)"),  # at all longer lengths
-        ({1024: 2.0, 2048: 0.5}, "not up to 2k tokens (0.5x there)"),
-        ({1024: 0.5, 2048: 1.0, 4096: 2.0}, "from 4k tokens (2x)"),  # a tie
-        # Samples overlap: 0.92 of ours, 0.9 of it.
-        ({1024: 0.5, 2048: 1.2, 4096: 2.0}, "from 4k tokens (2x)"),
-        ({1024: 2.0, 2048: None, 4096: 2.0}, "from 4k tokens (2x)"),  # a wrong row
-        ({1024: 0.5, 2048: 2.0, 4096: None}, "not up to 4k tokens (wrong there)"),
-        ({1024: 2.0}, "not known, measured at 1k tokens only (2x)"),
-        ({}, NOT_MEASURED),
-    ],
-)
+@pytest.mark.parametrize("gains, answer", table("bench")["answers"])
 def test_the_length_from_which_it_is_faster(gains, answer):
     beside = sweep({512: 1.0, 1024: 1.0}, mode="decode")
     assert panel([*sweep(gains), *beside]).answer == answer
@@ -101,12 +84,26 @@ def test_frameworks_shapes_and_devices_are_not_mixed():
     assert list(both) == [GPU, "B"]
 
 
-def test_neither_a_form_of_a_call_nor_a_peer_is_our_kernel():
-    """Though they are faster, at more lengths."""
+@pytest.mark.parametrize(
+    "names, lengths, fields",
+    [
+        # Neither a form of a call nor a peer is our kernel.
+        (
+            ("mosaic packed", "mosaic recompute", "native-sparse-attention-triton"),
+            (1024, 2048, 4096),
+            {},
+        ),
+        (("fla",), (1024, 2048), {"extra": {"judged": False}}),
+        # Of our kernels the one with the most lengths counts.
+        (("sdpa",), (2048,), {}),
+    ],
+)
+def test_faster_rows_that_do_not_count(names, lengths, fields):
     rows = sweep({1024: 0.5, 2048: 2.0})
-    for name in ("mosaic packed", "mosaic recompute", "native-sparse-attention-triton"):
-        rows += [record("all", name, 0.1, S=tokens) for tokens in (1024, 2048, 4096)]
-    assert panel(rows).crossover == 2048 and panel(rows).points[0].ours.kernel == "mosaic"
+    rows += [record("all", name, 0.01, S=n, **fields) for name in names for n in lengths]
+    found = panel(rows)
+    assert found.crossover == 2048
+    assert {point.ours.kernel for point in found.points} == {"mosaic"}
 
 
 def test_the_newest_row_counts():
@@ -117,13 +114,6 @@ def test_the_newest_row_counts():
     assert panel([new, *old, *dense]).commits == "c0ffee, d, b"
     wrong = dataclasses.replace(new, status="wrong", reason="far off", time="2026-03-03")
     assert panel([wrong, new, *old]).crossover is None
-
-
-def test_of_our_kernels_the_one_with_the_most_lengths():
-    rows = sweep({1024: 0.5, 2048: 2.0})
-    rows += [record("all", "sdpa", 0.01, S=2048)]
-    rows += [record("all", "fla", 0.01, S=n, extra={"judged": False}) for n in (1024, 2048)]
-    assert {point.ours.kernel for point in panel(rows).points} == {"mosaic"}
 
 
 def test_training_steps_are_compared_at_equal_tokens_a_step():
@@ -162,13 +152,3 @@ def test_no_chart_of_nothing_or_of_single_dots():
     assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
     assert "math" not in drawing, "one dot of a dense kernel is no line"
     assert plots.answers(each).count('id="axes_') == 1
-
-
-def test_what_records_say_is_escaped():
-    evil = "<script>alert(1)</script>"
-    names = dict(device=evil, input=evil, dtype=evil, commit=evil)
-    rows = sweep({1024: 0.5, 2048: 2.0}, **names)
-    rows += [record("dense", evil, 1.0, S=n, **names) for n in (1024, 2048)]
-    drawing = page.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
-    drawing = drawing[: drawing.index("</section>")]
-    assert evil not in drawing and "&lt;script&gt;" in drawing

@@ -18,6 +18,7 @@ from nsa_torch import NSAConfig
 from tests import parse_commands, spawned
 from tests.commands import called
 from tests.measured import record
+from tests.tables import table
 
 ROOT = doc_tables.ROOT
 LOG = sorted(ROOT.glob("bench/records/log/*.md"))
@@ -79,22 +80,15 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def broken(path, text):
-    """The relative links of a document that lead nowhere."""
-    found = []
-    for link in LINK.findall(text):
+@pytest.mark.parametrize("path", [*DOCUMENTS, *TUTORIALS], ids=name)
+def test_links_lead_somewhere(path):
+    """Those that are relative."""
+    for link in LINK.findall(path.read_text()):
         if re.match(r"[a-z]+:", link):
             continue
         target, _, anchor = link.partition("#")
         file = path.parent / target if target else path
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            found.append(link)
-    return found
-
-
-@pytest.mark.parametrize("path", [*DOCUMENTS, *TUTORIALS], ids=name)
-def test_links_lead_somewhere(path):
-    assert not broken(path, path.read_text())
+        assert file.exists() and (not anchor or anchor in anchors(file.read_text())), link
 
 
 COMMANDS = [
@@ -139,22 +133,18 @@ FUNCTIONS = [
 ]
 
 
-def lacking(function, module):
-    """What the docstring of a public function does not say, nor those that it refers to."""
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_public_function_says_what_it_takes_gives_and_raises(function):
+    """Its docstring, or those that it refers to."""
+    module = nsa_torch if function.__module__.startswith("nsa_torch") else nsa_jax
     said = inspect.getdoc(function) or ""
     others = re.findall(
         r"(?:Args|Raises|Returns): (?:the same (?:errors )?)?as (?:of |in )?`(\w+)`", said
     )
     said += "".join(inspect.getdoc(getattr(module, name)) or "" for name in others)
-    wanted = *inspect.signature(function).parameters, "Raises"
-    shapes = [] if re.search(r"`\[[A-Z]|Returns", said) else ["what comes back"]
-    return [x for x in wanted if not re.search(rf"\b{x}\b", said)] + shapes
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_public_function_says_what_it_takes_gives_and_raises(function):
-    module = nsa_torch if function.__module__.startswith("nsa_torch") else nsa_jax
-    assert not lacking(function, module)
+    for word in (*inspect.signature(function).parameters, "Raises"):
+        assert re.search(rf"\b{word}\b", said), word
+    assert re.search(r"`\[[A-Z]|Returns", said), "what comes back"
 
 
 @pytest.mark.parametrize("path", doc_tables.documents(), ids=name)
@@ -190,20 +180,7 @@ def test_a_typed_figure_in_a_table_is_seen():
     assert doc_tables.filled(typed, "benchmarks.md") == text != typed
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("nothing", "table must be one of"),
-        ("attention mode", "attention mode"),
-        ("attention colour=red", "colour"),
-        ("cached colour=red", "colour"),
-        ("packed implementation=none", "no implementation 'none'"),
-        ("kernel_times shape=scores,none", "no shape 'none'"),
-        ("quality part=none", "none"),
-        ("experiment name=none", "none"),
-        ("experiment name=table_8k runs=none", "none"),
-    ],
-)
+@pytest.mark.parametrize("what, message", table("bench")["markers"])
 def test_markers_that_cannot_be_understood(what, message):
     with pytest.raises(ValueError, match=message) as raised:
         doc_tables.filled(f"<!-- table: {what} -->\n<!-- end table -->", "page.md")

@@ -6,8 +6,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +15,8 @@ import transformers
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nsa_torch.huggingface import NSAForCausalLM
+from tests import spawned
+from tests.tables import table
 from tests.test_continuous_batching import served
 
 ROOT = Path(__file__).parents[1]
@@ -24,8 +24,7 @@ SMALL = "--layers 1 --requests 2 --prompt_tokens 70 --new_tokens 2 --hidden 32 -
 
 
 def serve(*flags):
-    command = [sys.executable, "examples/serve.py", *flags, "--device", "cpu"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return spawned.python("examples/serve.py", *flags, "--device", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -95,51 +94,13 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys):
     assert NSAForCausalLM.from_pretrained(out).config.hidden_size == 32
 
 
+REFUSED = table("refused_by_examples")
+
+
 @pytest.mark.parametrize(
-    ("script", "flags", "message"),
+    "script, flags, message",
     [
-        ("train", "--resume", "--resume needs a checkpoint in --out, found none in"),
-        (
-            "train_jax",
-            f"--out {ROOT}/README.md",
-            "--out must be a new file in a folder that is",
-        ),
-        ("train_jax", "--load none", "--load must be a file that --out named, got none"),
-        (
-            "train_jax",
-            "--texts none/*.txt",
-            "--tokens must be below half of the text's 0 bytes",
-        ),
-        ("train_jax", "--prompt=", "--prompt must have a byte"),
-        ("train", "--texts none/*.txt", "--texts must give 16 documents, got 0 of none"),
-        ("train", "--steps 0", "--steps must be at least 1, got 0"),
-        ("train", "--document_tokens 2048", "--document_tokens must fit in a row, got 2048"),
-        ("train", "--document_tokens 1", "--document_tokens must be at least 2, got 1"),
-        ("train", f"--texts {ROOT}", "--texts must give 16 documents, got 0 of"),
-        ("train", "--heads 3", "hidden_size must be a multiple of num_attention_heads=3"),
-        ("train_jax", "--steps 0", "--steps must be at least 1, got 0"),
-        ("train_jax", "--heads 3", "--dim must be a multiple of --heads=3, got 64"),
-        (
-            "train_jax",
-            "--dim 36 --heads 12",
-            "d_k must be even for the rotary embedding, got 3",
-        ),
-        ("train_jax", "--tokens 999999999", "--tokens must be below half of the text's"),
-        ("serve", "--serve fast", "--serve must be of nsa, dense, vllm, generate"),
-        ("serve", "--gpu_time --device cpu", "--gpu_time needs a GPU, got --device cpu"),
-        ("serve", "--requests 0", "--requests must be at least 1, got 0"),
-        (
-            "serve",
-            "--heads 3",
-            "num_attention_heads must be a multiple of num_key_value_heads=2",
-        ),
-        ("serve", "--out none/x.jsonl", "--out must lie in a folder that is there, got none"),
-        ("policy_gradient", "--answers 1", "--answers must be at least 2, got 1"),
-        ("policy_gradient", "--updates 0", "--updates must be at least 1, got 0"),
-        ("policy_gradient", "--lr -1", "--lr must be at least 0, got -1.0"),
-        ("policy_gradient", "--old x", "--old: invalid choice: 'x'"),
-        ("policy_gradient", "--heads 3", "hidden_size must be a multiple of"),
-        ("policy_gradient", "--select_block 3", "--select_block must be at least 4, got 3"),
+        *((script, *row) for script in REFUSED for row in REFUSED[script].items()),
         pytest.param(
             "policy_gradient",
             "",
@@ -153,7 +114,7 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys):
 def test_what_scripts_refuse(script, flags, message, tmp_path, capsys):
     out = ["--out", str(tmp_path / "none")] if script == "train" else []
     with pytest.raises(SystemExit) as ended:
-        main_of(script)([*flags.split(), *out])
+        main_of(script)([*flags.format(root=ROOT).split(), *out])
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
@@ -220,7 +181,7 @@ def test_policy_gradient_learns_from_samples_with_the_trainers_probabilities(cap
 
 
 @served
-@pytest.mark.parametrize(("old", "first"), [("sampler", 1), ("trainer", 0)])
+@pytest.mark.parametrize("old, first", [("sampler", 1), ("trainer", 0)])
 def test_only_the_old_probabilities_of_the_sampler_clip_its_gap(
     old, first, monkeypatch, capsys
 ):

@@ -1,12 +1,9 @@
 """How commands end: the same four numbers everywhere, and a sign of life while they work."""
 
-import dataclasses
 import importlib
 import io
 import logging
-import os
 import re
-import subprocess
 import sys
 import time
 
@@ -14,72 +11,28 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-from bench import (
-    against,
-    call_kernels,
-    compare,
-    counters,
-    first_call,
-    gpu_tests,
-    host_time,
-    indices,
-    memory_check,
-    oneshot,
-    packed,
-    prefill,
-    scale,
-    summarize,
-    whole_calls,
-)
+from bench import compare, decode, prefill, selection, summarize
 from bench.harness import cli, exit_status, heartbeat, problems, records
 from bench.harness.process import ROOT
 from nsa_core import debug
-from tests.commands import called, start
+from tests import spawned
+from tests.commands import SIZES, break_sliding, called, run, start
 from tests.measured import record
 from tests.tables import table
 
-FINE = record("sliding", "fa2", 1.0)
-BESIDE = record("dense", "flash", 1.0)
-TINY = "--framework=jax --config=tiny"
 
-
-def failed(status):
-    return record("sliding", "fa2", None, status=status, reason="for a reason")
-
-
-@pytest.mark.parametrize(
-    ("asked_for", "beside", "expected"),
-    [
-        ([FINE], [], exit_status.OK),
-        ([FINE, failed("unsupported")], [BESIDE], exit_status.NOT_MEASURED),
-        ([FINE, failed("oom"), FINE], [], exit_status.NOT_MEASURED),
-        ([FINE], [failed("unsupported")], exit_status.OK),
-        ([FINE, failed("wrong")], [], exit_status.WRONG),
-        ([FINE], [failed("error")], exit_status.WRONG),
-        ([failed("unsupported")], [BESIDE], exit_status.NOT_MEASURED),
-        ([failed("oom")], [], exit_status.NOT_MEASURED),
-        ([], [BESIDE], exit_status.NOT_MEASURED),
-    ],
-)
+@pytest.mark.parametrize("asked_for, beside, expected", table("bench")["ends of a command"])
 def test_what_was_asked_for_decides(asked_for, beside, expected):
-    assert exit_status.of(asked_for, beside) == expected
+    rows = (
+        [record("sliding", "fa2", 1.0, status=x, reason="for a reason") for x in each.split()]
+        for each in (asked_for, beside)
+    )
+    assert exit_status.of(*rows) == getattr(exit_status, expected)
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ([], exit_status.NOT_MEASURED),
-        ([0, 0], exit_status.OK),
-        ([0, 3], exit_status.NOT_MEASURED),
-        ([3, 2, 0], exit_status.USAGE),
-        ([3, 1], exit_status.WRONG),
-        ([0, -11, 3], exit_status.WRONG),
-        ([0, 137], exit_status.WRONG),
-        ([3, 4], exit_status.WRONG),
-    ],
-)
+@pytest.mark.parametrize("ends, expected", table("bench")["ends of several"])
 def test_several_commands_end_as_the_worst(ends, expected):
-    assert exit_status.worst(ends) == expected
+    assert exit_status.worst(ends) == getattr(exit_status, expected)
 
 
 REFUSED = [
@@ -87,7 +40,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("command", "words", "said"), REFUSED)
+@pytest.mark.parametrize("command, words, said", REFUSED)
 def test_words_that_are_refused(command, words, said, tmp_path):
     module = importlib.import_module(f"bench.{command}")
     out = tmp_path / "out"
@@ -97,6 +50,62 @@ def test_words_that_are_refused(command, words, said, tmp_path):
     ):
         called(module, *given, *words.replace("{out}", str(out)).split())
     assert not out.exists()
+
+
+REFUSING = [
+    # Dense attention stays.
+    (
+        decode,
+        f"{SIZES} --kernels=mosaic --S_list=61",
+        ["unsupported"] * 6 + ["ok"],
+        "ms_total",
+    ),
+    (prefill, f"{SIZES} --kernels=mosaic --S_list=31", ["unsupported"], "ms"),
+    (
+        selection,
+        "--selected_kernel=mosaic --N=6 --l_sel=8 --L_list=16 --dist=few --iters=2 --device=cpu",
+        ["unsupported", "ok"],
+        "tri_ms",
+    ),
+]
+
+
+@pytest.mark.parametrize("command, words, statuses, time", REFUSING)
+def test_a_kernel_that_refuses_is_a_row(command, words, statuses, time, tmp_path):
+    code, found, (row,) = run(command, tmp_path, words)
+    assert code == exit_status.NOT_MEASURED and [r.status for r in found] == statuses
+    assert row["status"] == "unsupported" and row[time] == ""
+    assert "needs a Hopper GPU" in row["reason"] and {*row["kernel"].split("/")} == {"mosaic"}
+
+
+WRONG = [
+    (
+        decode,
+        # The seed's way to force a branch is accepted.
+        f"{SIZES} --B=2 --S_list=61 --input=random --dtype=f32 --branch_force_mode=env",
+        "ms_win ms_total reads_actual",
+        ["n/a", "each branch runs separately"],
+    ),
+    (
+        prefill,
+        f"{SIZES} --S_list=31,40 --input=random",
+        "ms tokens_per_s scaling",
+        ["S=40 n/a", "31->40: n/a", "wrong: out: max error"],
+    ),
+]
+
+
+@pytest.mark.parametrize("command, words, columns, said", WRONG)
+def test_what_is_wrong_has_no_time(
+    command, words, columns, said, tmp_path, capsys, monkeypatch
+):
+    break_sliding(monkeypatch)
+    code, found, (*_, row) = run(command, tmp_path, words, "--framework=jax")
+    assert code == exit_status.WRONG and row["status"] == "wrong"
+    assert all((r.status == "wrong") == (r.branch in ("sliding", "all")) for r in found)
+    assert {row[name] for name in columns.split()} == {""} and "max error" in row["reason"]
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in said)
 
 
 def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
@@ -118,15 +127,8 @@ def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
     assert holder.value and list(tmp_path.iterdir()) == [cut]
 
 
-def test_help_shows_the_table():
-    command = [sys.executable, "-m", "bench.summarize", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == exit_status.OK
-    assert exit_status.TABLE.strip() in done.stdout
-
-
 @pytest.mark.parametrize(
-    ("program", "typed"),
+    "program, typed",
     [
         (["-m", "bench.compare"], "python -m bench.compare"),
         (["-m", "nsa_bench.compare"], "python -m nsa_bench.compare"),
@@ -141,13 +143,12 @@ def test_a_command_is_called_what_was_typed(program, typed, tmp_path):
     words = [str(script) if word == script.name else word for word in program]
 
     def said(*arguments):
-        command = [sys.executable, "-W", "ignore", *words, *arguments]
-        variables = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        done = spawned.python("-W", "ignore", *words, *arguments, PYTHONPATH=str(ROOT))
         return done.returncode, done.stdout, done.stderr
 
     status, told, _ = said("--help")
     assert status == exit_status.OK and f"    {typed} --framework both\n" in told
+    assert exit_status.TABLE.strip() in told
     assert f"\n{typed}:\n" in told and not re.search(
         r"(?<!\w)bench\.compare", told.replace(typed, "")
     )
@@ -160,7 +161,7 @@ def test_a_command_is_called_what_was_typed(program, typed, tmp_path):
 
 
 def test_bad_flags_are_usage_errors(capsys):
-    for bad in ("--no_such_flag", "--log=everything", "--log_limit=0"):
+    for bad in "--no_such_flag --log=everything --log_limit=0".split():
         with pytest.raises(SystemExit) as end:
             cli._parse(["summarize", bad])
         assert end.value.code == exit_status.USAGE
@@ -190,18 +191,17 @@ def test_faults_by_kind(tmp_path, capsys):
         start(raising(RuntimeError("the kernel broke")))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(against, call_kernels, compare, counters, first_call, gpu_tests, host_time, indices),
-        *(memory_check, packed, prefill, scale, whole_calls),
-    ],
-)
+KEEPING = """against call_kernels compare counters first_call gpu_tests host_time indices
+memory_check packed prefill scale whole_calls"""
+
+
+@pytest.mark.parametrize("command", KEEPING.split())
 def test_records_have_the_commit_of_the_start(command, monkeypatch):
     """Another commit may be made while a command runs."""
     told = []
     monkeypatch.setattr(records, "environment", told.append)
-    flags.FLAGS["commit"] = command.FLAGS["commit"]  # as where it is the program
+    own = importlib.import_module(f"bench.{command}").FLAGS
+    flags.FLAGS["commit"] = own["commit"]  # as where it is the program
     try:
         with flagsaver.flagsaver(commit="c0ffee"):
             assert start(lambda argv: [*told]) == ["c0ffee"]
@@ -223,15 +223,6 @@ def test_a_silent_command_gives_a_sign(monkeypatch):
         assert err.getvalue().count("\n") <= signs + 1
     assert signs >= 2 and out.getvalue().count("a line\n") == 20
     assert sys.stdout is out and sys.stderr is err
-
-
-def test_the_run_of_everything_says_which_step_it_is_at(monkeypatch, tmp_path):
-    said = []
-    monkeypatch.setattr(oneshot.heartbeat, "say", said.append)
-    step = oneshot.Step("good", "tests.fake_step ok", 30)
-    oneshot.FLAGS(["oneshot"])
-    run = oneshot.Run([step], tmp_path, "cpu", {})
-    assert dataclasses.asdict(run.one(step))["status"] == "ok" and said == ["good"]
 
 
 def test_the_log_tells_of_frameworks_that_were_asked_for():

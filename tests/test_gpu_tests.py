@@ -1,14 +1,10 @@
 """bench.gpu_tests: the age of the last run of GPU tests."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from bench import gpu_tests
 from bench.harness import records
-from tests import pretend
+from tests import pretend, spawned
 
 CHANGED = "2026-11-20T12:00:00+02:00"
 LATER, EARLIER = "2026-11-20T10:00:01+00:00", "2026-11-20T09:59:59+00:00"
@@ -22,13 +18,8 @@ def age(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "output", lambda *command: CHANGED)
 
     def of(*runs):
-        for i, (time, part, failed, *gpus) in enumerate(runs):
-            line = {
-                "time": time,
-                "part": part,
-                "failed": failed,
-                "gpus": gpus[0] if gpus else 1,
-            }
+        for i, run in enumerate(runs):
+            line = dict(zip(("time", "part", "failed", "gpus"), (*run, 1), strict=False))
             path = tmp_path / f"card{i % 2}" / gpu_tests.KEPT
             records.append(path, [records.record("gpu_tests", **line)])
         return gpu_tests.age()
@@ -37,7 +28,7 @@ def age(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    "runs, said",
     [
         ([], "GPU tests never"),
         ([(EARLIER, None, [])], "GPU tests 2026-11-20 09:59 (UTC): run `make test-gpu`"),
@@ -62,10 +53,7 @@ def test_no_warning_after_a_whole_run(age, parts):
 
 def test_the_command_says_the_age_of_this_checkout():
     """CI runs it; git may not be there."""
-    command = [sys.executable, "-m", "bench.gpu_tests", "--age"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    )
+    done = spawned.python("-m", "bench.gpu_tests", "--age")
     assert done.returncode in (0, 3)
     assert done.stdout.startswith(("ok: ", "warning: ")) == (done.returncode == 0), done.stdout
 

@@ -63,6 +63,7 @@ sys.exit(status)
 def sanitizer(tmp_path, monkeypatch):
     """Sets what the sanitizer finds and the layers say, by `<tool> <layer>`."""
     pretend.gpu(monkeypatch)
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     monkeypatch.setattr(memory_check, "CHILD", "layer_that_says")
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -84,7 +85,7 @@ def sanitizer(tmp_path, monkeypatch):
 def check(tmp_path, *flags):
     """Exit status, and the lines by tool and layer, each once."""
     out = tmp_path / "out"
-    words = f"--only={LAYER}", f"--only={OTHER}", f"--out={out}", *flags
+    words = "--only", LAYER, "--only", OTHER, "--out", out, *flags
     status = commands.called(memory_check, *words)
     lines = records.flat_lines(out / "memory_check.jsonl")
     found = {(x["tool"], x["layer"]): x for x in lines}
@@ -97,8 +98,10 @@ def log(tmp_path, tool, layer):
 
 
 def test_clean(sanitizer, tmp_path, capsys):
-    status, lines = check(tmp_path, "--commit=0123456789")
+    status, lines = check(tmp_path, "--commit=0123456789 --save_records")
     assert status == exit_status.OK
+    kept = tmp_path / "records" / "a-gpu" / "kernel_log" / "memory_check.jsonl"
+    assert kept.read_text() == (tmp_path / "out" / "memory_check.jsonl").read_text() != ""
     alone = [("alone", LAYER), ("alone", OTHER)]
     tools = "memcheck", "synccheck", "racecheck"
     planted = [(x, "") for x in tools]
@@ -113,7 +116,7 @@ def test_clean(sanitizer, tmp_path, capsys):
 
 def test_only_racecheck_watches_some_kernels(sanitizer, tmp_path):
     status, lines = check(tmp_path, "--kernels=gathered")
-    assert status == exit_status.OK
+    assert status == exit_status.OK and not (tmp_path / "records").exists()
     logs = {x: log(tmp_path, *x) for x in lines}
     assert "--name=gathered" in logs["racecheck", ""]
     watched = {x[0] for x in lines if '"kns=gathered"' in logs[x]}
@@ -134,27 +137,20 @@ def test_what_is_wrong(row, sanitizer, tmp_path):
     assert (tools == {"alone"}) == (where[0] == "alone")
 
 
-def test_a_layer_that_breaks(sanitizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_check, "CHILD", "no_such_module")
-    status, lines = check(tmp_path, "--tool=memcheck")
-    assert status == exit_status.WRONG and [*lines][:2] == [("alone", LAYER), ("alone", OTHER)]
-    assert lines["alone", LAYER]["reason"] == "exit status 1"
-
-
-def test_what_does_not_end(sanitizer, tmp_path):
-    sanitizer(said={f"memcheck {LAYER}": {"sleep": 30}})
-    status, lines = check(tmp_path, "--tool=memcheck", "--timeout_s=5")
-    assert status == exit_status.NOT_MEASURED
+@pytest.mark.parametrize(
+    "found, other, expected",
+    [
+        ({}, "ok", exit_status.NOT_MEASURED),
+        ({f"memcheck {OTHER}": 1}, "wrong", exit_status.WRONG),  # comes before what never ends
+    ],
+)
+def test_what_does_not_end(found, other, expected, sanitizer, tmp_path):
+    sanitizer(found, {f"memcheck {LAYER}": {"sleep": 30}})
+    status, lines = check(tmp_path, "--tool=memcheck --tool=memcheck --timeout_s=5")
+    assert status == expected
     assert lines["memcheck", LAYER]["status"] == "timeout"
     assert lines["memcheck", LAYER]["reason"] == "timeout after 5 s"
-    assert lines["memcheck", OTHER]["status"] == "ok"
-
-
-def test_wrong_comes_before_what_does_not_end(sanitizer, tmp_path):
-    sanitizer({f"memcheck {OTHER}": 1}, {f"memcheck {LAYER}": {"sleep": 30}})
-    status, lines = check(tmp_path, *["--tool=memcheck"] * 2, "--timeout_s=5")
-    assert status == exit_status.WRONG
-    assert {x["status"] for x in lines.values()} == {"ok", "wrong", "timeout"}
+    assert lines["memcheck", OTHER]["status"] == other
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -171,22 +167,12 @@ def test_a_stop_ends_what_runs(number, sanitizer, tmp_path, capsys):
     threading.Thread(target=stop, daemon=True).start()
     begin = time.monotonic()
     with pytest.raises(FileNotFoundError):  # no line was written
-        check(tmp_path, "--timeout_s=50", "--at_once=1")
+        check(tmp_path, "--timeout_s=50 --at_once=1")
     assert time.monotonic() - begin < 30
     assert f"interrupted by {number.name}" in capsys.readouterr().out
     with pytest.raises(ProcessLookupError):
         os.kill(int(first.read_text().split()[2]), 0)
     assert not second.exists()
-
-
-def test_records_are_kept_where_asked_for(sanitizer, tmp_path, monkeypatch):
-    pretend.folder(monkeypatch, "records", tmp_path / "records")
-    kept = tmp_path / "records" / "a-gpu" / "kernel_log" / "memory_check.jsonl"
-    for asked in (False, True):
-        assert not kept.exists()
-        check(tmp_path / str(asked), "--tool=memcheck", *["--save_records"] * asked)
-    made = tmp_path / "True" / "out" / "memory_check.jsonl"
-    assert kept.read_text() == made.read_text() != ""
 
 
 def test_bad_input(sanitizer, tmp_path, monkeypatch):
@@ -196,7 +182,7 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
     ):
         check(tmp_path, "--kernels=interval")
     with pytest.raises(ValueError, match="--kernels requires --tool=racecheck"):
-        check(tmp_path, "--kernels=gathered", "--tool=memcheck")
+        check(tmp_path, "--kernels=gathered --tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)
     with pytest.raises(
@@ -213,19 +199,9 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
 
 def test_gathered_tiles_are_those_after_a_long_list(monkeypatch):
     """A tile of 32 tokens, two rows of [B, Hkv]; the last list of a row has no tile after it."""
-    sizes = {
-        "B": 1,
-        "T": 100,
-        "S": 100,
-        "H": 4,
-        "Hkv": 2,
-        "D": 64,
-        "Dv": 64,
-        "dtype": "bfloat16",
-    }
-    spec = GatheredAttention(
-        **sizes, scale=1.0, n=6, gather_limit=24, segment_tokens=100, segments=1, items=1
-    )
+    shape = dict(B=1, T=100, S=100, H=4, Hkv=2, D=64, Dv=64, dtype="bfloat16", scale=1.0)
+    work = dict(n=6, gather_limit=24, segment_tokens=100, segments=1, items=1)
+    spec = GatheredAttention(**shape, **work)
     counts = torch.zeros(2, 4, 6, dtype=torch.int32)
     counts[..., 0] = 99
     counts[..., 1] = torch.tensor([[25, 24, 25, 99], [1, 26, 27, 28]])
@@ -241,27 +217,22 @@ def test_gathered_tiles_are_those_after_a_long_list(monkeypatch):
 
 
 ONES, TWOS = ([torch.full((2,), x)] for x in (1.0, 2.0))
-JUDGED = {
-    "right": (["gathered_merge"], 3, [ONES] * 3, None),
-    "a kernel is missing": (["deltas"], 3, [ONES] * 3, "gathered_merge did not run"),
-    "nothing to gather": (
-        ["gathered_merge"],
-        0,
-        [ONES] * 3,
-        "no tile was gathered, although the layer must run gathered_merge",
-    ),
-    "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "the results must be finite"),
-    "other bits": (
-        ["gathered_merge"],
-        3,
-        [ONES, ONES, TWOS],
+RIGHT = {"kernels": ["gathered_merge"], "tiles": 3, "found": [ONES] * 3}
+JUDGED = [
+    ({}, None),
+    ({"kernels": ["deltas"]}, "gathered_merge did not run"),
+    ({"tiles": 0}, "no tile was gathered, although the layer must run gathered_merge"),
+    ({"found": [[ONES[0] / 0]] * 3}, "the results must be finite"),
+    (
+        {"found": [ONES, ONES, TWOS]},
         "the calls must give one result, got 2 results in 3 calls",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("kernels", "tiles", "found", "fault"), JUDGED.values(), ids=JUDGED)
-def test_what_is_said_of_a_layer(kernels, tiles, found, fault, monkeypatch, capsys):
+@pytest.mark.parametrize("change, fault", JUDGED)
+def test_what_is_said_of_a_layer(change, fault, monkeypatch, capsys):
+    kernels, tiles, found = (RIGHT | change).values()
     watched, calls = [], iter(found)
 
     class Pretended(Watch):
@@ -312,7 +283,7 @@ def test_layers(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    "change, fault",
     [
         (
             {"config": checked_layer.PAPER},

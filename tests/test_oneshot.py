@@ -18,7 +18,7 @@ import bench.harness.process
 from bench import oneshot, suite
 from bench.harness.process import ROOT, expand
 from nsa_core import config_files
-from tests import commands
+from tests import commands, spawned
 
 FAKE = "tests.fake_step"
 OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
@@ -29,7 +29,7 @@ HANG = {"name": "hang", "command": f"{FAKE} hang {{root}}/pid", "timeout_s": 2}
 def test_an_installed_library_has_no_tests_to_run(run, monkeypatch, tmp_path):
     monkeypatch.setattr(bench.harness.process, "ROOT", tmp_path)
     monkeypatch.setattr(oneshot, "process", bench.harness.process)
-    tests = {"name": "tests", "command": "bench.suite -- tests", "timeout_s": 30}
+    tests = OK | {"command": "bench.suite -- tests"}
     code, summary = run(tests)
     assert code == 0 and [x["status"] for x in summary["steps"]] == ["skipped"]
     assert summary["steps"][0]["reason"] == "tests come with a checkout, not with a wheel"
@@ -43,7 +43,7 @@ def run(tmp_path, monkeypatch):
     def call(*plan, arguments=()):
         path = tmp_path / "plan.yaml"
         path.write_text(yaml.safe_dump({"steps": list(plan)}))
-        places = f"--plan={path}", f"--out={tmp_path / 'out'}"
+        places = "--plan", path, "--out", tmp_path / "out"
         code = commands.called(oneshot, *places, *arguments)
         newest = max((tmp_path / "out").iterdir(), key=lambda folder: folder.stat().st_mtime)
         return code, json.loads((newest / "summary.json").read_text())
@@ -68,9 +68,11 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys):
+def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(oneshot.heartbeat, "say", said.append)
     code, summary = run(OK, FAIL, OK | {"name": "after"})
-    assert code == 1 and summary["status"] == "failed"
+    assert code == 1 and summary["status"] == "failed" and said == ["good", "bad", "after"]
     assert not summary["ok"] and not summary["complete"]
     assert statuses(summary) == {"good": "ok", "bad": "failed", "after": "ok"}
     assert summary["steps"][1]["reason"] == "exit status 3"
@@ -82,13 +84,8 @@ def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys):
 
 def test_a_whole_run(run, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    made = {"name": "made", "command": f"{FAKE} records {{out}}/made.jsonl", "timeout_s": 30}
-    last = {
-        "name": "report",
-        "command": f"{FAKE} ok {{records}}",
-        "timeout_s": 30,
-        "last": True,
-    }
+    made = OK | {"name": "made", "command": f"{FAKE} records {{out}}/made.jsonl"}
+    last = OK | {"name": "report", "command": f"{FAKE} ok {{records}}", "last": True}
     code, summary = run(made, last)
     assert code == 0 and summary["ok"] and summary["complete"]
     assert summary["steps"][0]["files"] == ["made.log", "made/made.jsonl"]
@@ -151,7 +148,7 @@ def test_a_folder_is_never_used_twice(tmp_path):
 def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"steps": [OK, HANG | {"timeout_s": 100}, FAIL]}))
-    command = [sys.executable, "-m", "bench.oneshot", f"--plan={plan}", f"--out={tmp_path}"]
+    command = [sys.executable, "-m", "bench.oneshot", "--plan", plan, "--out", tmp_path]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for _ in range(600):
         if pids := [x for x in tmp_path.glob("*/pid") if x.read_text()]:
@@ -168,7 +165,7 @@ def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
+    "steps, message",
     [
         ([OK, OK], "two steps have the name 'good'"),
         ([OK | {"needs": ["none"]}], r"good needs \['none'\]"),
@@ -202,9 +199,24 @@ def test_plans_name_commands_that_exist(name):
     assert sum(step.timeout_s for step in plan if step.last) <= 60
 
 
-def test_the_seeds_matrix_and_grid_are_measured_whole_on_any_gpu():
+def plan_of_gpus():
+    """The steps by name."""
     oneshot.FLAGS(["oneshot"])
-    plan = {step.name: step for step in oneshot.load("gpu")}
+    return {step.name: step for step in oneshot.load("gpu")}
+
+
+def test_the_plan_names_hoppers_kernels_on_hopper_only():
+    plan = plan_of_gpus()
+    for step in plan.values():
+        portable = oneshot.template_of(step, hopper=False).replace("_mosaic", "")
+        assert "mosaic" not in portable, step
+    assert "--kernels mosaic" in oneshot.template_of(plan["compare"], hopper=True)
+    assert "--selected_kernel triton" in plan["triton"].command
+    assert {"train", "seed_report"} <= set(plan)
+
+
+def test_the_seeds_matrix_and_grid_are_measured_whole_on_any_gpu():
+    plan = plan_of_gpus()
     matrix, grid = plan["selection_s2"], plan["fa2"]
     for hopper in (False, True):
         command = expand(oneshot.template_of(matrix, hopper), {}, [])
@@ -255,23 +267,13 @@ def test_the_suite_fails_where_a_test_is_skipped_without_leave(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no mood')\n"
     )
-    command = [sys.executable, "-m", "bench.suite", "--"]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={tmp_path}",
-        "--confcutdir",
-        str(tmp_path),
-    ]
-    command += ["-c", os.devnull, str(tmp_path / "test_it.py")]
+    own = f"-p no:cacheprovider --rootdir={tmp_path} --confcutdir={tmp_path} -c {os.devnull}"
     folders = {}
     for reason in ("no mood", "another"):
         skips, out = tmp_path / "skips.yaml", tmp_path / reason.replace(" ", "_")
         skips.write_text(yaml.safe_dump([{"reason": reason, "why": "a test"}]))
-        flags = [f"--out={out}", f"--skips={skips}"]
-        folders[reason] = subprocess.run(
-            [*command[:3], *flags, *command[3:]], cwd=ROOT, capture_output=True, text=True
-        )
+        words = f"bench.suite --out={out} --skips={skips} -- {own} {tmp_path}/test_it.py"
+        folders[reason] = spawned.python("-m", *words.split())
         counts = json.loads((out / "tests.json").read_text())
         assert (counts["passed"], counts["skipped"], counts["status"]) == (1, 1, 0)
     assert folders["no mood"].returncode == 0, folders["no mood"].stdout

@@ -5,6 +5,7 @@ import pytest
 from bench.harness import cli, parts, process
 from tests.fake_rows import ROWS, Row
 from tests.limits import set_limits
+from tests.tables import table
 
 ENDED = "its process ended with status"
 
@@ -41,16 +42,7 @@ def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "processes", "sizes"),
-    [
-        (5, 4, [1, 1, 1, 2]),
-        (10, 4, [2, 2, 3, 3]),
-        (9, 8, [1] * 7 + [2]),
-        (2, 4, [1, 1]),
-        (0, 2, []),
-    ],
-)
+@pytest.mark.parametrize("rows, processes, sizes", table("bench")["shares of processes"])
 def test_as_many_processes_as_are_asked_for(rows, processes, sizes, tmp_path, monkeypatch):
     """Their numbers of rows differ by one at most."""
     begun = []

@@ -5,24 +5,24 @@ The stand-in's functions are those of github.com/XunhaoLai/native-sparse-attenti
 """
 
 import dataclasses
-import sys
-import types
 import warnings
 
 import pytest
 import torch
 from absl import flags
 
-from bench.harness import command, measure, peer_nsa_triton, peers, problems
+from bench.harness import command, peer_nsa_triton, peers, problems
 from bench.harness.runners import TorchRunner, problem
-from bench.judge.checks import Checker
 from nsa_torch import functional
+from tests import pretend
+from tests.tables import table
+from tests.test_peers import BRANCHES, row
 
 SETTINGS = problems.settings("tiny", {"seq_len": 165, "batch": 2, "precision": "bf16"})
 CONFIG = dataclasses.replace(SETTINGS.nsa, num_selected=4)  # of 6: one is not forced
 SETTINGS = dataclasses.replace(SETTINGS, nsa=CONFIG)
-BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 NAME = peer_nsa_triton.NAME
+OPS = "native_sparse_attention.ops"
 
 
 def asked(**changes):
@@ -124,13 +124,10 @@ def put_in_place(monkeypatch):
 
     def put(broken="", **changes):
         found = StandIn(broken)
-        package, ops = (types.ModuleType(f"native_sparse_attention{x}") for x in ("", ".ops"))
-        for name in ("avgpool_compress", "compressed_attention", "topk_sparse_attention"):
-            setattr(ops, name, getattr(found, name))
-        flash = types.ModuleType("flash_attn")
-        flash.flash_attn_func = found.flash_attn_func
-        for module in (package, ops, flash):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+        names = "avgpool_compress compressed_attention topk_sparse_attention flash_attn_func"
+        functions = {name: getattr(found, name) for name in names.split()}
+        for name in ("native_sparse_attention", OPS, "flash_attn"):
+            pretend.module(monkeypatch, name, **functions)
         monkeypatch.setattr(peer_nsa_triton.records, "version", lambda package: "0.1.0")
         return {job.branch: job for job in peers.jobs(asked(**changes), BRANCHES, [NAME])}
 
@@ -141,19 +138,10 @@ def test_what_it_cannot_run_says_why(put_in_place, monkeypatch):
     (first, *_) = peers.jobs(asked(), BRANCHES, [NAME])
     assert first.unsupported.startswith(f"{NAME} is not installed: pip install git+https://")
     assert [job.branch for job in put_in_place().values() if job.unsupported] == []
-    size = dataclasses.replace(CONFIG, select_block=16)
-    for changes, branch, reason in (
-        ({"platform": "cpu"}, "scores", "needs CUDA tensors, got cpu"),
-        ({"dtype": "float32"}, "selected", "needs float16 or bfloat16, got float32"),
-        ({"D": 192, "Dv": 128}, "compressed", "needs D = Dv, got D=192, Dv=128"),
-        ({"D": 192, "Dv": 192}, "compressed", "documents D <= 128, got 192"),
-        ({"config": size}, "selected", "needs blocks of (32, 64, 128, 256) keys, got 16"),
-        (
-            {"S": 15},
-            "compressed",
-            "needs at least one compressed token, but 15 tokens have none",
-        ),
-    ):
+    config = {"config": dataclasses.replace(CONFIG, select_block=16)}
+    blocks = "needs blocks of (32, 64, 128, 256) keys, got 16"
+    refusals = table("bench")["refusals of the other package"]
+    for changes, branch, reason in (*refusals, (config, "selected", blocks)):
         assert reason in put_in_place(**changes)[branch].unsupported
     installed = {NAME: "0.1.0", "flash-attn-4": "4.0.0"}
     monkeypatch.setattr(peer_nsa_triton.records, "version", installed.get)
@@ -168,63 +156,35 @@ def test_rows_say_what_they_are(put_in_place):
     assert "w + 1" in found["all"].note and "the time includes both" in found["scores"].note
 
 
-@pytest.fixture(scope="module")
-def inputs():
-    return problems.make(SETTINGS, "random")
-
-
-@pytest.fixture(scope="module")
-def checkers(inputs):
-    return {mode: Checker(SETTINGS, inputs, backward=mode == "fwdbwd") for mode in MODES}
-
-
-MODES = ("forward", "fwdbwd")
-
-
-def row(job, inputs, checkers, mode="forward"):
-    runner = TorchRunner("cpu")
-    how = {"seconds": 0.0}
-    return measure.judge(job, runner, SETTINGS, inputs, checkers[mode], mode).timed(**how)
-
-
-@pytest.mark.parametrize("branch", ["compressed", "scores", "selected", "all"])
-def test_each_branch_is_judged(branch, put_in_place, inputs, checkers):
+@pytest.mark.parametrize(
+    "branch, mode",
+    [
+        *((branch, "forward") for branch in ("compressed", "scores", "selected", "all")),
+        ("all", "fwdbwd"),  # gradients flow through its layouts
+    ],
+)
+def test_each_branch_is_judged(branch, mode, put_in_place):
     job = put_in_place()[branch]
-    found = row(job, inputs, checkers)
+    found = row(job, SETTINGS, mode)
     assert found.get("status", "ok") == "ok" and found["time_ms"] > 0, found
     assert found["rows_checked"] == 165 and found["reason"] == job.note
     assert "judged" not in found.get("extra", {})
 
 
 @pytest.mark.parametrize(
-    ("broken", "branch"),
-    [
-        ("compressed", "compressed"),
-        ("scores", "scores"),
-        ("selected", "selected"),
-        *(
-            (name, "all")
-            for name in ("compress", "compressed", "scores", "selected", "sliding")
-        ),
-    ],
+    "broken, branch",
+    [(name, name) for name in ("compressed", "scores", "selected")]
+    + [(name, "all") for name in ("compress", "compressed", "scores", "selected", "sliding")],
 )
-def test_what_is_wrong_is_not_timed(broken, branch, put_in_place, inputs, checkers):
-    found = row(put_in_place(broken)[branch], inputs, checkers)
+def test_what_is_wrong_is_not_timed(broken, branch, put_in_place):
+    found = row(put_in_place(broken)[branch], SETTINGS)
     assert found["status"] == "wrong" and "time_ms" not in found
 
 
-def test_gradients_flow_through_its_layouts(put_in_place, inputs, checkers):
-    found = row(put_in_place()["all"], inputs, checkers, "fwdbwd")
-    assert found.get("status", "ok") == "ok" and found["time_ms"] > 0, found
-
-
-def test_a_package_of_the_same_module_name_is_a_row(
-    put_in_place, inputs, checkers, monkeypatch
-):
+def test_a_package_of_the_same_module_name_is_a_row(put_in_place, monkeypatch):
     job = put_in_place()["selected"]
-    other = types.ModuleType("native_sparse_attention.ops")
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    found = row(job, inputs, checkers)
+    pretend.module(monkeypatch, OPS)
+    found = row(job, SETTINGS)
     assert found["status"] == "unsupported" and "topk_sparse_attention" in found["reason"]
 
 

@@ -1,17 +1,17 @@
 """Other libraries' NSA: refusals that say why, and rows that are judged or marked."""
 
-import sys
-import types
+import functools
 
 import pytest
 
 from bench.harness import jobs, measure, peers, problems
-from bench.harness.records import Record
 from bench.harness.runners import TorchRunner, problem
 from bench.judge.checks import Checker
 from bench.reports import render
 from nsa_torch import functional
 from tests import pretend
+from tests.measured import record
+from tests.tables import table
 
 SETTINGS = problems.settings("tiny", {"seq_len": 63})
 FLA = "flash-linear-attention"
@@ -38,12 +38,7 @@ def test_refusals_say_why(installed):
     assert "flash-linear-attention is not installed" in peers.why_not(asked(), "selected")
     installed(FLA, "flash_attn")
     assert peers.why_not(asked(), "selected") is peers.why_not(asked(), "all") is None
-    for changes, reason in (
-        ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
-        ({"Hkv": 8}, "at least 16, got 8"),
-        ({"H": 96}, "a power of two and at least 16, got 24"),
-        ({"D": 320}, "needs D <= 256, got 320"),
-    ):
+    for changes, reason in table("bench")["refusals of fla"]:
         assert reason in peers.why_not(asked(**changes), "selected")
     installed(FLA, "flash-attn-4")
     assert peers.why_not(asked(), "selected") is None
@@ -62,7 +57,7 @@ def test_rows_that_are_not_ours_say_so(installed):
 
 
 @pytest.mark.parametrize("name", ["fa4", "flash_attn"])
-def test_flash_attention_packages_are_recorded_as_such(name, inputs, monkeypatch):
+def test_flash_attention_packages_are_recorded_as_such(name, monkeypatch):
     (first, *_) = peers.jobs(asked(), BRANCHES, [name])
     assert first.unsupported == f"{peers.FLASH[name][0]} is not installed"
     monkeypatch.setattr(peers.records, "version", lambda package: "4.0.0")
@@ -70,12 +65,8 @@ def test_flash_attention_packages_are_recorded_as_such(name, inputs, monkeypatch
     assert [(job.branch, job.label) for job in found] == [("sliding", name), ("dense", name)]
     assert {job.note for job in found} == {f"{peers.FLASH[name][0]} 4.0.0"}
     assert not any(job.unsupported for job in found)
-    for changes, reason in (
-        ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
-        ({"dtype": "float32"}, "needs float16 or bfloat16, got float32"),
-        ({"capability": (7, 5)}, "needs compute capability"),
-    ):
-        assert reason in peers.flash_why_not(name, asked(**{"dtype": "bfloat16"} | changes))
+    old = asked(dtype="bfloat16", capability=(7, 5))
+    assert "needs compute capability" in peers.flash_why_not(name, old)
 
     def flash_attn_func(q, k, v, *, causal, window_size=(-1, -1)):
         window = q.shape[1] if window_size[0] < 0 else window_size[0] + 1
@@ -84,10 +75,8 @@ def test_flash_attention_packages_are_recorded_as_such(name, inputs, monkeypatch
         return (out, None) if name == "fa4" else out
 
     for module in ("flash_attn", "flash_attn.cute"):
-        package = types.ModuleType(module)
-        package.flash_attn_func = flash_attn_func
-        monkeypatch.setitem(sys.modules, module, package)
-    assert all(row(job, inputs)["time_ms"] > 0 for job in found), "they agree with the oracle"
+        pretend.module(monkeypatch, module, flash_attn_func=flash_attn_func)
+    assert all(row(job)["time_ms"] > 0 for job in found), "they agree with the oracle"
 
 
 def test_dense_attention_of_installed_packages_is_measured_without_being_asked(installed):
@@ -111,15 +100,19 @@ def test_torchs_flash_is_said_to_be_a_copy(monkeypatch):
     assert runner.note("dense", "flash", asked(D=64, Dv=64)) == said
 
 
-@pytest.fixture(scope="module")
-def inputs():
-    return problems.make(SETTINGS, "random")
+@functools.cache
+def judge_of(settings):
+    """Inputs, and what judges results of them."""
+    inputs = problems.make(settings, "random")
+    return inputs, Checker(settings, inputs, backward=True)
 
 
-def row(job, inputs):
+def row(job, settings=SETTINGS, mode="forward"):
+    """What a row of the job has in a record."""
+    inputs, checker = judge_of(settings)
+    checker = checker if mode == "fwdbwd" else checker.without_gradients()
     runner = TorchRunner("cpu")
-    checker = Checker(SETTINGS, inputs, backward=False)
-    return measure.judge(job, runner, SETTINGS, inputs, checker).timed(seconds=0.0)
+    return measure.judge(job, runner, settings, inputs, checker, mode).timed(seconds=0.0)
 
 
 def stand_in(monkeypatch, shift=0):
@@ -148,43 +141,36 @@ def stand_in(monkeypatch, shift=0):
         blocks = (block_indices - shift).clamp(min=-1)
         return functional.selected_attention(q, k, v, blocks, config=SETTINGS.nsa)[0]
 
-    package = types.ModuleType("fla.ops.nsa")
-    package.parallel_nsa = parallel_nsa
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "fla.ops.nsa", package)
+    for name in ("fla", "fla.ops", "fla.ops.nsa"):
+        pretend.module(monkeypatch, name, parallel_nsa=parallel_nsa)
     monkeypatch.setattr(peers, "why_not", lambda problem, branch: None)
     return {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
 
 
-@pytest.mark.parametrize(("shift", "status"), [(0, "ok"), (1, "wrong")])
-def test_given_blocks_are_judged(shift, status, inputs, monkeypatch):
-    found = row(stand_in(monkeypatch, shift)["selected"], inputs)
+@pytest.mark.parametrize("shift, status", [(0, "ok"), (1, "wrong")])
+def test_given_blocks_are_judged(shift, status, monkeypatch):
+    found = row(stand_in(monkeypatch, shift)["selected"])
     assert found.get("status", "ok") == status
     assert ("time_ms" in found) == (status == "ok")
     assert found["reason"] == peers.JUDGED or "max error" in found["reason"]
 
 
-def test_the_whole_is_timed_without_a_speed_up(inputs, monkeypatch):
-    found = row(stand_in(monkeypatch)["all"], inputs)
+def test_the_whole_is_timed_without_a_speed_up(monkeypatch):
+    found = row(stand_in(monkeypatch)["all"])
     assert found["time_ms"] > 0 and found["extra"] == {"judged": False}
     assert (
         "not judged, since its semantics differ" in found["reason"] and "error_max" not in found
     )
-    runner = TorchRunner("cpu")
-    dense = row(jobs.Job("dense", "flash", "flash"), inputs)
-    common = {"bench": "compare", "mode": "forward", "B": 1, "T": 63, "S": 63, "H": 4, "Hkv": 2}
-    common |= {"D": 32, "Dv": 32, "dtype": "float32", "config": {}, "input": "random"}
-    common |= {"framework": runner.framework}
+    dense = row(jobs.Job("dense", "flash", "flash"))
     lines = [
-        Record(**common, branch=branch, implementation=name, **fields)
+        record(branch, name, 1.0, **fields)
         for branch, name, fields in (("all", "fla", found), ("dense", "flash", dense))
     ]
     assert render.speed_ups(lines) == [None, 1.0]
 
 
-def test_a_library_that_breaks_is_a_row(inputs, monkeypatch):
+def test_a_library_that_breaks_is_a_row(monkeypatch):
     job = stand_in(monkeypatch)["sliding"]
     pretend.no_module(monkeypatch, "flash_attn")
-    found = row(job, inputs)
+    found = row(job)
     assert found["status"] == "unsupported" and "flash_attn" in found["reason"]

@@ -2,14 +2,17 @@
 
 import contextlib
 import io
+import itertools
 import types
 
 import pytest
 import torch
 
+import nsa_torch
 from bench import scale
-from bench.harness import exit_status, records, scale_model, scale_ranks
+from bench.harness import exit_status, records, scale_model, scale_ranks, scale_rows
 from bench.harness.scale_problem import Problem, judged
+from nsa_core.config import NSAConfig
 from tests.commands import called
 
 ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
@@ -113,7 +116,7 @@ def problem(**fields):
     return Problem(**ABOUT | SIZES | fields, checked=0)
 
 
-def test_several_devices_may_err_twice_as_much_as_one():
+def test_several_devices_may_err_twice_as_much_as_one_and_what_is_wrong_is_said():
     alone = {"out": 0.02, "key": 0.01}
     assert "status" not in judged(problem(), {"out": 0.04, "key": 0.02}, alone)
     found = judged(problem(), {"out": 0.04, "key": 0.06}, alone)
@@ -121,10 +124,15 @@ def test_several_devices_may_err_twice_as_much_as_one():
         found["status"] == "wrong" and "key" in found["reason"] and "out" not in found["reason"]
     )
     assert judged(problem(), {"out": float("nan")}, alone)["status"] == "wrong"
+    exact = problem(dtype="float32")  # beside the oracle
+    assert "status" not in judged(exact, {"out": 1e-7, "key": 9e-6})
+    assert "oracle" in judged(exact, {"out": 1e-7, "key": 2e-5})["reason"]
+    assert judged(exact, {"out": float("nan")})["status"] == "wrong"
+    assert "no gradient" in judged(exact, {"out": 1e-7}, stray=True)["reason"]
 
 
 @pytest.mark.parametrize(
-    ("words", "lengths", "documents"),
+    "words, lengths, documents",
     [
         ("--lengths=1024 --documents=1000,24", [1024], (1000, 24)),
         ("--lengths=1024,2048", [1024, 2048], ()),
@@ -134,14 +142,13 @@ def test_several_devices_may_err_twice_as_much_as_one():
 def test_problems_of_flags(words, lengths, documents, monkeypatch):
     """Weak scaling has as many tokens a device; documents are a packed row."""
     monkeypatch.setattr(scale, "main", lambda _: scale.problems(4))
-    found = called(scale, "--mode=forward", *words.split())
+    found = called(scale, "--mode=forward", words)
     assert [(x.S, tuple(x.documents)) for x in found] == [
         (length, documents) for length in lengths
     ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "reason", "status"),
+@pytest.mark.parametrize("rows, reason, status",
     [
         ([row(1, 8.0), row(2, 5.0)], "", exit_status.OK),
         ([row(1, 8.0), row(2, 5.0) | {"status": "wrong", "reason": "far"}], "", exit_status.WRONG),
@@ -157,12 +164,48 @@ def test_how_it_ends(rows, reason, status, monkeypatch, tmp_path, capsys):
     out = tmp_path / "scale.jsonl"
     found = lambda size: ([x for x in rows if x["devices"] == size], reason)
     monkeypatch.setattr(scale, "measured", found)
-    assert called(scale, "--devices=1,2", "--lengths=1024", f"--out={out}") == status
+    assert called(scale, "--devices=1,2 --lengths=1024 --out", out) == status
     lines = records.flat_lines(out)
     assert [line["devices"] for line in lines] == [x["devices"] for x in rows]
     if status == exit_status.OK:
         assert lines[1]["tokens_s_device"] == 1024 / 5.0 / 2 * 1e3
         assert lines[1]["efficiency"] == 0.8 and lines[1]["exposed_ms"] == 0
         # No row has its transport.
-        assert called(scale, "--predict=8", f"--records={out}") == exit_status.NOT_MEASURED
+        assert called(scale, "--predict=8 --records", out) == exit_status.NOT_MEASURED
         assert "no problem was measured" in capsys.readouterr().out
+
+
+CONFIG = NSAConfig(8, 4, 16, num_selected=4, num_initial=1, num_local=1, window=10)
+
+
+@pytest.mark.parametrize("documents", [(), (5, 95, 100)])
+def test_rows_are_those_of_the_reference(documents):
+    sizes = {"S": 200, "H": 6, "D": 16, "Dv": 8, "dtype": "float32"}
+    case = problem(**sizes, config=CONFIG, documents=documents)
+    draw = torch.Generator().manual_seed(0)
+    query, key, value, gates = (
+        torch.randn(1, case.S, *shape, generator=draw, dtype=torch.float64, requires_grad=True)
+        for shape in case.shapes
+    )
+    rows = scale_rows.rows_of(case)
+    assert rows[0] == 0 and rows[-1] == 199 and len(rows) == scale_rows.ROWS
+    _, position = scale_rows.places(case)
+    indices = scale_rows.selection(position, case.Hkv, CONFIG)
+    own = position // CONFIG.select_block
+    for at, head in itertools.product(range(case.S), range(case.Hkv)):
+        blocks = [x for x in indices[at, head].tolist() if x >= 0]
+        assert blocks == sorted(set(blocks)) and blocks[-1] == own[at]
+        assert len(blocks) == min(CONFIG.num_selected, own[at] + 1)
+    own = query[0, rows], gates[0, rows], indices[rows]
+    found = scale_rows.oracle(case, rows, *own, key[0], value[0])
+    borders = torch.tensor([0, *itertools.accumulate(documents)]) if documents else None
+    options = {"config": CONFIG, "block_indices": indices[None], "cu_seqlens": borders}
+    out = nsa_torch.attention(query, key, value, gates, **options, implementation="reference")
+    assert (found - out[0, rows]).abs().max() < 1e-12
+    weights = torch.zeros_like(out)
+    weights[0, rows] = torch.randn(len(rows), case.H, case.Dv, dtype=out.dtype, generator=draw)
+    arrays = query, key, value, gates
+    expected = torch.autograd.grad(out, arrays, weights)
+    gradients = torch.autograd.grad(found, arrays, weights[0, rows])
+    for x, y in zip(gradients, expected, strict=True):
+        assert (x - y).abs().max() < 1e-12

@@ -1,9 +1,6 @@
 """The seed system's environment variables: one table, one line each, the command line wins."""
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 from absl import flags
@@ -12,10 +9,9 @@ from absl.testing import flagsaver
 import nsa_torch
 from bench import compare, doc_tables, fa2, train
 from bench.harness import cli, seed_env
-from bench.harness.process import ROOT
 from bench.lm import config_file
 from nsa_core import flags as kernel_flags
-from tests import commands
+from tests import commands, spawned
 from tests.tables import table
 
 KERNELS = "kernels", "compressed_kernel", "selected_kernel", "sliding_kernel"
@@ -62,12 +58,13 @@ def without_flags():
 
 
 TABLE = table("seed_env")
+MAKE = {"compare": parsed, "fa2": parsed, "train": of_training, "summarize": without_flags}
 
 
 @pytest.mark.parametrize("row", TABLE["told"], ids=str)
 def test_what_is_told_and_set(row):
     command, words = row.get("command", "compare"), row.get("words", [])
-    own, before = (of_training() if command == "train" else parsed(*words) for _ in range(2))
+    own, before = (MAKE.get(command, without_kernels)(*words) for _ in range(2))
     lines = apply(row["set"], own, command)
     assert len(lines) == len(row["set"].keys() - {"HOME", "DDP"})
     assert any(row["told"] in line for line in lines), lines
@@ -78,24 +75,12 @@ def test_what_is_told_and_set(row):
 @pytest.mark.parametrize("row", TABLE["wrong"], ids=str)
 def test_what_would_be_lost_is_an_error(row):
     command = row.get("command", "compare")
-    make = {"compare": parsed, "train": of_training}.get(command, without_kernels)
     with pytest.raises(ValueError, match=row["says"]):
-        apply(row["set"], make(), command)
-
-
-def test_what_a_command_does_not_need_is_ignored():
-    own = without_kernels()
-    off = apply({"NSA_USE_TRITON_SEL": "0"}, own, "prefill")
-    assert off == ["NSA_USE_TRITON_SEL=0: this value means the same as an unset variable"]
-    # What any call is, and what only training knew in the seed system too.
-    lines = apply({"NSA_FA2_FORCE_VARLEN": "1", "NSA_SEQ_LEN": "8"}, own, "prefill")
-    assert all("this command ignores the variable" in line for line in lines)
-    (line,) = apply({"NSA_USE_TRITON_SEL": "1"}, without_flags(), "summarize")
-    assert "this command has no --selected_kernel and ignores" in line
+        apply(row["set"], MAKE.get(command, without_kernels)(), command)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments, expected",
     [([], (None, 1)), (["--batch=8"], (8, None)), (["--batch_size=2"], (None, 2))],
 )
 def test_its_batch_is_a_devices_micro_batch(arguments, expected):
@@ -150,15 +135,9 @@ def test_flags_of_the_table_are_those_of_the_commands():
 
 def test_a_command_warns_and_obeys():
     """The kernels that the variable names are planned, but for the one that a flag names."""
+    words = "bench.compare --preset=tiny --explain --framework=torch --sliding_kernel=sdpa"
     environ = {"NSA_FORCE_PARITY": "1", "NSA_TEST_FA2": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "bench.compare", "--preset=tiny", "--explain"]
-    done = subprocess.run(
-        [*command, "--framework=torch", "--sliding_kernel=sdpa"],
-        env=os.environ | environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = spawned.python("-m", *words.split(), **environ)
     assert done.returncode == 0, done.stderr
     assert (
         "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels is set)" in done.stderr

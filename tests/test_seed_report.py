@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import compare, oneshot, seed_report
+from bench import compare, seed_report
 from bench.harness import records
 from bench.harness.jobs import jobs
 from bench.harness.runners import TorchRunner, problem
@@ -58,7 +58,7 @@ def test_both_templates(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("status", "word"), [("wrong", "FAIL"), ("error", "FAIL"), ("unsupported", "NOT RUN")]
+    "status, word", [("wrong", "FAIL"), ("error", "FAIL"), ("unsupported", "NOT RUN")]
 )
 def test_what_is_not_right_is_no_pass(folder, status, word):
     path = folder / "triton" / "compare.jsonl"
@@ -70,13 +70,18 @@ def test_what_is_not_right_is_no_pass(folder, status, word):
     assert "- Triton BWD parity: FAIL" in seed_report.report(folder)
 
 
+def asked_for(chosen, **changes):
+    """Rows of sliding, whole and dense attention on a CPU."""
+    asked = problem(compare.problems.settings("tiny"), "torch", "cpu")
+    asked = asked._replace(config=dataclasses.replace(asked.config, **changes))
+    branches = ("sliding", "all", "dense")
+    runner = TorchRunner("cpu")
+    return [*jobs(runner, asked, Branches.each(None), "error", branches, chosen=chosen)]
+
+
 def test_only_what_is_chosen_is_compared():
     """What a plan names must run on every GPU: it names no kernel where it need not."""
-    settings = compare.problems.settings("tiny")
-    runner = TorchRunner("cpu")
-    asked = problem(settings, "torch", "cpu")
-    branches = ("sliding", "all", "dense")
-    found = list(jobs(runner, asked, Branches.each(None), "error", branches, chosen=True))
+    found = asked_for(True)
     assert [(job.branch, job.label) for job in found] == [
         ("sliding", "sdpa"), ("all", "sdpa"), ("dense", "flash")
     ]  # fmt: skip
@@ -86,23 +91,6 @@ def test_only_what_is_chosen_is_compared():
 @pytest.mark.parametrize("chosen", [False, True])
 def test_what_nothing_can_run_is_a_row(chosen):
     """8 bits without a Hopper GPU: no row but the dense one can be measured, and each says why."""
-    settings = compare.problems.settings("tiny")
-    runner = TorchRunner("cpu")
-    asked = problem(settings, "torch", "cpu")
-    asked = asked._replace(config=dataclasses.replace(asked.config, compute_dtype=FLOAT8))
-    branches = ("sliding", "all", "dense")
-    found = list(jobs(runner, asked, Branches.each(None), "error", branches, chosen=chosen))
+    found = asked_for(chosen, compute_dtype=FLOAT8)
     assert [job.label for job in found if not job.unsupported] == ["flash"]
     assert "auto" in found[-2].label and "in the dtype of the query" in found[-2].unsupported
-
-
-def test_the_plan_names_hoppers_kernels_on_hopper_only():
-    oneshot.FLAGS(["oneshot"])
-    plan = {step.name: step for step in oneshot.load("gpu")}
-    for step in plan.values():
-        assert "mosaic" not in oneshot.template_of(step, hopper=False).replace("_mosaic", ""), (
-            step
-        )
-    assert "--kernels mosaic" in oneshot.template_of(plan["compare"], hopper=True)
-    assert "--selected_kernel triton" in plan["triton"].command
-    assert {"train", "seed_report"} <= set(plan)

@@ -15,6 +15,7 @@ from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
 from tests import commands, measured, pretend
 from tests.measured import GPU, record
+from tests.tables import table
 
 SLUG = "nvidia-test-80gb"
 
@@ -25,17 +26,16 @@ def pairs(branch, gains, fast="fa2", **fields):
     return measured.pairs(branch, gains, fast, base=base, **fields)
 
 
+def written(folder):
+    """The file of the device that the command wrote."""
+    return policy.read(folder / "out" / f"{SLUG}.yaml")
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """`bench.tune_thresholds` with these arguments; it writes `tmp_path/out/<device>.yaml`."""
     pretend.folder(monkeypatch, "devices", tmp_path / "devices")
-    policy.of.cache_clear()
-
-    def call(*args):
-        return commands.called(tune_thresholds, f"--out={tmp_path / 'out'}", *args)
-
-    yield call
-    policy.of.cache_clear()
+    return lambda *args: commands.called(tune_thresholds, "--out", tmp_path / "out", *args)
 
 
 @pytest.fixture
@@ -55,49 +55,40 @@ def found(*rows):
     return tune_thresholds.tune(into, wanted, 1.2)["runtime"]
 
 
-@pytest.mark.parametrize(
-    "gains,expected",
-    [
-        ({256: 2.0, 512: 2.0, 1024: 3.0}, 256),
-        ({256: 0.5, 512: 1.3, 1024: 3.0}, 512),
-        ({512: 2.0, 1024: 1.0, 2048: 3.0}, 2048),  # a win below a loss is no threshold
-        ({512: 2.0, 1024: 1.0}, "never"),
-        ({512: 1.25, 1024: 1.19}, "never"),
-        ({512: 2.0, 1024: None, 2048: 2.0}, 2048),  # wrong results win nothing
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("gains,expected", table("bench")["thresholds"], ids=str)
 def test_the_smallest_length_from_which_all_rows_win(gains, expected):
     assert found(*pairs("sliding", gains)) == {"fa2_min_len_win": expected}
     assert found(*pairs("compressed", gains)) == {"fa2_min_len_cmp": expected}
     assert found(*pairs("selected", gains, "mosaic")) == {"sel_min_len": expected}
 
 
-def test_one_losing_row_at_a_length_is_enough():
-    good = pairs("sliding", {512: 2.0, 1024: 2.0})
-    assert found(*good) == {"fa2_min_len_win": 512}
-    bad = pairs("sliding", {512: 1.1}, H=4)
-    assert found(*good, *bad) == {"fa2_min_len_win": 1024}
+WINS = pairs("sliding", {512: 2.0, 1024: 2.0})
+FIRST = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
+SLOW = pairs("selected", {128: 0.5, 256: 0.5}, H=4)
+UNMEASURED = [
+    record("sliding", "fa2", None, S=1024, status="unsupported", reason="no"),
+    record("sliding", "masked", None, S=2048, status="oom", reason="memory"),
+    record("sliding", "fa2", 9.0, S=2048),
+]
+DECISIONS = {
+    "one losing row": (WINS + pairs("sliding", {512: 1.1}, H=4), {"fa2_min_len_win": 1024}),
+    "the slowest run": (
+        [*WINS[:2], record("sliding", "fa2", 0.95, S=512)],
+        {"fa2_min_len_win": "never"},
+    ),
+    "not measured": (WINS[:2] + UNMEASURED, {"fa2_min_len_win": 512}),
+    "the kernel that choice tries first": (FIRST + SLOW, {"sel_min_len": 128}),
+    "it alone": (SLOW, {"sel_min_len": "never"}),
+    "Triton by itself": (
+        FIRST + pairs("selected", {128: 1.0, 256: 1.5}, "triton", H=4),
+        {"sel_min_len": 128, "sel_triton_min_L": 256},
+    ),
+}
 
 
-def test_the_slowest_of_several_runs_counts():
-    again = record("sliding", "fa2", 0.95, S=512)
-    assert found(*pairs("sliding", {512: 2.0}), again) == {"fa2_min_len_win": "never"}
-
-
-def test_what_was_not_measured_decides_nothing():
-    good = pairs("sliding", {512: 2.0})
-    refused = record("sliding", "fa2", None, S=1024, status="unsupported", reason="no")
-    no_base = record("sliding", "masked", None, S=2048, status="oom", reason="memory")
-    alone = record("sliding", "fa2", 9.0, S=2048)
-    assert found(*good, refused, no_base, alone) == {"fa2_min_len_win": 512}
-
-
-def test_the_kernel_that_choice_tries_first_decides_for_the_selection():
-    rows = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
-    slow = pairs("selected", {128: 0.5, 256: 0.5}, "fa2", H=4)
-    assert found(*rows, *slow) == {"sel_min_len": 128}
-    assert found(*slow) == {"sel_min_len": "never"}
+@pytest.mark.parametrize("rows, expected", DECISIONS.values(), ids=DECISIONS)
+def test_what_decides(rows, expected):
+    assert found(*rows) == expected
 
 
 def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
@@ -127,12 +118,6 @@ def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
     assert policy.read(file).limit("fa2_min_len_win") == 512
 
 
-def test_tritons_threshold_is_its_own():
-    rows = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
-    slow = pairs("selected", {128: 1.0, 256: 1.5}, "triton", H=4)
-    assert found(*rows, *slow) == {"sel_min_len": 128, "sel_triton_min_L": 256}
-
-
 def test_thresholds_of_the_committed_records():
     """The H100's file is what the command makes of its records."""
     device = policy.of("NVIDIA H100 80GB HBM3")
@@ -142,7 +127,6 @@ def test_thresholds_of_the_committed_records():
         into.add(threshold_evidence.read_records(path))
     made = tune_thresholds.tune(into, [], 1.2)
     assert made["runtime"] == device.runtime.given()
-    assert made["runtime"]["fa2_min_len_win"] == made["runtime"]["fa2_min_len_cmp"] == "never"
     assert made["evidence"] == device.evidence
 
 
@@ -154,12 +138,10 @@ def test_lengths_of_the_committed_records(name):
     again = f"python -m bench.tune_thresholds --dense {path}"
     found = dense_crossover.lengths(records.read(path))
     assert device.faster_than_dense == found, again
-    assert device.faster_than_dense["torch 64/4 heads of 128"]["fwdbwd"] == 8192
-    assert device.faster_than_dense["torch 16/16 heads of 128"]["forward"] == policy.NEVER
 
 
 def all_rows():
-    rows = pairs("sliding", {512: 2.0, 1024: 2.0}) + pairs("compressed", {512: 1.0})
+    rows = WINS + pairs("compressed", {512: 1.0})
     return rows + pairs("selected", {256: 1.5}, "mosaic", bench="selection")
 
 
@@ -170,7 +152,7 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
     assert run(path) == 0
     out = capsys.readouterr().out
     assert "+  fa2_min_len_win: 512" in out and f"[{path}:2]" in out
-    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    device = written(tmp_path)
     assert device.runtime == policy.Thresholds(512, "never", 256)
     about = device.evidence["fa2_min_len_win"]
     assert (about["margin"], about["rows"], about["kernel"]) == (1.2, 2, "fa2")
@@ -241,7 +223,7 @@ def card(tmp_path):
 def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     """Its matrix lifts the rule that it disproves, and no other; comments stay."""
     matrix = pairs("selected", {64: 1.1, 128: 1.3, 256: 2.0}, "triton", device=CARD)
-    matrix += [r for r in pairs("selected", {64: 0.5, 256: 0.9}, H=4, device=CARD)]
+    matrix += pairs("selected", {64: 0.5, 256: 0.9}, H=4, device=CARD)
     write(matrix, "run/selection_s2/selection.jsonl")
     grid = [
         *pairs("sliding", {256: 0.9}, device=CARD),
@@ -252,8 +234,7 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     before = card.read_text().splitlines()
     assert run(folder) == 0
     device = policy.read(card)
-    thresholds = policy.Thresholds("never", "never", "never", 128)
-    assert device.runtime == thresholds
+    assert device.runtime == policy.Thresholds("never", "never", "never", 128)
     (rule,) = device.policy
     assert (rule.kernel, rule.steps) == ("fa2", ("compressed", "selected"))
     printed = capsys.readouterr().out
@@ -298,7 +279,7 @@ def test_the_workflow_tunes_from_every_step(run, tmp_path, monkeypatch):
     subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     assert run(*(tmp_path / "thresholds.txt").read_text().split()[2:]) == 0
-    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    device = written(tmp_path)
     assert device.runtime == policy.Thresholds(256, 256, 64, 128)
 
 
@@ -326,21 +307,6 @@ def test_no_rows_is_no_threshold(run, write, tmp_path):
     with pytest.raises(ValueError, match="no rows for fa2_min_len_win"):
         run(failed, "--threshold=fa2_min_len_win")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", "bad.jsonl has no records"),
-        ('{"schema"', "bad.jsonl:1 must be a complete JSON line"),
-        ('{"schema": 2}\n', "bad.jsonl:1: "),
-    ],
-)
-def test_damaged_records_are_named(run, tmp_path, text, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        run(path)
 
 
 def test_records_of_another_device(run, write, tmp_path):
@@ -372,29 +338,31 @@ def test_csv_files_say_the_same(run, tmp_path):
     cells = [(128, 1, 1, 1), (256, 1, 1, 2), (512, 2, 9, 1), (512, 1, 1, 2)]
     selection.write_text(SELECTION + "".join(lines.format(*c) for c in cells))
     assert run("--csv", table, "--csv", selection, "--device", GPU) == 0
-    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    device = written(tmp_path)
     assert device.runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
 
 
 @pytest.mark.parametrize(
-    "text,message",
+    "name, text, message",
     [
-        ("", "must have rows, got none"),
-        ("a,b\n1,2\n", "bad.csv:1: columns must have"),
-        (FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2 must be a complete line"),
-        (FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a positive number"),
-        (FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
-        (FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
-        (FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
-        (SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device: pass --device"),
+        ("jsonl", "", "bad.jsonl has no records"),
+        ("jsonl", '{"schema": 2}\n', "bad.jsonl:1: "),
+        ("csv", "", "must have rows, got none"),
+        ("csv", "a,b\n1,2\n", "bad.csv:1: columns must have"),
+        ("csv", FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2 must be a complete line"),
+        ("csv", FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a positive number"),
+        ("csv", FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
+        ("csv", FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
+        ("csv", FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
+        ("csv", SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device: pass"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
-def test_damaged_csv_files_are_named(run, tmp_path, text, message):
-    path = tmp_path / "bad.csv"
+def test_damaged_files_are_named(run, tmp_path, name, text, message):
+    path = tmp_path / f"bad.{name}"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        run("--csv", path)
+        run(*["--csv"] * (name == "csv"), path)
 
 
 def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from bench import compare
 from bench.harness import process, records, turns
 from tests import pretend
-from tests.commands import called
+from tests.commands import run
 from tests.measured import record
 
 HERE = {"PYTHONPATH": str(process.ROOT)}
@@ -80,20 +80,18 @@ class Pretended:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "status"), [((1024, 512), 0), ((512, 2048), 1), ((512, 4096), 1)]
+    "lengths, status", [((1024, 512), 0), ((512, 2048), 1), ((512, 4096), 1)]
 )
 def test_several_lengths(tmp_path, monkeypatch, capsys, lengths, status):
     monkeypatch.setattr(turns, "Child", Pretended)
     monkeypatch.setattr(Pretended, "events", [])
     pretend.folder(monkeypatch, "records", tmp_path / "records")
-    argv = ["compare", f"--seq_len={lengths[0]},{lengths[1]}", f"--out={tmp_path / 'out'}"]
-    argv += ["--framework=torch", "--save_records"]
-    pretend.words(monkeypatch, *argv)
-    assert called(compare, *argv[1:]) == status
     low, high = sorted(lengths)
+    words = f"--framework=torch --save_records --seq_len={lengths[0]},{lengths[1]}"
+    code, found, _ = run(compare, tmp_path / "out", words)
+    assert code == status
     order = [("ready", high), ("ready", low), ("turn", low), ("turn", high)]
     assert Pretended.events == [*order, ("end", low), ("end", high)]
-    found = records.read(tmp_path / "out" / "compare.jsonl")
     assert [r.S for r in found] == [n for n in (low, high) if n != 4096]
     (kept,) = (tmp_path / "records").glob("*/compare.jsonl")
     assert records.read(kept) == found
@@ -111,11 +109,9 @@ def test_rows_of_a_length_are_kept_at_once(tmp_path, monkeypatch):
             return super().take_turn()
 
     monkeypatch.setattr(turns, "Child", Interrupted)
-    argv = ["compare", "--seq_len=512,1024", f"--out={tmp_path / 'out'}", "--framework=torch"]
-    pretend.words(monkeypatch, *argv)
     with pytest.raises(KeyboardInterrupt):
-        called(compare, *argv[1:])
-    assert [r.S for r in records.read(tmp_path / "out" / "compare.jsonl")] == [512]
+        run(compare, tmp_path, "--seq_len=512,1024 --framework=torch")
+    assert [r.S for r in records.read(tmp_path / "compare.jsonl")] == [512]
 
 
 def test_what_a_child_is_asked(tmp_path, monkeypatch):
@@ -129,13 +125,11 @@ def test_what_a_child_is_asked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(turns, "Child", Asked)
     for framework in ("torch", "both"):
-        argv = ["compare", "--seq_len=512,256", f"--framework={framework}"]
-        argv += [f"--out={tmp_path / framework}", "--nosave_records"]
-        pretend.words(monkeypatch, *argv)
-        called(compare, *argv[1:])
+        words = "--seq_len=512,256 --nosave_records --framework", framework
+        run(compare, tmp_path / framework, *words)
     (words, (log, alone)), _, (_, (_, both)), _ = asked
     own = ["--seq_len=512", f"--out={tmp_path / 'torch' / '512'}", "--turn"]
-    assert words[0] == "bench.compare" and words[1] == "--seq_len=512,256"
+    assert words[0] == "bench.compare" and words[3] == "--seq_len=512,256"
     assert words[-4:] == [*own, "--nosave_records"], "the last of a flag counts"
     assert log == tmp_path / "torch" / "512.log"
     assert json.dumps(alone) == '{"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}' and both == {}

@@ -41,7 +41,7 @@ def run(*words) -> int:
 
 def test_lines_of_every_row(posed, tmp_path, capsys):
     out = tmp_path / "variants.jsonl"
-    assert run(f"--out={out}", "--commit=0123456789") == exit_status.OK
+    assert run("--commit=0123456789 --out", out) == exit_status.OK
     lines = records.flat_lines(out)
     found = {(x["variant"], x["shape"]): x["time_ms"] for x in lines}
     rested = {f"{p.name}, after 50 ms of rest" for p in matrix.EAGER}
@@ -59,7 +59,7 @@ def test_lines_of_every_row(posed, tmp_path, capsys):
 def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
     posed[0] = 2.0
     out = tmp_path / "variants.jsonl"
-    assert run(f"--out={out}", "--only=8k, graph", "--only=4k") == exit_status.WRONG
+    assert run("--only=8k, graph", "--only=4k --out", out) == exit_status.WRONG
     _, wrong, other, *_ = capsys.readouterr().out.splitlines()
     assert wrong.startswith("8k, graph, forward: the results with a graph have other bits")
     assert other.startswith("4k: "), "a reason is printed before the next row is measured"
