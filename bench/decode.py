@@ -318,7 +318,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _finish(results: command.Results) -> int:
     if any(cells["above_whole"] for cells in results.rows):
-        print("* marks a time above Total, since the parts are launched and timed separately")
+        print(
+            "* marks a part longer than the total, since each part is launched and timed alone"
+        )
     return results.finish()
 
 

@@ -171,7 +171,7 @@ def test_variants_of_the_model(changes, tmp_path):
     assert checkpoint.load_last(path.parent, again, run.settings()) == 4
     batch = run.batches.train(5)
     assert measures.loss(learner, batch) == measures.loss(again, batch)
-    with pytest.raises(NotImplementedError, match="JAX has no "):
+    with pytest.raises(NotImplementedError, match="the JAX model has no "):
         learner_of(tmp_path, todo, framework="jax")
     if "selection_loss" in changes:
         message = "selection_loss must be 0 on several devices"

@@ -163,7 +163,7 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
     for given, message in (
         (files, r"both.jsonl must contain one run, got \['torch-dense'"),
         ([files[0], other], "other.jsonl must have the same model, .* as .*one.jsonl"),
-        (files[:1], "a figure and at least two files"),
+        (files[:1], "at least two record files"),
     ):
         with pytest.raises((ValueError, app.UsageError), match=message):
             run(figure, *given)

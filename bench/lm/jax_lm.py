@@ -133,7 +133,7 @@ class LM(nnx.Module):
         for name in TORCH_ONLY:
             if getattr(spec, name):
                 raise NotImplementedError(
-                    f"JAX has no {name}, so it must be 0, got {getattr(spec, name)!r}"
+                    f"the JAX model has no {name}, so it must be 0, got {getattr(spec, name)!r}"
                 )
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype

@@ -51,7 +51,9 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 4:
-        raise app.UsageError("arguments must be a figure and at least two files")
+        raise app.UsageError(
+            "arguments must be the file of the plot and at least two record files"
+        )
     figure, *files = map(Path, argv[1:])
     plot({str(path): log.read(path) for path in files}, figure)
     print(f"written to {figure}")

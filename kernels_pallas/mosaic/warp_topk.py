@@ -283,7 +283,8 @@ class _Columns(NamedTuple):
 
     Attributes:
       of: The sizes of score rows.
-      score_row, slots: Addresses of the score row and of the winners.
+      score_row: Address of the score row.
+      slots: Address to which the selected entries are written.
       shift: Index of the entry of the first block in the token's sequence, minus `of.front`.
       low, count: The first entry that may be selected, and the number of such entries.
     """

@@ -236,7 +236,9 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
             raise RuntimeError(f"the dimensions of {found} must be axes of {array}")
         axes.append(alike[-1])
     if any(array.shape[i] > 1 for i in range(len(array.shape)) if i not in axes):
-        raise RuntimeError(f"the tensor map {found} of {array} may lack only axes of length 1")
+        raise RuntimeError(
+            f"the tensor map {found} lacks an axis of {array} that is longer than 1"
+        )
     return cubin.TensorMap(index, item_bytes, tuple(axes), found.enums, found.box, found.steps)
 
 

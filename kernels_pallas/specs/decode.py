@@ -346,13 +346,14 @@ def decode(spec: Decode) -> Kernel:
     `selected_value`; `sliding_key` and `sliding_value`, which may be the same arrays. - With
     `fp8`: these arrays except `compressed_key` are float8_e4m3fn. These arrays are followed by
     float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
-    Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`. - With
-    `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the new
-    tokens. The step writes these tokens to the pages, and also the means of raw tokens that
-    these tokens complete. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
-    same arrays as `selected_key` and `selected_value`. A token without a page is not written.
-    With `fp8` also `raw_key_scale` and `raw_value_scale`, and the rings `recent_key`,
-    `recent_value` `[rings, 2 l, Hkv, .]` and int32 `slots` `[B]`.
+    Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
+    - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the
+      new tokens. The step writes these tokens to the pages, and also the means of raw tokens that
+      these tokens complete. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
+      same arrays as `selected_key` and `selected_value`. A token without a page is not written.
+      With `fp8`, the kernel also reads `raw_key_scale` and `raw_value_scale`, the rings
+      `recent_key` and `recent_value` of shape `[rings, 2 l, Hkv, .]` each, and int32 `slots` `[B]`
+      with the ring of each row.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
     each token selected, ascending, -1 in empty slots. A token before position 0 has zeros and

@@ -267,8 +267,9 @@ class WorkItems:
     """The work items of query lists, as static sizes.
 
     Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple
-    of the query tiles of a chunk. With `halving`, each segment is the second half of the tokens
-    before the next segment, and the first segment has at least `segment` query tiles. The lists
+    of the query tiles of a chunk. With `halving`, segments are cut from the end: the last
+    segment is the second half of all tokens, the segment before it is the second half of the
+    remaining tokens, and so on. The first segment has at least `segment` query tiles. The lists
     of a segment then have similar lengths. There is a single segment if `halving` and not
     `square`, since the last key of a token is not known.
 
