@@ -338,15 +338,18 @@ def decode(spec: Decode) -> Kernel:
     """Describe the kernel of one decode step. Below, `length` is `lengths[b]`, but at most the
     capacity of the page table.
 
-    Inputs: - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and
-    position `length - q_len + t`. - `gates` `[tokens, H, 3]`, of the compressed, the selected
-    and the sliding branch. - `page_table` int32 `[B, table_pages]`: entries past a row's pages
-    may have any value. - `lengths` int32 `[B]`: 0 is padding. - `compressed_key` `[pages,
-    per_page, Hkv, D]` and `compressed_value`. - `selected_key` `[pages, block, Hkv, D]` and
-    `selected_value`; `sliding_key` and `sliding_value`, which may be the same arrays. - With
-    `fp8`: these arrays except `compressed_key` are float8_e4m3fn. These arrays are followed by
-    float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
-    Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
+    Inputs:
+    - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and position
+      `length - q_len + t`.
+    - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
+    - `page_table` int32 `[B, table_pages]`: entries past a row's pages may have any value.
+    - `lengths` int32 `[B]`: 0 is padding.
+    - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
+    - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
+      `sliding_value`, which may be the same arrays.
+    - With `fp8`: these arrays except `compressed_key` are float8_e4m3fn. These arrays are followed
+      by float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
+      Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
     - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the
       new tokens. The step writes these tokens to the pages, and also the means of raw tokens that
       these tokens complete. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
