@@ -163,6 +163,28 @@ def test_what_is_changed_above_is_good(call, changes):
         jax.eval_shape(run, arrays)  # compiles nothing
 
 
+NAMED = [
+    (framework, call, row)
+    for framework, rows in TABLE["names"].items()
+    for row in rows
+    for call in row["calls"].split()
+]
+EVERY_NAME = {x for _, _, row in NAMED for x in f"{row['run']} {row['refused']}".split()}
+
+
+@pytest.mark.parametrize(("framework", "call", "row"), NAMED)
+def test_each_name_runs_or_is_refused(framework, call, row):
+    world = WORLDS[framework]
+    for name in EVERY_NAME:
+        run = partial(world.function(call), **world.arguments(call), implementation=name)
+        if name in row["run"].split():
+            run()
+            continue
+        known = name in row["refused"].split()
+        with pytest.raises(NotImplementedError if known else ValueError, match=name):
+            run()
+
+
 def test_float64_of_numpy_where_jax_keeps_it():
     arrays = [np.zeros((2, 20, heads, 8)) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="query must not be a NumPy array of float64"):
