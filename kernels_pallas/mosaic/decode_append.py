@@ -1,4 +1,5 @@
-"""Writes the new tokens of a decode step, and the means that they complete, to the pages.
+"""Writes the new tokens of a decode step to the pages, and also the means of the windows that
+the new tokens complete.
 
 A cluster writes the new tokens of its row up to the cluster's own token, for its key/value
 head. Clusters do not wait for each other. The clusters of later tokens in the row therefore

@@ -323,7 +323,7 @@ def put(address: Word, x: Number, only: Word) -> None:
 
 def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
     """Write 2 or 4 integers to global memory if `only` holds. The address must be a multiple of
-    their total size in bytes.
+    the total size in bytes.
     """
     text = f"st.global.v{len(values)}.b32 [$0], {_listed(1, len(values))};"
     _do(text, address, *values, only=only)
@@ -331,7 +331,7 @@ def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
 
 def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
     """Read 2 or 4 integers from global memory that is read once and not written. The address must
-    be a multiple of their total size in bytes. The result is zeros if `only` does not hold.
+    be a multiple of the total size in bytes. The result is zeros if `only` does not hold.
     """
     load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
@@ -410,7 +410,7 @@ def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: s
 
 def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
     """Read 2 or 4 neighbouring integers from shared memory. The address must be a multiple of
-    their total size in bytes.
+    the total size in bytes.
     """
     text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
     return _ptx(text, address, result=[i32()] * count, reads=True)
@@ -430,7 +430,7 @@ def write_words(
     address: Word, words: Sequence[Word], offset: int = 0, only: Word | None = None
 ) -> None:
     """Write 2 or 4 neighbouring words to shared memory, if `only` holds. The address must be a
-    multiple of their total size in bytes.
+    multiple of the total size in bytes.
     """
     text = f"st.shared.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *map(_integer, words), only=only)
@@ -456,7 +456,7 @@ def fetch_half(address: Word, dtype: str) -> Word:
 
 def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
     """Write 2 or 4 neighbouring words to global memory, if `only` holds. The address must be a
-    multiple of their total size in bytes.
+    multiple of the total size in bytes.
     """
     text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *words, only=only)

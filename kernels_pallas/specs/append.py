@@ -1,4 +1,5 @@
-"""Writes new tokens to the pages of a cache, with the compressed tokens that they complete.
+"""Describes the kernel that writes new tokens to the pages of a cache, and the compressed
+tokens that the new tokens complete.
 
 `specs.decode` describes the layout of pages. A token is read from the call, or from its page if it
 was appended before. The launch does not read anything that it writes.

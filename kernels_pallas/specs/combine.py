@@ -1,4 +1,5 @@
-"""The gated sum of the outputs of the branches, and the row sums that its backward pass needs.
+"""Describes the kernels of the gated sum of the branches' outputs, and of the row sums that the
+backward pass of the gated sum needs.
 
 gated_sum   O = sum_c g_c O_c
 deltas      delta_c = rowsum(dO * O_c) = dg_c, the gradient of gate c
