@@ -31,8 +31,8 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """Call the source that a description names with the description's spec, and return the
-    resulting kernel.
+    """Return the kernel of a description, by a call of the description's source with the
+    description's spec.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.

@@ -7,10 +7,10 @@ The mean of the keys of a row, by head and column, cancels in the softmax. Scale
 two, one per head and column. The kernels multiply the query by the scale of keys, and the
 output by the scale of values.
 
-Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Products
-sum over the columns of keys, and over the keys in a column of values. The axes of these sums
-are permuted in groups of 16. The result of a product then becomes a left operand without a
-shuffle (`mosaic/fp8.py`):
+Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
+over the columns of keys, and P V sums over the keys in a column of values. Both axes of
+summation are permuted in groups of 16. The result of a product then becomes a left operand
+without a shuffle (`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 

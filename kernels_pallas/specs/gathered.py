@@ -158,7 +158,7 @@ def partials(spec: GatheredAttention) -> Kernel:
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`. A `WorkItem` is a block and some of the entries that
-        selected the block. Empty items are the last items of their row. The tokens of the
+        selected the block. In each row, empty items follow all other items. The tokens of the
         entries attend to the whole block. Keys are counted in units of `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`, with the index of the segment, its first token and its first tile.
