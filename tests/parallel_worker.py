@@ -22,11 +22,10 @@ from bench.lm.ranks import Ranks, TorchRanks, debug_level
 from bench.lm.watch import Settings, watchdog
 from nsa_core.layer import LayerSpec
 from nsa_torch import Branches
+from tests.tables import table
 
 PROCESSES, TIMEOUT_S = 4, 20
-LAYER = LayerSpec(
-    dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
-)
+LAYER = LayerSpec(**table("training")["layers"]["several"])
 TRAINING = spec.Training(steps=6, batch=8, seq_len=40, lr=1e-2, warmup=2)
 CORPUS = 2**14
 STOPPED = 3  # steps of the run that goes on with other ranks

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, SILENT, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import Mark
+from tests import refusals
 from tests.test_layers import SIZES, in_jax, in_torch
 
 NAMED = dict(gate="softmax", phi="avg")  # what the seed system's layer is
@@ -113,12 +114,7 @@ def other(name, ours, theirs):
 
 LATER = {"kind.norm_layer._extra_state": torch.zeros(())}  # a word of a later version
 REFUSED = [
-    *(other("gate", *kinds) for kinds in (("sigmoid", "softmax"), ("head", "sigmoid"))),
-    *(
-        other("phi", *kinds)
-        for kinds in (("mlp", "avg"), ("avg", "mlp"), ("mlp_rope", "mlp_pe"))
-    ),
-    *(other("kv", *kinds) for kinds in (("shared", "separate"), ("separate", "shared"))),
+    *(other(*kinds) for kinds in refusals.TABLE["kinds"]),
     (former_state, {"phi": "mlp"}, "gate must be 'sigmoid' as in the module, got 'softmax'"),
     (former_state, {"gate": "softmax"}, "phi must be 'avg' as in the module, got 'mlp'"),
     (lambda: state_of() | LATER, {}, "norm must be 'no such name' .* got 'layer'"),

@@ -6,18 +6,9 @@ from bench.harness import records
 from bench.lm import converted
 from nsa_torch.huggingface.convert import STARTS
 from tests import commands
+from tests.tables import table
 
-SMALL = converted.Preset(
-    *(16, 32, 1, 2, 1),
-    dict(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=8),
-    length=200,
-    batch=2,
-    steps=3,
-    after=2,
-    every=1,
-    lr=1e-2,
-    after_lr=1e-2,
-)
+SMALL = converted.Preset(**table("training")["converted"])
 
 
 def test_lines_of_runs_that_begin_alike(monkeypatch, tmp_path, capsys):

@@ -24,7 +24,7 @@ from bench.lm import (
 from nsa_torch import NSAAttention
 from tests import commands, pretend
 from tests.parallel_worker import learner_of, stepped
-from tests.test_train import SIZES, task
+from tests.test_train import SIZES, TABLE, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
 SMALL = experiments.Experiment("?", "tiny", ("dense", "sigmoid"), (0, 1))
@@ -141,16 +141,7 @@ def test_experiments_can_be_run():
     assert wide == pytest.approx(nsa, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dense_first": 1},
-        {"dense_every": 2},
-        {"selection_loss": 0.5},
-        {"selection_loss": 0.5, "kv": "shared"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", TABLE["variants"], ids=str)
 def test_variants_of_the_model(changes, tmp_path):
     """Products are what is counted, a step moves all weights, and what they cannot is refused."""
     todo, changes = task("nsa"), dict(changes)
@@ -182,14 +173,7 @@ def test_variants_of_the_model(changes, tmp_path):
             measures.loss(learner, packed)
 
 
-@pytest.mark.parametrize(
-    ("attention", "change", "message"),
-    [
-        ("nsa", {"dense_first": 2}, r"dense_first must be in 0\.\."),
-        ("dense", {"dense_first": 1}, r"dense_first must be in 0\.\."),
-        ("dense", {"selection_loss": -1}, "selection_loss must be >= 0"),
-    ],
-)
+@pytest.mark.parametrize(("attention", "change", "message"), TABLE["models"])
 def test_variants_of_a_model_that_are_refused(attention, change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(task(attention).model, **change)

@@ -17,11 +17,12 @@ from nsa_torch.geometry import geometry
 from nsa_torch.packing import Ranges
 from tests.interpreted_triton import DEVICE, INTERPRETED, ROOT, TRITON, kernel, run_again
 from tests.problems import FEW, STEP_NAMES, Case, check, problem
+from tests.tables import table
 from tests.torch_inputs import on_the_cpu
 
-TINY = NSAConfig(4, 4, 4, num_selected=2, num_initial=1, num_local=1, window=4)
-ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=2, window=4)
-LONG = NSAConfig(8, 8, 128, num_selected=3, num_initial=0, num_local=1, window=4)
+TABLE = table("pack")
+CONFIGS = {name: NSAConfig(**row) for name, row in TABLE["configs"].items()}
+TINY, ODD = CONFIGS["tiny"], CONFIGS["odd"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +68,9 @@ class Packed:
         return x.transpose(1, 2).contiguous().transpose(1, 2) if self.strided else x
 
 
-CASES = (
-    Packed(7, 63, D=24, B=2, Hkv=3),
-    Packed(11, 37, D=64, B=2, of={"kv_len": [11, 29]}, strided=True),
-    Packed(
-        23, 23, D=32, config=TINY, of={"cu_seqlens": [0, 1, 10, 10, 11, 19]}
-    ),  # then padding
-    Packed(3, 3, D=1, Hkv=1),
-    Packed(3, 150, D=96, config=LONG, strided=True),
-    Packed(4, 40, D=256, config=LONG, Hkv=1),  # one block, longer than the keys
-)
+CASES = [
+    Packed(**row | {"config": CONFIGS[row.get("config", "odd")]}) for row in TABLE["cases"]
+]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}-{case.S}")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 by_dtype = pytest.mark.parametrize(

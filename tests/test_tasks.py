@@ -9,11 +9,10 @@ from bench.lm import experiments, log, tasks, tokens
 from bench.lm.share import Share
 from nsa_core.layer import LayerSpec
 from tests.test_experiments import TINY, command  # noqa: F401, a fixture
+from tests.test_train import TABLE
 
 WIDTH, VOCABULARY = 4001, 512
-LAYER = LayerSpec(
-    dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=16, d=8, l_sel=16, n_sel=4, w=64
-)
+LAYER = LayerSpec(**TABLE["layers"]["records"])
 
 
 def rows_of(share, seed=1, pack="once"):

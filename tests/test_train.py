@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 
 from bench import train
-from bench.harness import exit_status
 from bench.lm import (
     checkpoint,
     curves,
@@ -38,10 +37,12 @@ from tests import commands, pretend
 from tests import parallel_worker as worker
 from tests.measured import logged
 from tests.parallel_worker import StopAt, apart, learner_of, trained
+from tests.tables import table
 
 # Of losses in float32, over the steps of `TRAINING`; mutants of the optimizer exceed it.
 TOLERANCE = 3e-6
-SIZES = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12)
+TABLE = table("training")
+SIZES = TABLE["layers"]["one"]
 LAYER = LayerSpec(**SIZES, key_taps=3)
 TRAINING = spec.Training(steps=12, batch=2, seq_len=72, lr=1e-2, warmup=2)
 CORPUS = 2**16
@@ -168,12 +169,6 @@ def test_a_following_batch_changes_no_number(tmp_path, framework):
     assert found[0] == found[1] == found[2]
 
 
-DOCUMENTS = {  # of a row here and of all rows of another process, the room, the number of graphs
-    "torch": ((2, 1, 8, 1), (9, 1, 32, 2), (2, 1, 32, 2), (2, 70, 128, 3)),
-    "jax": ((2, 1, 8, 1), (20, 1, 32, 2), (3, 1, 32, 2), (2, 70, 128, 3)),
-}
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_program_serves_any_number_of_documents_that_there_is_room_for(
     tmp_path, monkeypatch, framework
@@ -190,7 +185,7 @@ def test_a_program_serves_any_number_of_documents_that_there_is_room_for(
     learner.graph = True
     tokens = run.batches.train(0).tokens
     monkeypatch.setattr(learner.ranks, "gather", lambda value: [value, [0, others[0]]])
-    for n, others[0], room, count in DOCUMENTS[framework]:
+    for n, others[0], room, count in TABLE["rooms"][framework]:
         ids = np.sort(np.arange(tokens.size).reshape(tokens.shape) % n, axis=1)
         batch = Batch(tokens, ids.astype(np.int32))
         if framework == "torch":
@@ -318,12 +313,7 @@ def test_a_damaged_line_is_named(tmp_path):
     path = tmp_path / "train.jsonl"
     log.append(path, lines("jax", "nsa", [1.0]))
     good = json.loads(path.read_text().splitlines()[0])
-    for change, message in (
-        ({"loss": "1"}, "loss must be"),
-        ({"kind": "stop"}, "kind must be one of"),
-        ({"schema": 2}, "schema must be 1, got 2"),
-        ({"more": 1}, "more Unexpected"),
-    ):
+    for change, message in TABLE["lines"]:
         path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
         with pytest.raises(ValueError, match=f"train.jsonl:2: .*{message}"):
             log.read(path)
@@ -385,35 +375,7 @@ def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     assert evaluations == sorted({*range(2, steps + 1, 2), steps})
 
 
-DENSE_ALL = (
-    "nsa sdpa {0} ok",
-    "dense flash {0} ok",
-    "dense cudnn {0} unsupported",
-    "dense math {0} ok",
-)
-SPEEDS = {  # flags, the exit status, and the rows
-    "--lengths=32,64 --dense=all --set=model.layers=1 --set=model.dim=32": (
-        0,
-        [
-            f"tiny-changed {row.format(shape)}"
-            for shape in ("32 2", "64 1")
-            for row in DENSE_ALL
-        ],
-    ),
-    "--lengths=32 --attention=nsa --gate=sigmoid,head,sigmoid": (
-        0,
-        [f"tiny{gates} nsa sdpa 32 2 ok" for gates in ("", "-head-gates", "")],
-    ),
-    "--lengths=32 --attention=nsa --pack=documents": (0, ["tiny-documents nsa sdpa 32 2 ok"]),
-    # Dense attention by a backend of GPUs; what NSA took is measured.
-    "--lengths=32 --dense=cudnn": (
-        exit_status.NOT_MEASURED,
-        ["tiny nsa sdpa 32 2 ok", "tiny dense cudnn 32 2 unsupported"],
-    ),
-}
-
-
-@pytest.mark.parametrize("words", SPEEDS)
+@pytest.mark.parametrize("words", TABLE["speeds"])
 def test_the_command_measures_speed(command, words, monkeypatch):
     packed = pretend.calls_of(monkeypatch, variants, "nsa", lambda *at: at[-1])
     given = "--throughput --tokens=64 --row_seconds=0 --framework=torch".split()
@@ -422,7 +384,7 @@ def test_the_command_measures_speed(command, words, monkeypatch):
         f"{x.model} {x.attention} {x.implementation} {x.seq_len} {x.batch} {x.status}"
         for x in found
     ]
-    assert (status, rows) == SPEEDS[words] and set(packed) == {"documents" in words}
+    assert [status, rows] == TABLE["speeds"][words] and set(packed) == {"documents" in words}
     for row in found:
         measured = row.status == "ok"
         assert bool(row.time_ms and row.tokens_per_s and row.samples) == measured

@@ -17,7 +17,7 @@ from bench.lm.parallel import Parallel
 from nsa_core import config_files
 from tests import refusals
 from tests.commands import parsed
-from tests.test_train import command  # noqa: F401, a fixture
+from tests.test_train import TABLE, command  # noqa: F401, a fixture
 
 FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
 
@@ -102,18 +102,11 @@ def test_a_run_by_its_name_and_by_the_seeds_path(name, tmp_path, monkeypatch):
 
 
 def test_the_seed_systems_names():
-    given = ["train.batch_size=6", "train.accumulate_grad_batches=2", "train.warmup_steps=3"]
-    given += ["runtime.precision=bf16", "nsa.l_sel=128", "nsa.w=9", "train.max_grad_norm=2"]
-    given += ["train.lr_schedule=cosine", "train.log_every=20", "data.tokenizer=byte"]
-    found, values, told = config_file.read(None, given)
-    assert [values[f"train.{x}"] for x in ("batch_size", "accumulate", "warmup")] == [6, 2, 3]
-    assert (values["train.dtype"], values["train.clip"]) == ("bf16", 2)
+    seed = TABLE["seed"]
+    found, values, told = config_file.read(None, seed["changes"])
+    assert values == seed["values"]
     assert (found.nsa.select_block, found.nsa.window) == (128, 9)
-    assert values["data.tokenizer"] is None
-    assert [line.partition(":")[2].split("=")[0] for line in told] == [
-        " train.lr_schedule",
-        " train.log_every",
-    ]
+    assert [line.split()[1].split("=")[0] for line in told] == seed["ignored"]
 
 
 def test_who_wins(own):
@@ -123,21 +116,11 @@ def test_who_wins(own):
     assert train.FLAGS.seq_len == 512 and train.FLAGS.dataset == "text"
 
 
-@pytest.mark.parametrize(
-    ("given", "changes", "expected"),
-    [
-        ([], [], (4, None)),
-        ([], ["train.batch_size=2"], (None, 2)),
-        ([], ["train.batch_size=2", "train.batch=3"], (3, None)),
-        (["--batch_size=1"], [], (None, 1)),
-        (["--batch=1"], ["train.batch_size=2"], (1, None)),
-        (["--batch_size=1"], ["train.batch=3"], (None, 1)),
-    ],
-)
+@pytest.mark.parametrize(("given", "changes", "expected"), TABLE["batches"])
 def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
     own(*given)
     read("tiny", changes)
-    assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
+    assert [train.FLAGS.batch, train.FLAGS.batch_size] == expected
 
 
 SMALL = ("--framework=torch", "--attention=dense", "--batch=1", "--steps=2", "--seq_len=64")

@@ -37,7 +37,7 @@ from nsa_core.types import Branches
 from tests import commands
 from tests.measured import logged
 from tests.parallel_worker import StopAt, learner_of, task, trained
-from tests.test_train import command  # noqa: F401, a fixture
+from tests.test_train import TABLE, command  # noqa: F401, a fixture
 
 DENSE = task("dense", steps=6)
 
@@ -260,23 +260,10 @@ def test_processes_of_jax_without_a_device_in_the_mesh(monkeypatch):
         jax_parallel.Layout.of(Parallel("ddp", 4), DENSE.model)
 
 
-GRAPHS = {
-    "": True,
-    "--accumulate=2": True,
-    "--nograph": False,
-    "--compile": False,
-    "--parallel=ddp": False,
-    "--parallel=ddp --graph": True,
-    "--parallel=ddp --ddp_safe": False,
-    "--parallel=fsdp": False,
-    "--parallel=fsdp --graph": True,
-}
-
-
-@pytest.mark.parametrize("words", GRAPHS)
-def test_what_is_a_graph(words):
+@pytest.mark.parametrize(("words", "graph"), TABLE["graphs"].items())
+def test_what_is_a_graph(words, graph):
     commands.parsed(train.FLAGS, "train", "--framework=torch", *words.split())
-    assert train._variant("torch", DENSE, "math").graph == GRAPHS[words]
+    assert train._variant("torch", DENSE, "math").graph == graph
 
 
 @pytest.fixture
@@ -307,46 +294,29 @@ def test_safe_ranks_compare_collectives(torchrun):
         ranks.close()
 
 
-LAUNCHED = {
-    "torchrun": {"WORLD_SIZE": "2", "RANK": "1"},
-    "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
-    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-    "mpiexec": {"PMI_SIZE": "2", "PMI_RANK": "1"},
-}
+LAUNCHED = TABLE["launched"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
-@pytest.mark.parametrize(
-    ("arguments", "use"),
-    [
-        ("--framework=torch", "--framework=torch --parallel=ddp or fsdp"),
-        ("--framework=jax", "--parallel=ddp or fsdp --jax_coordinator"),
-        ("--framework=jax --parallel=fsdp", "--parallel=ddp or fsdp --jax_coordinator"),
-        ("", "--framework=torch --parallel=ddp or fsdp"),
-        ("--throughput --framework=torch", "--framework=torch --parallel=ddp or fsdp"),
-    ],
-)
+@pytest.mark.parametrize("arguments", TABLE["used"])
 def test_several_processes_that_do_not_know_each_other(
     command,  # noqa: F811
     tmp_path,
     monkeypatch,
     launcher,
     arguments,
-    use,
 ):
     """Each would train a copy, all into one --out."""
     for name, value in LAUNCHED[launcher].items():
         monkeypatch.setenv(name, value)
+    use = TABLE["used"][arguments]
     with pytest.raises(ValueError, match=f"^{launcher} started 2 processes .*{use}"):
         command("--steps=1", "--corpus_bytes=65536", *arguments.split())
     assert not list(tmp_path.rglob("train.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "alone", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}, {"SLURM_NTASKS": "4"}]
-)
+@pytest.mark.parametrize("alone", TABLE["alone"])
 def test_a_process_by_itself(monkeypatch, alone):
-    """One of torchrun, a word of another program, a batch script of SLURM."""
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
     launchers.check_one()
