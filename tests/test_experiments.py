@@ -186,20 +186,16 @@ def test_the_selection_s_loss_is_what_loops_say():
     attention = NSAAttention(**sizes, gate="head", phi="avg")
     query, key, _, _ = attention.project(x, torch.arange(100).expand(2, 100))
     total, mass = 0.0, 0.0
-    for row, t, head in itertools.product(range(2), range(3, 100, selection.EVERY), range(2)):
-        free = range(1, t // 8 - 1)  # not the first block, nor the last two
-        if not free:
-            continue
-        p, s = np.zeros(13), np.zeros(13)
-        for q in query[row, t, head * group : (head + 1) * group] / 8**0.5:
-            full = (key.selected[row, : t + 1, head] @ q).softmax(0)
-            for at, each in enumerate(full.tolist()):
-                p[at // 8] += each
-            windows = [key.compressed[row, i : i + 8, head].mean(0) for i in range(0, t - 6, 4)]
-            for i, each in enumerate((torch.stack(windows) @ q).softmax(0).tolist()):
-                for token in (4 * i, 4 * i + 4):  # the strides that it shares with blocks
-                    s[token // 8] += each
-        p, s = p[list(free)], s[list(free)]
+    # Queries before 24 have no other blocks than the first and the last two.
+    for row, t, head in itertools.product(range(2), range(24, 100, selection.EVERY), range(2)):
+        free = slice(1, t // 8 - 1)
+        q = query[row, t, head * group : (head + 1) * group] / 8**0.5
+        full = (q @ key.selected[row, : t + 1, head].T).softmax(-1).sum(0)
+        windows = [key.compressed[row, i : i + 8, head].mean(0) for i in range(0, t - 6, 4)]
+        coarse = (q @ torch.stack(windows).T).softmax(-1).sum(0)
+        stride = np.arange(len(windows))  # a window has this one and the next
+        p = np.bincount(np.arange(t + 1) // 8, full.tolist(), 13)[free]
+        s = sum(np.bincount((stride + i) // 2, coarse.tolist(), 13)[free] for i in (0, 1))
         total += (p * np.log((p / p.sum()) / (s / s.sum()))).sum()
         mass += p.sum()
     found = selection.loss(attention, x)

@@ -34,7 +34,6 @@ from bench.lm import (
 from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
 from bench.lm.share import Share
-from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
 from tests import spawned
 from tests.parallel_worker import (
@@ -46,6 +45,7 @@ from tests.parallel_worker import (
     task,
     trained,
 )
+from tests.test_layers import in_torch
 
 # Of losses over the steps of `worker.TRAINING`, relative.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -314,11 +314,10 @@ def test_layouts_of_jax_have_the_numbers_of_torch_in_one_process(tmp_path, layou
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 def test_gates_of_each_query_head_in_shards():
     """From `meta`, as FSDP starts a layer; the output is that of the same weights, whole."""
-    options = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        layer = NSAAttention(**options, gate="head", gate_bias=(0, 1, 3), device="meta")
+        layer = in_torch(gate="head", gate_bias=(0, 1, 3), device="meta")
         fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
         layer.to_empty(device="cpu")
         layer.reset_parameters()
@@ -329,7 +328,7 @@ def test_gates_of_each_query_head_in_shards():
         sharded, _ = layer(x)
     finally:
         dist.destroy_process_group()
-    whole = NSAAttention(**options, gate="head", phi="avg")
+    whole = in_torch(gate="head", phi="avg")
     whole.load_state_dict(state, strict=False)
     torch.testing.assert_close(whole(x)[0], sharded)
 
