@@ -74,8 +74,7 @@ def test_runs_of_a_seed_are_pairs_and_those_that_are_there_stay(command, tmp_pat
         (end,) = (x for x in lines if isinstance(x, log.Summary))
         assert end.status == "ok" and end.recall_gain is not None
         assert bool(end.hits) == name.startswith("sigmoid")
-        (header,) = (x for x in lines if isinstance(x, log.Header))
-        assert header.epochs == pytest.approx(3 * 300 / 4500)
+        assert lines[0].epochs == pytest.approx(3 * 300 / 4500)
     (group,) = quality.groups(found)
     assert [kind.label for kind in group.kinds] == ["dense", "nsa gate=sigmoid n_sel=4"]
     assert command("--seeds=1,2") == 0 and "all runs are in" in capsys.readouterr().out

@@ -202,20 +202,10 @@ def test_a_program_serves_any_number_of_documents_that_there_is_room_for(
 
 def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
     """Drawing of batches, but no checkpoint; before a checkpoint no following batch is given."""
-    told = []
-
-    class Idle:
-        share, ranks = share.Share(2), Ranks()
-
-        def step(self, batch, step, following=None):
-            told.append(following is not None)
-            return 1.0, 1.0
-
-        def save(self, folder):
-            time.sleep(0.5)
-
-        def loss_sums(self, batch, categories, count):
-            return np.ones(count)
+    idle = mock.Mock(share=share.Share(2), ranks=Ranks())
+    idle.step.return_value = 1.0, 1.0
+    idle.save.side_effect = lambda folder: time.sleep(0.5)
+    idle.loss_sums.side_effect = lambda batch, categories, count: np.ones(count)
 
     class Slow(Batches):
         def train(self, step, rows=slice(None)):
@@ -225,7 +215,8 @@ def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
     run = worker.run_of(tmp_path, task("dense", steps=5), kind=Slow, save_every=3)
     times_ms: list[float] = []
     with watch.Watch(tmp_path, "idle", run.ranks, watch.Settings()) as watched:
-        loop.steps(run, Idle(), 0, loop.Stop(), times_ms, watched)
+        loop.steps(run, idle, 0, loop.Stop(), times_ms, watched)
+    told = [call.args[2] is not None for call in idle.step.call_args_list]
     assert told == [True, True, False, True, False]
     # Two batches, one, none, two, none; the third step is followed by a checkpoint.
     for time_ms, drawn in zip(times_ms, (2, 1, 0, 2, 0), strict=True):
@@ -368,8 +359,7 @@ def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     _, output, found = command(
         *flags, f"--steps={steps}", "--pack=once", f"--corpus_bytes={size}"
     )
-    (header,) = (line for line in found if isinstance(line, log.Header))
-    assert header.epochs == pytest.approx(seen)
+    assert found[0].epochs == pytest.approx(seen)
     assert (f"warning: the text is seen {seen:.1f} times" in output.err) == (seen > 1)
     evaluations = [line.steps for line in found if isinstance(line, log.Evaluation)]
     assert evaluations == sorted({*range(2, steps + 1, 2), steps})

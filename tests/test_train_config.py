@@ -12,7 +12,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from bench import train
-from bench.lm import config_file, log, spec
+from bench.lm import config_file, spec
 from bench.lm.parallel import Parallel
 from nsa_core import config_files
 from tests import refusals
@@ -139,11 +139,11 @@ def test_a_run_from_a_file(command, tmp_path):  # noqa: F811
     )
     given = (*SMALL, f"--config={run}")
     status, _, found = command(*given)
-    header = next(line for line in found if isinstance(line, log.Header))
+    header = found[0]
     assert status == 0 and (header.model["dim"], header.model["hidden"]) == (32, 96)
     assert (header.model["vocabulary"], header.training["weight_decay"]) == (300, 0.5)
     assert header.training["lr"] == 1e-3 and len(header.input_sha256) == 64
-    assert next(line for line in found if isinstance(line, log.Speed)).model == "tiny-changed"
+    assert found[-1].kind == "speed" and found[-1].model == "tiny-changed"
     texts.write_text("".join(lines[:-1]))
     (tmp_path / "out" / "train.jsonl").unlink()  # as if the run were not done
     for changes, message in (
@@ -169,7 +169,7 @@ def test_the_seeds_batch_size_is_a_devices_micro_batch(command, arguments, layou
     small = "--attention=dense --steps=1 --seq_len=32 --corpus_bytes=65536"
     small += " --set=model.dim=32 --set=model.layers=1"
     status, output, found = command(*small.split(), *SEED_RUN, *arguments.split())
-    header = next(line for line in found if isinstance(line, log.Header))
+    header = found[0]
     graph = "torch" in arguments and torch.cuda.is_available()
     assert status == 0 and header.parallel == dataclasses.asdict(layout) | {"graph": graph}
     batch = header.training["batch"]
