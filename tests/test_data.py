@@ -17,13 +17,12 @@ from tests import refusals
 from tests.tables import table
 
 WIDTH = 9
-# Of documents, shorter and longer than a row.
-LENGTHS = (5, 40, 1, 12, 7, 23, 3, 30, 8, 16, 2, 19, 11, 6, 28, 14, 9, 21, 4, 17)
+TABLE = table("training")
 
 
 @pytest.mark.parametrize(
     ("width", "lengths"),
-    [*((width, LENGTHS) for width in (2, 5, 9, 40)), (4, (0, 5, 0, 0, 9, 0))],
+    itertools.product((2, 5, 9, 40), TABLE["lengths"]),
 )
 def test_packing_predicts_each_token_once(width, lengths):
     """Of tokens that are their own places."""
@@ -37,7 +36,7 @@ def test_packing_predicts_each_token_once(width, lengths):
     assert np.isin(rows[:, 1:][~same], starts[:-1]).all()  # which begins at its first token
     predicted = np.bincount(rows[:, 1:].ravel(), minlength=starts[-1])
     left_over = (starts[-1] - 1) % (width - 1) + 1  # the first token, and less than a row
-    assert predicted.max() == 1 and (predicted == 0).sum() == left_over
+    assert predicted.max() <= 1 and (predicted == 0).sum() == left_over
 
 
 def test_packing_of_no_document():
@@ -156,7 +155,7 @@ def test_files_that_are_not_there(load, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no such file with one of"):
             load(name)
     (tmp_path / "owner").mkdir()
-    names = table("training")["hub"] | {str(tmp_path / "owner"): False}
+    names = TABLE["hub"] | {str(tmp_path / "owner"): False}
     assert {name: data.is_hub(name) for name in names} == names
 
 

@@ -12,25 +12,10 @@ from bench.harness import exit_status, process, records
 from bench.lm import log
 from tests import commands
 from tests.measured import logged
+from tests.tables import table
 
-SPEED = logged(
-    log.Speed,
-    implementation="fa2 ranges=v2",
-    model="125m",
-    seq_len=2048,
-    time_ms=100.0,
-    p20_ms=99.0,
-    p80_ms=102.0,
-    samples=9,
-    tokens_per_s=163840.0,
-    peak_bytes=3 * 2**30,
-    mfu=0.25,
-    device="some GPU",
-    versions={"torch": "2.15", "cuda": "13.0", "driver": "580"},
-    commit="c" * 40,
-    dirty=False,
-    time="2026-01-01T00:00:00Z",
-)
+TABLE = table("training")["showcase"]
+SPEED = logged(log.Speed, **TABLE["speed"])
 
 
 @pytest.fixture
@@ -112,16 +97,9 @@ def test_the_exit_status(command, rows, tmp_path):
         assert status == exit_status.WRONG and f"| error | {left[1]} |" in printed.out
 
 
-def test_which_branches_are_fa2():
-    names = {
-        "fa2": "yes",
-        "fa2 ranges=adaptive=v1": "yes",
-        "fa2/fa2/sdpa/fa2": "compressed, sliding",
-        "mosaic": "no",
-        "sdpa/fa2/sdpa/sdpa": "no",  # scores have no FA-2: a name without a kernel
-    }
-    for name, expected in names.items():
-        assert showcase.fa2(dataclasses.replace(SPEED, implementation=name)) == expected
+@pytest.mark.parametrize(("name", "expected"), TABLE["fa2"].items())
+def test_which_branches_are_fa2(name, expected):
+    assert showcase.fa2(dataclasses.replace(SPEED, implementation=name)) == expected
 
 
 def test_the_share_of_the_time_that_the_gpu_is_used(tmp_path):

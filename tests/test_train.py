@@ -238,10 +238,7 @@ def test_weights_start_alike_under_both_attentions(tmp_path):
         assert matrix.std().item() == pytest.approx(deviation, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("attention", "gate", "millions"),
-    [("nsa", "sigmoid", 124), ("nsa", "head", 125), ("dense", "sigmoid", 120)],
-)
+@pytest.mark.parametrize(("attention", "gate", "millions"), TABLE["parameters"])
 def test_products_and_parameters(attention, gate, millions):
     for name, kv in itertools.product(spec.MODELS, ("shared", "separate")):
         model = spec.model(name, attention, gate=gate)
