@@ -29,6 +29,7 @@ from typing import Any
 
 from absl import flags
 
+from nsa_core import extras
 from nsa_core import flags as kernel_flags
 from nsa_core.layer import GATES
 from nsa_core.layer import PHI as PHIS
@@ -170,6 +171,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "--throughput measures only one device, got --parallel or --accumulate"
         )
+    if FLAGS.framework != "torch":
+        extras.require("train", "optax", "flax")
     if FLAGS.graph and FLAGS.framework == "jax":
         raise ValueError("--graph needs --framework=torch, got jax")
     if None not in (FLAGS.batch, FLAGS.batch_size):

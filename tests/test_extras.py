@@ -75,6 +75,7 @@ MISSING = [
     ("import bench.compare", "jinja2", "bench"),
     ("import nsa_bench.compare", "jinja2", "bench"),
     ("import bench.report", "matplotlib", "bench"),
+    ("from bench import train; train.FLAGS(['train']); train.main([])", "optax", "train"),
     ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
     ("from bench.lm import tokens; tokens.FromFile(b'', 'x')", "tokenizers", "data"),
 ]

@@ -109,6 +109,10 @@ found = {"dense": losses(dense), "converted": losses(model)}
 # %%
 train(model, tuning, 1e-4)
 found["tuned"] = losses(model)
+for name, (within, beyond) in found.items():
+    print(
+        f"{name}: loss {within:.2f} within {exact} tokens, {beyond:.2f} beyond, in nats per byte"
+    )
 
 for i, part in enumerate(("within", "beyond")):
     plt.bar([j + 0.4 * i for j in range(3)], [x[i] for x in found.values()], 0.4, label=part)

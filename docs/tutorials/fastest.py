@@ -63,6 +63,7 @@ for length in lengths:
             times[name].append(float("nan"))
 
 for name, each in times.items():
+    print(f"{name}:", ", ".join(f"{ms:.3g} ms" for ms in each), f"for {lengths} tokens")
     plt.plot(lengths, each, "o-", label=name)
 plt.xscale("log", base=2)
 plt.yscale("log")

@@ -75,6 +75,7 @@ trainer = Trainer(model, arguments, train_dataset=texts, data_collator=collator)
 trainer.train()
 
 history = [x for x in trainer.state.log_history if "loss" in x]
+print(f"loss {history[0]['loss']:.2f}, at the end {history[-1]['loss']:.2f} nats per byte")
 plt.figure(figsize=(6, 3))
 plt.plot([x["step"] for x in history], [x["loss"] for x in history])
 plt.xlabel("step")

@@ -85,6 +85,9 @@ for _ in range(steps):
     schedule.step()
     losses.append(loss.detach())
 losses = torch.stack(losses).cpu()
+print(
+    f"loss of the first step {losses[0]:.2f}, of the last step {losses[-1]:.2f} nats per byte"
+)
 
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.plot(losses)
@@ -119,6 +122,8 @@ def recall(distance: int) -> float:
 distances = torch.linspace(passage, tokens - passage, 12 if gpu else 4).int().tolist()
 repeats = 16 if gpu else 1
 found = [sum(recall(x) for _ in range(repeats)) / repeats for x in distances]
+for distance, value in zip(distances, found, strict=True):
+    print(f"recall of a passage {distance} tokens back: {value:.2f} nats per byte")
 
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.plot(distances, found, "o-")
