@@ -84,20 +84,7 @@ def test_frameworks_shapes_and_devices_are_not_mixed():
     assert list(both) == [GPU, "B"]
 
 
-@pytest.mark.parametrize(
-    "names, lengths, fields",
-    [
-        # Neither a form of a call nor a peer is our kernel.
-        (
-            ("mosaic packed", "mosaic recompute", "native-sparse-attention-triton"),
-            (1024, 2048, 4096),
-            {},
-        ),
-        (("fla",), (1024, 2048), {"extra": {"judged": False}}),
-        # Of our kernels the one with the most lengths counts.
-        (("sdpa",), (2048,), {}),
-    ],
-)
+@pytest.mark.parametrize("names, lengths, fields", table("bench")["faster rows"])
 def test_faster_rows_that_do_not_count(names, lengths, fields):
     rows = sweep({1024: 0.5, 2048: 2.0})
     rows += [record("all", name, 0.01, S=n, **fields) for name in names for n in lengths]
