@@ -43,7 +43,15 @@ VOCABULARY, CLIP, LARGEST_WEIGHT, LEAST_RISE = 16, 0.2, 2.0, 0.1
 FLAGS = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "select_block": 16, "prompts": 8}
 FLAGS |= {"answers": 8, "prompt_tokens": 64, "answer_tokens": 4, "steps": 40, "updates": 2}
 FLAGS |= {"lr": 2e-3, "seed": 0, "max_gap": 1e-4}
-LEAST = {"answers": 2, "steps": 2, "select_block": 4, "lr": 0, "seed": 0, "max_gap": 0}
+LEAST = {
+    "answers": 2,
+    "steps": 2,
+    "prompt_tokens": 2,
+    "select_block": 4,
+    "lr": 0,
+    "seed": 0,
+    "max_gap": 0,
+}
 
 
 def sample(sampler, prompts: list[list[int]], flags: argparse.Namespace) -> list[torch.Tensor]:
