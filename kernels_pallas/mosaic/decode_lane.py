@@ -69,8 +69,8 @@ class Lane(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The numbers of visible keys of a query, and this warp's share of the work. All numbers
-    are words that are equal in all lanes.
+    """The numbers of visible keys of a query, and this warp's share of the work. Each field is
+    a 32-bit word with the same value in all lanes of the warp.
 
     Attributes:
       seen: Number of visible raw tokens, from the first token of the row.

@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     gradients have the shapes of the arrays.
 
     Compressed keys and values are `[B, C, Hkv, .]`. The keys and values of other branches are
-    `[B, S, Hkv, .]`. Keys and values to which no query may attend are not NaN.
+    `[B, S, Hkv, .]`. Callers replace NaN in keys and values to which no query may attend.
     """
 
     query: Any  # [B, T, H, D]
