@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
@@ -281,6 +282,22 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     pretend.gpu(monkeypatch, None)
     with pytest.raises(NotImplementedError, match="need a Hopper GPU, but torch finds none"):
         nsa_torch.prepare(**given)
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"), [(nsa_jax, jnp.float16), (nsa_torch, torch.float16)]
+)
+def test_prepare_passes_on_each_option(library, dtype, monkeypatch):
+    pretend.gpu(monkeypatch)
+    asked = lambda kernels, *rest: ({*kernels}, *map(str, rest))
+    on = {"prepare_jax": asked, "prepare_torch": asked, "jax_capability": (9, 0)}
+    pretend.machine(monkeypatch, **on)
+    given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
+    plain = library.prepare(**given)
+    options = {"value_width": 64, "dtype": dtype, "scale": 0.3, "gradients": False}
+    options |= {"packed": True, "lengths": (512,), "device": 1, "jobs": 3}
+    for name, value in options.items():
+        assert library.prepare(**given | {name: value}) != plain, name
 
 
 HEADER = table("test_ffi")

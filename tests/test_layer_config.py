@@ -9,7 +9,9 @@ import nsa_jax
 import nsa_jax.nn
 import nsa_torch
 from nsa_core.layer import LayerSpec
-from nsa_torch import NSAConfig
+from nsa_jax import api
+from nsa_torch import NSAConfig, functional
+from tests import pretend
 from tests.problems import SMALL
 
 SIZES = {"dim": 32, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8}
@@ -79,6 +81,36 @@ def test_a_layer_explains_and_packs():
         bounds = {"max_seqlen": 60, "max_sequences" if make is of_torch else "max_segments": 4}
         varlen = layer.varlen(borders, **bounds)
         assert {name: getattr(varlen, name) for name in bounds} == bounds
+
+
+INPUTS = {of_torch: torch.ones(1, 8, 32), of_jax: jnp.ones((1, 8, 32))}
+
+
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.parametrize("dense_below", [None, 0, 9])
+def test_a_layer_passes_on_its_implementation(dense_below, make):
+    """To whole sequences, to the selected branch alone, to dense attention, and to a cache."""
+    options = {} if dense_below is None else {"gate": "selected", "dense_below": dense_below}
+    layer = make(config=SMALL, implementation="mosaic", **options)
+    whole, cached = (INPUTS[make],), (INPUTS[make], layer.init_cache(1, 9))
+    for call, given in ((layer, whole), (layer, cached), (layer.explain, (8,))):
+        with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+            call(*given)
+
+
+@pytest.mark.parametrize("make", INPUTS)
+def test_a_layer_explains_the_batch_and_dtype_that_it_is_asked_about(make, monkeypatch):
+    place = functional if make is of_torch else api
+    note = lambda query, *_, **how: (query.shape, query.dtype)
+    asked = pretend.calls_of(monkeypatch, place, "explain", note)
+    dtype = {"dtype": torch.float16} if make is of_torch else {}
+    make(config=SMALL).explain(9, batch=3, **dtype)
+    assert asked == [((3, 9, 4, 8), dtype.get("dtype", jnp.float32))]
+
+
+def test_a_cache_of_a_layer_has_the_dtype_and_device_that_are_asked_for():
+    key = of_torch(config=SMALL).init_cache(1, 9, torch.float16, "meta").selected_key
+    assert key.is_meta and key.dtype is torch.float16
 
 
 def test_flax_knows_prefill():
