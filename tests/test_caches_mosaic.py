@@ -237,7 +237,7 @@ def step(ran, monkeypatch):
     query, gates, pair, at, _, _ = path.given(call_of(rows, table, turns[1], [0, 1]))
     given = {"query": query, "gates": gates, "cache": path.cache, "key": pair[0]}
     given |= {"value": pair[1], "page_table": at[0], "lengths": at[1]}
-    return lambda **changes: nsa_torch.paged_attention(**given | changes)
+    return functools.partial(nsa_torch.paged_attention, **given)
 
 
 DIFFERENT = [
@@ -262,6 +262,14 @@ def test_a_known_step_is_checked_where_anything_differs(step, changes, message):
     error = NotImplementedError if message == "no gradient" else ValueError
     with pytest.raises(error, match=message):
         step(**{"made_with": (("rotation", "a"),)} | changes)
+
+
+def test_a_known_step_has_the_scale_of_its_call(step):
+    """Twice the default scale and twice the query give the same bits, decided and known."""
+    want, plain = step(query=2 * step.keywords["query"]), step()
+    assert not torch.equal(want, plain)
+    for _ in range(2):
+        assert torch.equal(step(scale=2 * 64**-0.5), want) and torch.equal(step(), plain)
 
 
 @torch.no_grad()

@@ -185,6 +185,35 @@ def test_each_name_runs_or_is_refused(framework, call, row):
             run()
 
 
+@pytest.mark.parametrize("framework", LIBRARIES)
+@pytest.mark.parametrize(
+    "call", ["attention", "cached_attention", "paged_attention", "paged_block_attention"]
+)
+def test_a_scale_is_a_factor_of_the_query(framework, call):
+    """Twice the default scale and twice the query give the same bits, and others than the
+    default does."""
+    world = WORLDS[framework]
+
+    def drawn(call):
+        given, numbers = world.arguments(call), np.random.default_rng(0)
+        for name, x in given.items():
+            if hasattr(x, "ndim") and "float" in str(x.dtype):
+                given[name] = world.xp.asarray(numbers.normal(size=x.shape).astype("float32"))
+        return given
+
+    def run(factor=1, **options):
+        given = drawn(call) | options
+        given["query"] = factor * given["query"]
+        if call == "paged_attention":
+            tokens = drawn("append")
+            given["cache"] = world.library.append(**tokens) or tokens["cache"]
+        found = world.function(call)(**given)
+        return np.asarray(found[0] if isinstance(found, tuple) else found)
+
+    scaled = run(scale=2 * 8**-0.5)
+    assert (scaled == run(2)).all() and (scaled != run()).any()
+
+
 def test_float64_of_numpy_where_jax_keeps_it():
     arrays = [np.zeros((2, 20, heads, 8)) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="query must not be a NumPy array of float64"):
