@@ -55,6 +55,8 @@ def test_with_config_the_recommended_options_are_the_defaults(make):
     )
     named = make(config=SMALL, gate="softmax", kv="separate").spec
     assert (named.gate, named.kv) == ("softmax", "separate")
+    given = make(num_initial=2, compute_dtype="float8_e4m3").config
+    assert (given.num_initial, given.compute_dtype) == (2, "float8_e4m3")
     assert (make().spec.gate, make().spec.kv) == ("sigmoid", "separate")
     fp8 = make(config=NSAConfig(compute_dtype="float8_e4m3"))
     assert fp8.compute_dtype == fp8.config.compute_dtype == "float8_e4m3"

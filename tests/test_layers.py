@@ -563,7 +563,8 @@ def test_a_cache_made_under_autocast_has_its_dtype():
     torch.testing.assert_close(*of_autocast(cached_before=False), rtol=2e-2, atol=2e-3)
 
 
-def test_use_triton_sel_names_the_kernel():
+def test_switches_name_implementations():
+    assert in_torch(use_flash=False).implementation == nsa_jax.Branches.each("sdpa")
     module = in_torch(use_triton_sel=True)
     assert module.implementation == nsa_jax.Branches(None, "triton", None)
     with pytest.raises(NotImplementedError, match="triton"):

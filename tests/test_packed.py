@@ -431,6 +431,8 @@ def test_what_does_not_belong_together():
         meta.tensors(4, 2, 16, implementation="sdpa")
     with refused("widths must be multiples of 16"):  # once a StopIteration
         meta.tensors(4, 2, 40)
+    with refused("widths must be multiples of 16"):
+        meta.tensors(4, 2, 16, 40)
     numbers[1] += 1
     with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)

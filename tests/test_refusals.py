@@ -185,10 +185,12 @@ def test_each_name_runs_or_is_refused(framework, call, row):
             run()
 
 
+SCALED = "attention compressed_attention selected_attention sliding_attention block_attention"
+SCALED += " cached_attention paged_attention paged_block_attention"
+
+
 @pytest.mark.parametrize("framework", LIBRARIES)
-@pytest.mark.parametrize(
-    "call", ["attention", "cached_attention", "paged_attention", "paged_block_attention"]
-)
+@pytest.mark.parametrize("call", SCALED.split())
 def test_a_scale_is_a_factor_of_the_query(framework, call):
     """Twice the default scale and twice the query give the same bits, and others than the
     default does."""
@@ -212,6 +214,15 @@ def test_a_scale_is_a_factor_of_the_query(framework, call):
 
     scaled = run(scale=2 * 8**-0.5)
     assert (scaled == run(2)).all() and (scaled != run()).any()
+
+
+@pytest.mark.parametrize("framework", LIBRARIES)
+def test_appended_tokens_are_those_of_a_maker(framework):
+    world = WORLDS[framework]
+    given = world.arguments("append")
+    cache = world.library.append(**given, made_with=FACTS) or given["cache"]
+    with pytest.raises(ValueError, match="rope_base"):
+        world.library.append(**given | {"cache": cache}, made_with=(("rope_base", 2.0),))
 
 
 def test_float64_of_numpy_where_jax_keeps_it():
