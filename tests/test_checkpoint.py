@@ -114,7 +114,7 @@ def other(name, ours, theirs):
 
 LATER = {"kind.norm_layer._extra_state": torch.zeros(())}  # a word of a later version
 REFUSED = [
-    *(other(*kinds) for kinds in refusals.TABLE["kinds"]),
+    *(other(*kinds) for kinds in refusals.TABLE["kinds of layers"]),
     (former_state, {"phi": "mlp"}, "gate must be 'sigmoid' as in the module, got 'softmax'"),
     (former_state, {"gate": "softmax"}, "phi must be 'avg' as in the module, got 'mlp'"),
     (lambda: state_of() | LATER, {}, "norm must be 'no such name' .* got 'layer'"),
