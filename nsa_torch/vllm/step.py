@@ -113,8 +113,8 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> tuple[PagedCache, Tensor]:
     found = tuple(memory.shape[1:])
     if found[:2] != wanted[:2] or found[2] < wanted[2]:
         raise ValueError(
-            "blocks must have the shape (key/value heads, select_block, elements per token) = "
-            f"{wanted}, got {found}"
+            f"blocks must have {wanted[0]} key/value heads, {wanted[1]} tokens (select_block) and "
+            f"at least {wanted[2]} elements per token, got {found}"
         )
     return carve_blocks(memory.view(-1), len(memory), spec)
 
