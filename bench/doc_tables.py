@@ -61,7 +61,9 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
-CHARTED = "nvidia-h200"  # the device of `docs/crossover.svg`
+CHARTED = (
+    "nvidia-h200"  # the device with FA-4; its panels of `docs/crossover.svg` precede others
+)
 DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/README.md")
 DOCUMENTS += ("bench/records/log/quality_tables.md",)
 MARKER = re.compile(
@@ -134,7 +136,9 @@ def summary(device: str = CHARTED) -> str:
             ours, *others = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *DENSE))
             dense = [x for x in others if x and x["status"] == "ok"]
             if ours is None or len(dense) < len(DENSE):
-                raise ValueError(f"{device} must have records of {what}, got none")
+                raise ValueError(
+                    f"{device} must have records of {what} by NSA and each of {DENSE}"
+                )
             found.append((which, what, ours, min(dense, key=lambda x: x["time_ms"])))
     # The first shape of `bench.packed`, compared with separate rows.
     documents = (packed := chosen("packed", device))[0]["documents"]

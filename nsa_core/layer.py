@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from nsa_core import rotation, validate
 from nsa_core.cache_contents import Facts
-from nsa_core.config import NSAConfig
+from nsa_core.config import SEED_NAMES, NSAConfig
 
 type Phi = Literal["avg", "mlp", "mlp_pe", "mlp_rope"]
 type Gate = Literal["sigmoid", "softmax", "head", "selected"]
@@ -36,15 +36,7 @@ CACHED = (
 START = ("gate_bias",)
 
 
-FIELD_OF = {
-    "l": "compress_block",
-    "d": "compress_stride",
-    "l_sel": "select_block",
-    "n_sel": "num_selected",
-    "w": "window",
-    "num_initial": "num_initial",
-    "num_local": "num_local",
-}
+FIELD_OF = SEED_NAMES | {"num_initial": "num_initial", "num_local": "num_local"}
 
 
 class Unnamed(str):

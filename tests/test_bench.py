@@ -14,7 +14,7 @@ import pytest
 import nsa_jax
 import nsa_torch
 from bench import compare
-from bench.harness import cost, exit_status, problems, records, text, timing, turns
+from bench.harness import cost, exit_status, peers, problems, records, text, timing, turns
 from bench.harness.jobs import Job
 from bench.judge import oracle
 from bench.judge.checks import Checker
@@ -450,6 +450,13 @@ def test_a_named_kernel_may_fall_back(run):
     assert code == 0
     assert commands.ends(found) == "xla ok"
     assert "mosaic" in found[0].refused and "not mosaic:" in printed
+
+
+def test_explain_lists_installed_flash_attention(run, monkeypatch):
+    able = {"fa4": None, "flash_attn": "not installed"}  # a CPU has no such package
+    monkeypatch.setattr(peers, "flash_why_not", lambda name, problem: able[name])
+    _, printed, _ = run("--framework=torch --explain")
+    assert re.search(r"torch +dense +fa4: runs", printed) and "flash_attn" not in printed
 
 
 def test_explain_only_prints(run):

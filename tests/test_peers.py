@@ -34,9 +34,9 @@ def installed(monkeypatch):
 
 
 def test_refusals_say_why(installed):
-    installed("flash_attn")
+    installed("flash-attn")
     assert "flash-linear-attention is not installed" in peers.why_not(asked(), "selected")
-    installed(FLA, "flash_attn")
+    installed(FLA, "flash-attn")
     assert peers.why_not(asked(), "selected") is peers.why_not(asked(), "all") is None
     for changes, reason in table("bench")["refusals of fla"]:
         assert reason in peers.why_not(asked(**changes), "selected")
@@ -46,7 +46,7 @@ def test_refusals_say_why(installed):
 
 
 def test_rows_that_are_not_ours_say_so(installed):
-    installed(FLA, "flash_attn")
+    installed(FLA, "flash-attn")
     found = {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
     assert list(found) == ["selected", "sliding", "all"]
     assert [job.judged for job in found.values()] == [True, True, False]
@@ -84,9 +84,9 @@ def test_dense_attention_of_installed_packages_is_measured_without_being_asked(i
         (job.branch, job.label)
         for job in peers.dense(asked(dtype="bfloat16", **changes), BRANCHES, ["flash_attn"])
     ]
-    installed("flash_attn")
+    installed("flash-attn")
     assert found() == []
-    installed("flash-attn-4", "flash_attn")
+    installed("flash-attn-4", "flash-attn")
     assert found() == [("dense", "fa4")]
     assert found(capability=(8, 0)) == found(platform="cpu") == []
     assert not any(peers.dense(asked(dtype="bfloat16"), ["all"], []))

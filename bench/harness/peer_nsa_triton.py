@@ -80,7 +80,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
         return (
             f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
         )
-    if branch == "all" and records.version("flash_attn") is None:
+    if branch == "all" and records.version("flash-attn") is None:
         return f"{PACKAGE} needs flash_attn for the sliding window; flash_attn is not installed"
     return None
 

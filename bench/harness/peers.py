@@ -1,5 +1,5 @@
 """Kernels of other libraries, which `bench.compare --peers` compares with ours if they are
-installed.
+installed. Dense attention of `fa4` and `flash_attn` is also compared without `--peers`.
 
 | name | package on PyPI | content | branches |
 |---|---|---|---|
@@ -56,7 +56,7 @@ def why_not(problem: Problem, branch: str) -> str | None:
         )
     if problem.D > WIDEST:
         return f"fla.ops.nsa needs D <= {WIDEST}, got {problem.D}"
-    if branch != "selected" and records.version("flash_attn") is None:
+    if branch != "selected" and records.version("flash-attn") is None:
         return (
             "fla.ops.nsa needs flash_attn for its sliding window; flash_attn is not installed"
         )

@@ -15,15 +15,6 @@ from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
-# Names of the same sizes in the layer (`NSAAttention`), by which a key is refused.
-OTHER_NAMES = FIELD_OF | {
-    "dim": "hidden_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_groups": "num_key_value_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "d_k": "head_dim",
-    "d_v": "v_head_dim",
-}
 # Options of other models that this model does not have, and the only value that this model
 # accepts for each. The value None means that the option must be unset.
 FIXED: dict[str, Any] = {
@@ -57,6 +48,8 @@ WIDTHS = {
 }
 SPEC = WIDTHS | FIELD_OF | {"bias": "attention_bias"} | {name: name for name in KIND}
 SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias", "key_taps")}
+# Keys that are refused, since they are names of the layer or of vLLM for the same option.
+OTHER_NAMES = SPEC | {"num_kv_heads": "num_key_value_heads"}
 REMOTE = "modeling_nsa"  # the name of the module next to config.json
 REMOTE_CODE = """\
 # For transformers' `trust_remote_code=True`; the model's code is in the installed package.
@@ -185,12 +178,13 @@ class NSAModelConfig(SavedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         names = [field.name for field in dataclasses.fields(self)]
         for key in kwargs:
-            near = OTHER_NAMES.get(key) or next(
-                iter(difflib.get_close_matches(key, names, n=1, cutoff=0.85)), None
-            )
+            if key in OTHER_NAMES:
+                near = [OTHER_NAMES[key]]
+            else:
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
             if near and not key.startswith("_"):
                 raise ValueError(
-                    f"{key!r} must be a key of the configuration; did you mean {near!r}?"
+                    f"{key!r} must be a key of the configuration; did you mean {near[0]!r}?"
                 )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
