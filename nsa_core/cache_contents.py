@@ -64,7 +64,7 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
         "".join(said), hash(tuple(said.values()))
     except (TypeError, ValueError):
         return False
-    return not any(getattr(x, "shape", ()) for x in said.values())
+    return not any([getattr(x, "shape", ()) for x in said.values()])
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:

@@ -41,9 +41,10 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
     rank, got = axes if isinstance(axes, int) else len(axes), tuple(x.shape)
     if len(got) != rank:
         raise ValueError(f"{name} must have {rank} axes, got shape {got}")
-    if dtype_name(x) not in dtypes:
-        raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
-    if dtype_name(x) == "float64" and type(x).__module__ == "numpy":
+    dtype = dtype_name(x)
+    if dtype not in dtypes:
+        raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype}")
+    if dtype == "float64" and type(x).__module__ == "numpy":
         # Modules are looked up only for such arrays. torch.compile would otherwise trace the
         # look-up, and assume that no further modules are loaded.
         jax = sys.modules.get("jax")
@@ -55,7 +56,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
     for other, y in like.items():
         if x.dtype != y.dtype:
             raise ValueError(
-                f"{name} must have the dtype of {other}, {dtype_name(y)}, got {dtype_name(x)}"
+                f"{name} must have the dtype of {other}, {dtype_name(y)}, got {dtype}"
             )
     if not isinstance(axes, int):
         shape(name, x, axes)
@@ -64,7 +65,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
 def shape(name: str, x, axes: Axes) -> None:
     """Check that `x` has the given axes. The number of axes has already been checked."""
     got = tuple(x.shape)
-    expected = tuple(y if want is None else want for want, y in zip(axes, got, strict=True))
+    expected = tuple([y if want is None else want for want, y in zip(axes, got, strict=True)])
     if got != expected:
         raise ValueError(f"{name} must have shape {expected}, got {got}")
 

@@ -257,7 +257,7 @@ def cached_attention(
     copied = recorded or any(map(_WANTS_GRADIENT, cache.pages.tensors().values()))
     whole = cache.clone() if copied else cache
     pages, lengths = whole.pages, cache.length + num_new
-    by_token = lambda each: Branches(*(x.resolve_neg().flatten(0, 1) for x in each))
+    by_token = lambda each: Branches(*[x.resolve_neg().flatten(0, 1) for x in each])
     new = NewTokens(by_token(key), by_token(value), compress_params, contents)
     # Everything is decided before a token is written, so that a refused call leaves the cache
     # unchanged.

@@ -323,7 +323,7 @@ def split(
         None means no norms.
     """
     cos, sin = _angles(position, sizes.D, base, scale, scaling)
-    plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)
+    plain = norms is None or all([_is_plain(x, projection, nn.RMSNorm) for x in norms])
     if plain and _by_kernel(projection, sizes):
         cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
         weights = [cast(Tensor, x.weight) for x in norms or ()]
@@ -343,11 +343,11 @@ def split(
         query, key = normed(norms[0], query), normed(norms[1], key)
     query, raw = _rotated(query, cos, sin), sizes.raw_keys * sizes.Hkv
     key = torch.cat([key[:, :, :raw], _rotated(key[:, :, raw:], cos, sin)], dim=2)
-    query, key = (x.to(projection.dtype) for x in (query, key))
+    query, key = [x.to(projection.dtype) for x in (query, key)]
     value = value.unflatten(-1, (pairs, sizes.Dv))
-    keys, values = (
-        tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
-    )
+    keys, values = [
+        tuple([each.contiguous() for each in x.split(sizes.Hkv, dim=2)]) for x in (key, value)
+    ]
     mean = query.unflatten(2, (sizes.Hkv, -1)).mean(dim=3) if sizes.means else None
     gates = gates.unflatten(-1, (sizes.H, sizes.gates)).contiguous() if sizes.gates else None
     return QKV(query, keys, values, mean, gates)
@@ -426,7 +426,7 @@ def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) ->
         return False
     bias = getattr(layer, "bias", None)
     tensors = (layer.weight,) if bias is None else (layer.weight, bias)
-    return all(type(y) in (nn.Parameter, Tensor) and y.device == x.device for y in tensors)
+    return all([type(y) in (nn.Parameter, Tensor) and y.device == x.device for y in tensors])
 
 
 def _by_kernel(projection: Tensor, sizes: Heads) -> bool:

@@ -369,7 +369,7 @@ class NSAAttention(nn.Module):
         elif convolve is None:
             convolve = functools.partial(self.key_conv, position=position)
         names = zip(*spec.key_values, strict=True)
-        keys, values = ([getattr(self, name) for name in each] for each in names)
+        keys, values = [[getattr(self, name) for name in each] for each in names]
         gate = self.gate if spec.gate == "head" else None
         query, key, value, mean, logits = heads.project(
             *(x, self.W_Q, keys, values, position, spec),
@@ -386,7 +386,7 @@ class NSAAttention(nn.Module):
             gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
         else:
             gates = (logits if spec.gate_temp == 1 else logits / spec.gate_temp).sigmoid()
-        key, value = (x + x[-1:] * (len(Branches._fields) - len(x)) for x in (key, value))
+        key, value = [x + x[-1:] * (len(Branches._fields) - len(x)) for x in (key, value)]
         return query, Branches(*key), Branches(*value), gates
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):

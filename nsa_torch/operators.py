@@ -208,7 +208,7 @@ def numbers_of(config: NSAConfig) -> tuple[int, ...]:
     """Convert a config to a tuple of numbers, which are constants for `torch.compile`, so that
     only lengths vary.
     """
-    sizes = (operator.index(getattr(config, name)) for name in SIZES)
+    sizes = [operator.index(getattr(config, name)) for name in SIZES]
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 

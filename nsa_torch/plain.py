@@ -34,7 +34,7 @@ def plain(tensors: Iterable[Any]) -> bool:
     that are not tensors are ignored.
     """
     return undisturbed() and all(
-        type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
+        [type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)]
     )
 
 
@@ -56,7 +56,7 @@ def traced(tensors: Iterable[Any]) -> bool:
     """Return whether a tensor represents an input of a function that torch.compile traces.
     `is_compiling` does not suffice, since it is False while torch 2.11 traces a backward pass.
     """
-    return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
+    return any([isinstance(x, FakeTensor | FunctionalTensor) for x in tensors])
 
 
 def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""How many frames of Python a known call takes."""
+"""How many frames of Python a known call and a decode step take."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nsa_torch
+from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 from tests import pretend
 from tests.problems import SMALL
@@ -19,6 +20,24 @@ PACKAGES = "nsa_torch", "interop", "nsa_jax", "nsa_core", "kernels_pallas"
 def of_library(frame):
     path = Path(frame.f_code.co_filename)
     return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+
+
+def frames(function):
+    """The result of a function, the calls of the library's functions in it, and their files."""
+    found = []
+
+    def note(frame, event, _):
+        # What stands for the launch of a kernel calls the library too.
+        stand = "tests" in Path(frame.f_back.f_code.co_filename).parts and found
+        if event == "call" and of_library(frame) and not stand:
+            found.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+    return result, len(found), len(set(found))
 
 
 @pytest.mark.parametrize(
@@ -41,23 +60,6 @@ def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
         made = batch_tables.PlanTables
         by_kernels = lambda *given: made(*given[:-1], True)
         pretend.machine(monkeypatch, plan_tables=by_kernels, kernels_of_tables=None)
-    found = []
-
-    def note(frame, event, _):
-        # What stands for the launch of a kernel calls the library too.
-        stand = "tests" in Path(frame.f_back.f_code.co_filename).parts and found
-        if event == "call" and of_library(frame) and not stand:
-            found.append(frame.f_code.co_filename)
-
-    def frames(function):
-        found.clear()
-        sys.setprofile(note)
-        try:
-            result = function()
-        finally:
-            sys.setprofile(None)
-        return result, len(found), len(set(found))
-
     with stand_ins(monkeypatch):
         for _ in range(2):
             out, forward, files = frames(lambda: nsa_torch.attention(*given, **options))
@@ -67,3 +69,46 @@ def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
     assert forward <= most and files <= (14 if packed == "cu_seqlens" else 10)
     if gradients:
         assert backward <= 30
+
+
+# A step of one token is one launch, unless the compressor is learned. More tokens than a kernel on
+# pages supports are a chunk of a prompt.
+@pytest.mark.parametrize(
+    ("options", "tokens", "first", "most"),
+    [
+        ({}, 1, 1200, 55),
+        ({"config": NSAConfig(window=100)}, 1, 1200, 55),
+        ({"qk_norm_eps": 1e-6, "bias": True, "key_taps": 3, "w": 200}, 1, 1200, 62),
+        ({"phi": "mlp_pe", "w": 300}, 1, 1200, 340),
+        ({"w": 400}, 100, 1300, 430),
+    ],
+    ids=["default", "config", "norms", "learned", "chunk"],
+)
+@torch.no_grad()
+def test_a_step_of_a_layer_takes_few_frames(options, tokens, first, most, monkeypatch):
+    layer = nsa_torch.NSAAttention(64, 4, 1, 64, 64, implementation="mosaic", **options)
+    layer = layer.bfloat16()
+    cache, x = layer.init_cache(2, 300), torch.randn(2, tokens, 64).bfloat16()
+    with stand_ins(monkeypatch):
+        counts = [frames(lambda: layer(x, cache))[1] for _ in range(2)]
+    assert counts[0] <= first and counts[1] <= most
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 14), ("float8_e4m3fn", 22)])
+@torch.no_grad()
+def test_a_step_from_pages_takes_few_frames(dtype, most, monkeypatch):
+    """Of a new shape and of a known one. Each appends its tokens."""
+    make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16)
+    cache = nsa_torch.PagedCache(6, 1, 64, 64, dtype=getattr(torch, dtype))
+    table, counts = torch.arange(6, dtype=torch.int32).view(2, 3), []
+    with stand_ins(monkeypatch):
+        for length in (100, 101):
+            lengths = torch.tensor([length, 5], dtype=torch.int32)
+            given = make(2, 4, 64), make(2, 4, 3), cache, table, lengths
+            pair = {"key": make(2, 1, 64), "value": make(2, 1, 64)}
+            options = {"implementation": "mosaic", **pair}
+            step = lambda given=given, options=options: nsa_torch.paged_attention(
+                *given, **options
+            )
+            counts.append(frames(step)[1])
+    assert counts[0] <= 1200 and counts[1] <= most

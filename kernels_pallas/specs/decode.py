@@ -13,6 +13,7 @@ of these pages.
 
 import dataclasses
 import functools
+import itertools
 from functools import cached_property
 from typing import Any
 
@@ -49,8 +50,8 @@ class Variant:
     capacity: int
 
 
-# The compiled variants. For each capacity, the first variants have the lowest latency. Later
-# variants run more clusters at once, or need less shared memory.
+# The compiled variants, in the order of their capacity. For each capacity, the first variants have
+# the lowest latency. Later variants run more clusters at once, or need less shared memory.
 VARIANTS = (
     Variant(8, 4, 2, 128),
     Variant(4, 4, 4, 128),
@@ -425,11 +426,8 @@ def with_variant(spec: Decode) -> Decode:
     rounds of concurrent clusters is chosen. If no capacity is sufficient, the variant with the
     largest capacity is chosen, and `why_not` then returns the reason.
     """
-    clusters, found = spec.tokens * spec.Hkv, []
-    for variant in VARIANTS:
-        each = dataclasses.replace(spec, variant=variant)
-        if not why_not(each):
-            found.append((variant.capacity, cdiv(clusters, each.resident), each))
-    if not found:
-        return dataclasses.replace(spec, variant=VARIANTS[-1])
-    return min(found, key=lambda x: x[:2])[-1]
+    for _, variants in itertools.groupby(VARIANTS, lambda x: x.capacity):
+        each = [dataclasses.replace(spec, variant=x) for x in variants]
+        if found := [x for x in each if not why_not(x)]:
+            return min(found, key=lambda x: cdiv(spec.tokens * spec.Hkv, x.resident))
+    return each[-1]
