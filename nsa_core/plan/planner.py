@@ -346,7 +346,7 @@ class PlanOps(ArrayOps):
 
 def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
     got = [(math.prod(x.shape), x.dtype) for x in arrays]
-    wanted = [(x.size, x.dtype) for x in kernel.inputs]
+    wanted = [(math.prod(x.shape), x.dtype) for x in kernel.inputs]
     if got != wanted:
         raise ValueError(f"{kernel.name} must get elements {wanted}, got {got}")
 
