@@ -430,4 +430,4 @@ def with_variant(spec: Decode) -> Decode:
         each = [dataclasses.replace(spec, variant=x) for x in variants]
         if found := [x for x in each if not why_not(x)]:
             return min(found, key=lambda x: cdiv(spec.tokens * spec.Hkv, x.resident))
-    return each[-1]
+    return dataclasses.replace(spec, variant=VARIANTS[-1])
