@@ -61,9 +61,7 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
-CHARTED = (
-    "nvidia-h200"  # the device with FA-4; its panels of `docs/crossover.svg` precede others
-)
+CHARTED = "nvidia-h200"  # the device of `docs/crossover.svg`
 DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/README.md")
 DOCUMENTS += ("bench/records/log/quality_tables.md",)
 MARKER = re.compile(
@@ -260,15 +258,10 @@ def first_call(device: str) -> str:
 
 
 def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
-    """Return the panels of the first chart of `bench.report` by name, each with its device: from
-    the records of `CHARTED`, or of `DEVICE` if those lack the panel.
-    """
-    found = {}
-    for folder in (DEVICE, DEVICE.parent / CHARTED):
-        report = sources.read(sorted(folder.glob("*.jsonl")))
-        for device, panels in crossover.panels(report.records, report.training_lines).items():
-            found |= {x.name: (device, x) for x in panels if x.drawn or x.name not in found}
-    return found
+    """Return the panels of the first chart of `bench.report` by name, each with its device."""
+    report = sources.read(sorted((DEVICE.parent / CHARTED).glob("*.jsonl")))
+    found = crossover.panels(report.records, report.training_lines)
+    return {x.name: (device, x) for device, panels in found.items() for x in panels}
 
 
 def crossovers() -> str:

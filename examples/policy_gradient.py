@@ -25,8 +25,8 @@ log probabilities without a cache. The script prints for each step:
                     ratio is 1. The weight p(old) / p(sampler), at most 2, corrects the gap
 
 docs/determinism.md states when to use which. The exit status is 1 if a gap is above --max_gap, or
-if the mean reward of the last quarter of the steps is less than 0.1 above that of the first
-quarter. The script needs the extra `hf` and transformers 5.19.
+if the mean reward of the last quarter of the steps is less than 0.1 above the reward before the
+first update. The script needs the extra `hf` and transformers 5.19.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         if not largest <= flags.max_gap:
             sys.exit(f"the gap must be at most --max_gap {flags.max_gap}, got {largest:.1e}")
     ends = max(1, flags.steps // 4)
-    rise = (sum(rewards[-ends:]) - sum(rewards[:ends])) / ends
+    rise = sum(rewards[-ends:]) / ends - rewards[0]
     if not rise >= LEAST_RISE:
         sys.exit(f"the reward must rise by {LEAST_RISE}, got {rise:.3f}")
     print(f"the mean reward rose by {rise:.3f}")
