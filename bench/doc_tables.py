@@ -26,8 +26,9 @@ is one value, or several values separated by commas. The other tables are functi
 | `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
 | `seed_variables` | environment variables, and their flags here | |
 
-The command also writes two pictures. `docs/crossover.svg` is the first chart of `bench.report`.
+The command also writes three pictures. `docs/crossover.svg` is the first chart of `bench.report`.
 `docs/distance.svg` shows the gain from an earlier passage by its distance.
+`docs/needle.svg` shows which needles four models find, by length and depth.
 
 A cell shows the newest record of its shape, the status of a failed one, or `-` if there is none or
 if the path was refused. The column `commit` lists the commits of all figures in a row.
@@ -48,7 +49,7 @@ from absl import flags
 from .harness import cli, records, seed_env, seed_names
 from .harness.markdown import length, table
 from .harness.records import Record
-from .lm import curves, quality, watched
+from .lm import curves, quality, tasks, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
 from .lm.measures import DISTANCES
@@ -430,9 +431,28 @@ def distance_picture(old: str) -> str:
     return drawn(old, found, lambda: plots.distances(found, DISTANCES))
 
 
+NEEDLE_RUNS = {
+    "dense": "dense",
+    "window": "sliding window",
+    "head_shared": "16 blocks",
+    "shared_taps_n64": "64 blocks, key_taps=3",
+}
+
+
+def needle_picture(old: str) -> str:
+    """Return `docs/needle.svg`."""
+    found = {}
+    for run, label in NEEDLE_RUNS.items():
+        (path,) = DEVICE.parent.glob(f"*/quality/52m_8k_tasks/{run}-7.jsonl")
+        (end,) = (x for x in train_log.read(path) if isinstance(x, train_log.Summary))
+        found[label] = end.needle or {}
+    return drawn(old, found, lambda: plots.needles(found, tasks.NEEDLE_DEPTHS))
+
+
 PICTURES = {
     "docs/crossover.svg": crossover_picture,
     "docs/distance.svg": distance_picture,
+    "docs/needle.svg": needle_picture,
 }
 TABLES: Mapping[str, Callable[..., str]] = {
     **{name: functools.partial(of_lines, name) for name in KINDS},

@@ -7,6 +7,7 @@ saved as PNG on white, and as SVG in the text colour of the page.
 
 import dataclasses
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ COLORS = {
     "xla": "#2f74c0",
     "jax": "#b08900",
     "reference": "#7c8794",
+    "math": "#7c8794",
 }
 OTHER, OURS = "#a13d87", "#0b6b4c"
 MARKERS = {"jax": "o", "torch": "^"}
@@ -139,6 +141,28 @@ def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> 
         _labels(axes, title, "tokens back", "nats per token")
     _legend(figure)
     return _svg(figure, "distance", facecolor="white")
+
+
+def needles(found: Mapping[str, Mapping[str, Sequence[float]]], depths: Sequence[float]) -> str:
+    """Return the SVG of heat maps on white: the share of needles that each model of `found` finds,
+    by number of tokens and by depth. Depth 0 is the first token of a row.
+    """
+    figure, grid = _grid(len(found), (2.4, 2.2))
+    for axes, (model, shares) in zip(grid, found.items(), strict=False):
+        columns = [[shares[n][row] for n in shares] for row in range(len(depths))]
+        axes.pcolormesh(columns, cmap="Greens", vmin=0, vmax=1)
+        axes.invert_yaxis()
+        for (row, line), column in itertools.product(enumerate(columns), range(len(shares))):
+            ink = "white" if line[column] > 0.6 else INK
+            place = column + 0.5, row + 0.5
+            axes.text(
+                *place, f"{line[column]:.1f}", ha="center", va="center", size=6, color=ink
+            )
+        across, down = ([x + 0.5 for x in range(len(each))] for each in (shares, depths))
+        axes.set_xticks(across, [f"{int(n) // 1024}k" for n in shares], size=7)
+        axes.set_yticks(down, map(str, depths), size=7)
+        _labels(axes, model, "tokens of a row", "depth")
+    return _svg(figure, "needle", facecolor="white")
 
 
 def _draw(panel: Panel, axes) -> None:
