@@ -4,6 +4,7 @@ One place for all names of ours and of others that tests replace for it.
 """
 
 import functools
+import importlib.metadata
 import pkgutil
 import sys
 import types
@@ -11,8 +12,16 @@ import types
 import jax
 import torch
 
+from kernels_pallas.runtime import store
+from kernels_pallas.triton import capability
 from nsa_core import policy
+from nsa_jax import ffi
 from tests.tables import table
+
+
+def asked_again(monkeypatch, place, name):
+    """A function that asks its machine once asks in this test, and again after it."""
+    monkeypatch.setattr(place, name, functools.cache(getattr(place, name).__wrapped__))
 
 
 def gpu(monkeypatch, capability=(9, 0), name="a GPU", count=1):
@@ -29,6 +38,7 @@ def gpu(monkeypatch, capability=(9, 0), name="a GPU", count=1):
 def jax_gpu(monkeypatch, capability=(9, 0), **answers):
     """The library takes JAX's default device for a GPU of a compute capability."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked_again(monkeypatch, ffi, "_is_hopper")
     machine(monkeypatch, jax_capability=capability, jax_device_name="a GPU", **answers)
 
 
@@ -43,6 +53,20 @@ def module(monkeypatch, name, **functions):
     made = types.ModuleType(name)
     vars(made).update(functions)
     monkeypatch.setitem(sys.modules, name, made)
+
+
+def packages(monkeypatch, **versions):
+    """Only these packages are installed, in these versions; `_` stands for `-` in a name."""
+    installed = {name.replace("_", "-"): version for name, version in versions.items()}
+
+    def distribution(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return types.SimpleNamespace(version=installed[name], requires=[])
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    asked_again(monkeypatch, store, "_jax_version")
+    asked_again(monkeypatch, capability, "_missing")
 
 
 # What the library asks about its machine, by a name of this file.
@@ -65,7 +89,7 @@ def folder(monkeypatch, kind, path):
     """The repository's folder of `FOLDERS` is another one."""
     monkeypatch.setattr(FOLDERS[kind], path)
     if kind == "devices":  # of which each file is read once
-        monkeypatch.setattr(policy, "of", functools.cache(policy.of.__wrapped__))
+        asked_again(monkeypatch, policy, "of")
 
 
 def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: arguments):

@@ -35,11 +35,6 @@ def device(monkeypatch):
     return use
 
 
-def versions(monkeypatch, **found):
-    names = {name.replace("_", "-"): version for name, version in found.items()}
-    pretend.machine(monkeypatch, package_version=names.get)
-
-
 def test_this_installation(capsys):
     status = doctor.main()
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +65,9 @@ def test_gpus(device, capability, state, words):
 
 
 def test_no_jax_and_versions_that_were_not_tried(monkeypatch):
-    versions(monkeypatch, torch="9.0", transformers="5.20.0")
+    pretend.packages(monkeypatch, torch="9.0", transformers="5.20.0")
+    # A checkout of the library that is not installed names no versions.
+    assert [x[1] for x in doctor.packages()] == ["ok", "note", "note", "ok", "note"]
     requires = [
         "torch>=2.11,<2.16; extra == 'torch'",
         "transformers<5.25,>=5.17; extra == 'hf'",
@@ -88,11 +85,11 @@ def test_no_jax_and_versions_that_were_not_tried(monkeypatch):
 
 def test_two_cudas_in_one_environment(monkeypatch, device):
     device((9, 0))
-    versions(monkeypatch, jax_cuda12_plugin="0.11.2")
+    pretend.packages(monkeypatch, jax_cuda12_plugin="0.11.2")
     ((_, state, words),) = doctor.cuda()
     assert state == "broken"
     assert words.startswith("JAX uses CUDA 12, torch uses CUDA 13.0; run pip install")
-    versions(monkeypatch, jax_cuda13_plugin="0.11.2")
+    pretend.packages(monkeypatch, jax_cuda13_plugin="0.11.2")
     assert [state for _, state, _ in doctor.cuda()] == ["ok"]
 
 

@@ -155,8 +155,12 @@ def check(problem, table, first, count):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_items(name):
-    """Where lengths are known, they are constants of a program, made without a framework."""
+    """Where lengths are known, they are constants of a program, made without a framework. Only the
+    items of a window are streams, and no segment of them has queries of both halves.
+    """
     problem, found = PROBLEMS[name], PROBLEMS[name].items()
+    assert problem.split.streams == (problem.window is not None)
+    assert not (problem.split.streams and problem.gap and problem.split.segments % 2)
     whole = check(problem, *found)
     assert whole > 0.9 or name != "compressed"
     if not problem.lengths:

@@ -253,8 +253,9 @@ def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, 
     store.fetch([kernel(1)])
     other_jax(the_file(store))
     if what == "jax":
-        pretend.machine(monkeypatch, jax_version=None)
-    pretend.machine(monkeypatch, plugin=False)
+        pretend.packages(monkeypatch)
+    else:
+        pretend.machine(monkeypatch, plugin=False)
     assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
 
 

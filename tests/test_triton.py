@@ -4,7 +4,6 @@ Where the interpreter is not asked for, this file runs once more in a process th
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 
 import jax
@@ -244,19 +243,10 @@ UNFIT = "jax-triton 0.4.1 needs triton 3.7, got 3.6.0; install jax-triton 0.3.1"
 )
 def test_jax_triton_that_does_not_fit_triton(caller, compiler, reason, monkeypatch):
     """A call ended in an AttributeError of jax-triton."""
-    versions = {"jax-triton": caller, "triton": compiler}
-
-    def version(name):
-        if versions[name] is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    of_triton = {} if compiler is None else {"triton": compiler}
+    pretend.packages(monkeypatch, jax_triton=caller, **of_triton)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    capability._missing.cache_clear()
-    found = capability.copies_why_not((9, 0), "bfloat16", "jax")
-    capability._missing.cache_clear()
-    assert found == reason
+    assert capability.copies_why_not((9, 0), "bfloat16", "jax") == reason
 
 
 @EVERYWHERE
