@@ -1,5 +1,6 @@
-"""Runs the functions of `nsa_jax` on torch tensors (implementation `jax`). The forward pass is
-one jitted call of JAX. The backward pass is another one, which computes the forward pass again.
+"""Runs the functions of `nsa_jax` on torch tensors (implementation `jax`). The forward pass is one
+jitted call of JAX. The backward pass is a second jitted call, which computes the forward pass
+again.
 """
 
 import functools
@@ -27,9 +28,8 @@ def _branch(*arrays, name, words, kv_len, **static):
 
 
 def _whole(*arrays, mode, kv_len, **static):
-    """Call `nsa_jax.attention`. The arrays of this call are the tensors of the input mode
-    (`operators.InputMode`), followed by `block_indices`. `kv_len` and the segment ids are the
-    same as in `_branch`.
+    """Call `nsa_jax.attention`. The arrays are the tensors of an `operators.InputMode`, followed by
+    `block_indices`. `kv_len` and the segment ids are the same as in `_branch`.
     """
     *given, block_indices, segment_ids, _ = arrays
     query, key, value, gates = mode.inputs(given)
@@ -63,9 +63,9 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """Run `function` or its backward pass. If `grads` is None, return the results of `function`.
-    If `grads` has the gradients of its first results, return the gradients of the floating-point
-    arrays.
+    """Run `function` or its backward pass. If `grads` is None, return the results of `function`. If
+    `grads` has gradients of the first results of `function`, return the gradients of the
+    floating-point arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:

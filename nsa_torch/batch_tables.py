@@ -1,14 +1,15 @@
 """Computes the tables that kernels derive from the boundaries of a packed row, once per batch
 or in each call.
 
-If the calls of a batch share boundaries, the tensor of the boundaries has a `Tables` object as
-an attribute. Operators, saved tensors of autograd and compiled graphs pass that tensor itself and
-therefore find the tables. If a caller passes a copy of the boundaries instead, the tables are
-computed again.
+If the calls of a batch share boundaries, the tensor of the boundaries has a `Tables` object as an
+attribute. Operators, saved tensors of autograd and compiled graphs pass the tensor of the
+boundaries itself, not a copy, and therefore find its tables. If a caller passes a copy of the
+boundaries instead, the tables are computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
-launches, or in four with work items of intervals. Without Triton, and for more sequences than one
-program can sum up, torch computes the tables.
+launches. Tables with work items of interval attention need four launches. Without Triton, torch
+computes the tables. For more sequences than one Triton program can sum up, torch computes the
+tables too.
 """
 
 import functools
@@ -39,11 +40,11 @@ type Make = Callable[[Tensor], Sequence[Tensor]]  # a hashable function of bound
 
 class Tables:
     """Stores arrays, keyed by the function that computes them. If a CUDA graph has read an array,
-    the array keeps its memory as long as this object exists.
+    the array keeps its memory as long as the `Tables` object exists.
 
     Args:
       max_seqlen: upper bound of tokens per sequence.
-      padded: whether tokens may belong to no sequence.
+      padded: whether some tokens may belong to no sequence.
       gap: Number of tokens between the first and the second half of the queries.
     """
 
@@ -53,8 +54,9 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """Pickle the object without its arrays. The unpickled object computes each array when it
-        is needed."""
+        """Pickle the object without its arrays. The unpickled object computes each array when the
+        array is needed.
+        """
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
@@ -71,7 +73,7 @@ class Tables:
 
 
 class _Derived(NamedTuple):
-    """A function of boundaries, together with its other arguments, which are numbers."""
+    """A function of boundaries, with the values of its other arguments, which are numbers."""
 
     function: Callable[..., Sequence[Tensor]]
     static: tuple[tuple[str, Hashable], ...]
@@ -98,8 +100,8 @@ def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: H
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Attach a `Tables` object to `borders`. From then on, arrays that are derived from `borders`
-    are stored in the `Tables` object.
+    """Attach a `Tables` object to `borders`. Arrays that are later derived from `borders` are
+    stored in the `Tables` object.
     """
     setattr(borders, ATTRIBUTE, tables)
     return borders
@@ -136,9 +138,9 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """Return the `PlanTables` of a plan, and a dictionary. The dictionary maps each buffer that
-    contains a table and that steps of the plan read to the number of its table. Plans with equal
-    tables share one `PlanTables` object.
+    """Return the `PlanTables` of a plan, and a dictionary. The dictionary has an entry for each
+    buffer that contains a table and that the plan reads. The entry maps the buffer to the number of
+    the table. Plans with equal tables share one `PlanTables` object.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -222,8 +224,7 @@ class PlanTables:
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """Return the index of the result that contains only the table `number`, as a separate
-        tensor."""
+        """Return the index of the separate tensor that contains only the table `number`."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:
@@ -398,8 +399,8 @@ class PlanTables:
 
 
 def _options(room: int) -> dict[str, Any]:
-    """Return the options of a launch. `room` is the number of values whose sum a program
-    computes.
+    """Return the options of a launch. `room` is the number of values whose sum one program of the
+    launch computes.
     """
     # Newer versions of Triton warn if it is not specified.
     return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}

@@ -37,32 +37,34 @@ def block_attention(
     """Compute causal attention of each query to the key blocks in its list. One softmax covers
     the keys of all blocks in the list.
 
-    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. A query attends to the tokens of its listed blocks at or before its own position.
-    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
-    through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
+    Block `j` contains the tokens `range(j * block_size, (j + 1) * block_size)` of the query's
+    sequence. A query attends to the tokens of its listed blocks at or before its own position. The
+    queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both through
+    the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
     deterministic, since sums have a fixed order.
 
     Args:
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` is the number of lists per token and divides `H`.
-        List `g` serves the query heads `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of
+        List `g` serves the query heads `range(g * H / G, (g + 1) * H / G)`. `G` is a divisor of
         `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
         repeated. The entries of a list may have any order, and negative entries are empty. Blocks
         after the query's own block, or beyond the last key, are masked. A list must not contain a
         block twice, since its keys would then count twice.
       block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
         size up to 128. `mosaic` and `triton` also support larger multiples of 64. `mosaic` and
-        `triton` split blocks of more than 128 tokens into parts of 128 tokens, or of 64 tokens if
-        `block_size` is not a multiple of 128. A list must then have at most 64 parts.
+        `triton` split blocks of more than 128 tokens into parts of 128 tokens. If `block_size` is
+        not a multiple of 128, the parts have 64 tokens. A list of blocks that are split must have
+        at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. With `tail` the lists must not contain the
         query's own block.
-      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`); block indices are
-        local to the sequence.
+      kv_len: number of valid keys, an int, or an int32 or int64 tensor `[]` or `[B]`; None means
+        `S`.
+      cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see `nsa_torch.functional`).
+        In a packed batch, block indices are local to the sequence.
       return_residual: whether to return the log-sum-exp too.
       implementation: as in `selected_attention`.
 
@@ -151,8 +153,8 @@ def paged_block_attention(
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `block_attention` of each row's last tokens to the row's keys and values in pages.
-    The result is `[N, H, Dv]`. The kernels read only the listed blocks. The launches depend only
-    on shapes. One CUDA graph therefore serves rows that grow.
+    The result is `[N, H, Dv]`. The kernels read only the listed blocks. The launches depend only on
+    shapes, so that one CUDA graph serves rows that grow.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -167,13 +169,13 @@ def paged_block_attention(
         queries.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
-      implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None for
-        the first of them that can run.
+      implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None, which
+        means the first of `triton` and `torch` that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit. If the host reads the indices, a list that contains
-        a block twice, or an index of a page that does not exist, also raises `ValueError`.
-      NotImplementedError: A gradient is required, or the named implementation cannot run this.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, duplicate blocks in a
+        list and indices of pages that do not exist also raise `ValueError`.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this call.
     """
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     given |= {"block_indices": block_indices, "page_table": page_table, "lengths": lengths}

@@ -128,12 +128,13 @@ def init_cache(
     device: torch.device | str | None = None,
     separate: bool = False,
 ) -> NSACache:
-    """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
+    """Make an empty `NSACache` for `capacity` tokens. Each call with this cache appends its tokens
+    to the cache.
 
     Args:
       batch, capacity: number of rows, and maximum number of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: the sizes of the layer. Calls on the cache use this config if they pass no other.
+      config: the sizes of the layer. A call without a config uses this config.
       dtype: dtype of keys and values.
       device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
@@ -192,10 +193,11 @@ def cached_attention(
         1e4)`. If the cache has tokens with other values, or with another kind of
         `compress_params`, the call raises an error.
       scale, implementation: as in `attention`.
-      new_lengths: int32 or int64 `[B]`, `0..T`, the number of the `T` tokens that belong to each
-        sequence. The other tokens are padding at the end, and their output is undefined. Padding
-        needs capacity in the cache, and later tokens overwrite it. The host reads `new_lengths`
-        only on a CPU or under `nsa_core.debug`. `new_lengths=None` means `T`.
+      new_lengths: int32 or int64 `[B]`, from 0 to `T`; how many of the `T` new tokens belong to
+        each sequence. The remaining new tokens of a row are padding at the end, and the output of
+        padding is undefined. Padding needs capacity in the cache, and later tokens overwrite it.
+        The host reads `new_lengths` only on a CPU or under `nsa_core.debug`. `new_lengths=None`
+        means `T`.
 
     Returns:
       `(out, cache)`, where `out` is `[B, T, H, Dv]` in the dtype of `query`, and `cache` is the
@@ -205,8 +207,8 @@ def cached_attention(
       ValueError: Shapes do not fit, or the cache has another config, parameters of another kind,
         or too little capacity. `ValueError` is also raised if a backward pass runs the call
         again.
-      NotImplementedError: The named implementation cannot run this call, or a CUDA graph is
-        being captured and the cache was made before the capture.
+      NotImplementedError: The named implementation cannot run this call. The error is also raised
+        while a CUDA graph is captured, if the cache was made before the capture.
     """
     step = None
     may_be_known = (  # whether an earlier call may already have checked the same step
@@ -320,8 +322,8 @@ def _check_runs_once(cache: NSACache) -> None:
         )
     if is_capturing(cache.length.device) and not cache.captured:
         raise NotImplementedError(
-            "cache must not be from init_cache in a CUDA graph: the host counts its lengths, "
-            "so all replays would write to one slot; capture paged_attention, or append to a "
+            "cache from init_cache must not be used in a CUDA graph, since every replay"
+            " would write to the same slot; capture paged_attention, or append to a "
             "clone() made within the graph"
         )
 
@@ -378,7 +380,7 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """Set the `count` entries after the first `used` [B] entries of `x` [B, M, ...] to zero, as
+    """For every row `b` of `x` [B, M, ...], set `x[b, used[b] : used[b] + count]` to zero, as
     `zeroed` does. Indices beyond the last entry are clamped to the last entry.
     """
     place = used[:, None] + torch.arange(count, device=used.device)

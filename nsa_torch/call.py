@@ -44,11 +44,11 @@ class Signature(NamedTuple):
       gradient: whether any tensor requires a gradient while gradients are on.
       hooked: Whether hooks for saved tensors are set. With hooks, each tensor is saved
         separately, and no saved tensor is freed early.
-      form: The number of tensors per argument. The entry is 0 for None, 1 for a tensor, 3 for
-        `Branches`, `ONE` for `Branches` whose fields are the same tensor, and -n for a tuple of n
-        tensors.
-      tensors: For each tensor, its shape, dtype and device, whether it is contiguous, and the
-        number of bytes by which its address misses the alignment of the kernels.
+      form: A number per argument. The number is 0 for None, 1 for a tensor, 3 for `Branches` and -n
+        for a tuple of n tensors. `ONE` means `Branches` whose fields are the same tensor.
+      tensors: For each tensor, its shape, dtype and device, and whether the tensor is contiguous.
+        The entry also has the number of bytes by which the address of the tensor misses the
+        alignment of the kernels.
     """
 
     numbers: tuple
@@ -77,8 +77,8 @@ def signature_of(
     of this kind cannot have a stored program.
 
     Args:
-      given: The tensors of the call. Each may be None or a tuple, and the boundaries of a
-        packed row are last.
+      given: The tensors of the call. Each entry may be None or a tuple. The last entry is the
+        boundaries of a packed row.
       checked: as in `functional.decided`.
     """
     names = implementation if type(implementation) is Branches else (implementation,)

@@ -18,9 +18,9 @@ FEWEST = 8  # minimum number of sequences for which tables have space
 
 
 def tensors(at=None, name_of_at="query", /, **given):
-    """Check that each argument is a plain tensor on the device of `at`, or on that of the first
-    argument if `at` is None. Each field of a `Branches` and of compressor parameters is checked
-    in the same way.
+    """Check that each argument is a plain tensor on the device of `at`. If `at` is None, all
+    arguments must be on the device of the first argument. Each field of a `Branches` and of
+    compressor parameters is checked in the same way.
     """
     for name, each in _each(given):
         if not isinstance(each, Tensor):
@@ -79,8 +79,8 @@ def tokens(
     value_name="value",
     length=None,
 ):
-    """Check the numbers of tokens of query and key. If both have only the tokens of one rank,
-    `length` is the number of tokens of the whole sequence.
+    """Check the numbers of tokens of query and key. If query and key have only the tokens of one
+    rank, `length` is the number of tokens of the whole sequence.
     """
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
@@ -130,8 +130,8 @@ def attention(
 def gates(gates, query) -> Branches:
     """Check gates and split them by branch, as `validate.gates` does. An eager call splits the
     gates with `unbind`, whose gradient is a single stack. A compiled call does not use `unbind`,
-    since it would save the views in addition to the gates. The backward pass of Inductor would
-    then overwrite gates that Inductor still reads.
+    since the compiled call would save the views in addition to the gates. With saved views, the
+    backward pass of Inductor would overwrite gates that Inductor still reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -213,9 +213,9 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """Return valid boundaries, so that no kernel reads outside the row. The first boundary is 0,
-    and each is at least the previous one and at most `length`. In eager mode the last boundary is
-    repeated until there are `room(sequences)` sequences. Calls with different numbers of
-    sequences then have the same signature.
+    and each boundary is at least the previous one and at most `length`. In eager mode the last
+    boundary is repeated until there are `room(sequences)` sequences. Calls with different numbers
+    of sequences then have the same signature.
 
     Raises:
       ValueError: The same as in `borders`.

@@ -2,8 +2,8 @@
 backward pass.
 
 The backward pass computes each chunk again. Every chunk adds to the gradients of keys and values.
-The gradients of keys and values accumulate in float32 or wider. torch.utils.checkpoint is not
-used, since it would accumulate them in the dtype of the keys.
+The gradients of keys and values accumulate in float32 or wider. torch.utils.checkpoint is not used,
+since it would accumulate these gradients in the dtype of the keys.
 """
 
 import functools
@@ -183,7 +183,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
       name: Part of the name of the kind of calls, `branch_attention/<name>`.
       count: Number of tensors, which are the positional arguments of the decorated function. The
         keyword arguments of that function are `with_lse` and the entries of the result of
-        `operators.unpack_layout`. The function returns None if no query has a key.
+        `operators.unpack_layout`. The decorated function returns None if no query has a key.
     """
 
     def define(work_of):

@@ -85,9 +85,9 @@ def gradient_of_means(
 
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
-    """Apply `phi` to the windows of `x` that consist of the tokens `taps` `[C, l]`. The result
-    is 0 for windows that are `unused` `[C, 1, 1]`. Values of padding affect neither the result
-    nor the gradients of the parameters.
+    """Apply `phi` to windows of `x`. The tokens of window `c` have the indices `taps[c]`, where
+    `taps` is `[C, l]`. `unused` `[C, 1, 1]` is true for windows whose result is 0. Values of
+    padding affect neither the result nor the gradients of the parameters.
     """
     windows = x[:, taps]
     if params is not None:

@@ -1,31 +1,32 @@
 """Context parallelism, in which the ranks of a mesh dimension share one sequence.
 
-Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
-and values are gathered for one batch row and a few key/value heads at a time (`head_groups`).
-The gather of the next heads runs while the current heads are computed. Attention of each chunk of
-queries is then an ordinary local call, whose keys end with the chunk's last token. The backward
-pass gathers keys and values again. A reduce-scatter in float32 sums their gradients over the
-ranks, also for a few heads at a time.
+Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
+values are gathered for one batch row and a few key/value heads at a time (`head_groups`). The
+gather of the next heads runs while the current heads are computed. The attention of a chunk of
+queries is an ordinary local call, whose keys end with the chunk's last token. The backward pass
+gathers keys and values again. A reduce-scatter in float32 sums the gradients of keys and values
+over the ranks, for a few heads at a time.
 
-On Mosaic kernels one local call can compute both chunks of a rank. The queries of this call have
-a gap between the chunks. On Mosaic kernels, if the compressed branch averages the tokens of the
-selected branch, each rank computes the means of all windows from the gathered tokens. Otherwise
-each rank computes the compressed tokens of those windows that begin in its own tokens. Windows
-extend beyond the rank's chunks. The tokens that follow a chunk and belong to its windows are the
-halo of the chunk. All ranks then gather the compressed tokens, of which there are `d` times fewer
-than raw tokens. `phi` therefore runs once per window, not once per rank and window. A window of
-`l` tokens belongs to the chunk with its first token. In general the halo has `l - 1` tokens. Only
-`l - d` tokens are needed if the row is not packed and the length of a chunk is a multiple of the
-stride. The ranks provide the halos by gathering the first tokens of every chunk. In the backward
-pass the gathers of halos and of compressed tokens become reduce-scatters in float32. A learned
-`phi` is computed again.
+On Mosaic kernels one local call can compute both chunks of a rank, with a gap between the queries
+of the chunks. On Mosaic kernels, the compressed branch may average the tokens of the selected
+branch. Each rank then computes the means of all windows from the gathered tokens. With other
+kernels or another `phi`, each rank computes the compressed tokens of the windows that begin in its
+own tokens. Windows extend beyond the rank's chunks. The tokens that follow a chunk and belong to
+its windows are the halo of the chunk. All ranks then gather the compressed tokens, of which there
+are `d` times fewer than raw tokens. Since compressed tokens are gathered, `phi` runs once per
+window, not once per rank and window. A window of `l` tokens belongs to the chunk with its first
+token. In general the halo has `l - 1` tokens. Only `l - d` tokens are needed if the row is not
+packed and the length of a chunk is a multiple of the stride. The ranks provide the halos by
+gathering the first tokens of every chunk. In the backward pass the gathers of halos and of
+compressed tokens become reduce-scatters in float32. The backward pass computes a learned `phi`
+again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
-backward pass slices the input tensors from the rank's own tensors, or gathers them again. The
-outer autograd node saves all other tensors. `torch.utils.checkpoint` around the call therefore
-works.
+backward pass slices the input tensors from the rank's own tensors, or gathers them again. Since the
+outer autograd node saves all other tensors, `torch.utils.checkpoint` around the call works.
 
-Shapes: `T` is the number of tokens of one rank, and `S` that of the whole sequence.
+Shapes: `T` is the number of tokens of one rank, and `S` is the number of tokens of the whole
+sequence.
 """
 
 import functools
@@ -172,9 +173,9 @@ def compress(
 def tokens_before(
     x: Tensor, count: int, *, context_mesh: DeviceMesh, context_layout: Layout = "zigzag"
 ) -> Tensor:
-    """Return the `count` tokens before each of the `C` chunks of this rank, `[B C, count,
-    columns]`. `x` `[B, T, columns]` has this rank's tokens. Tokens before the start of the
-    sequence are zeros.
+    """Return the `count` tokens before each of the `C` chunks of this rank,
+    `[B * C, count, columns]`. `x` `[B, T, columns]` has this rank's tokens. Tokens before the start
+    of the sequence are zeros.
 
     Raises:
       ValueError: a chunk has fewer tokens than `count`.
@@ -207,7 +208,7 @@ def select_blocks(
     exchange no tokens in this function.
 
     Args:
-      query: `[B, T, H, D]`, the rank's own.
+      query: `[B, T, H, D]`, the queries of this rank.
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
       cu_seqlens: boundaries of the whole sequence.
       config, scale, implementation: as in `nsa_torch.select_blocks`.
@@ -234,9 +235,8 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, return the
-    device of the mesh instead. With this device, the rank can still inform the other ranks of the
-    error.
+    """Return the ranks of a mesh, and the device of `x`. If `x` is not a tensor, return the device
+    of the mesh instead. The rank needs a device to inform the other ranks of the error.
     """
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
@@ -495,13 +495,13 @@ def local_graph(
 
     Args:
       leaves: The input tensors of the call.
-      kept: A list. The function appends the tensors that the autograd graph saves to this list,
-        and the graph does not own them.
+      kept: A list. `local_graph` appends to this list the tensors that the autograd graph saves.
+        The graph does not own these tensors.
 
     Returns:
       The output, and `gradients(leaves, kept, do, retain)`, which returns the gradient of each
-      leaf. The arguments of `gradients` are the leaves and the saved tensors again, the gradient
-      of the output, and whether the graph is used once more afterwards.
+      leaf. Of the arguments of `gradients`, `kept` are the saved tensors, `do` is the gradient of
+      the output, and `retain` is true if the graph is used again afterwards.
     """
     found, present = list[Tensor | None](), [leaves, kept]
     places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
@@ -767,7 +767,7 @@ class PackedWindows:
     """The windows of packed sequences. The class also serves one sequence if the length of a
     chunk is no multiple of the stride. Only the device knows the starts of packed windows.
 
-    The starts of two windows differ by at least `d` tokens. A chunk therefore has no more
+    Since the starts of two windows differ by at least `d` tokens, a packed chunk has no more
     windows than a chunk of a single sequence.
     """
 
@@ -810,17 +810,18 @@ class _Means(torch.autograd.Function):
 def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
     """Return five tables of windows. Each chunk of this rank has `most` slots for windows.
 
-    1. The tokens of each slot, `[chunks, most, l]`, as indices into the chunk and its halo.
+    1. The first table has the tokens of each slot, `[chunks, most, l]`, as indices into the chunk
+    and its halo.
 
-    2. Whether the slot is empty, `[chunks, most, 1, 1]`.
+    2. The second table `[chunks, most, 1, 1]` is true for empty slots.
 
-    3. The position of the slot's first token, `[chunks, most]`.
+    3. The third table has the position of each slot's first token, `[chunks, most]`.
 
-    4. The slot of each window of the sequence, `[C]`, counted over all chunks. A window without
-    a slot has the total number of slots.
+    4. The fourth table has the slot of each window of the sequence, `[C]`, counted over all chunks.
+    The entry of a window without a slot is the total number of slots.
 
-    5. For each token of a chunk and its halo, the slots of the windows that contain it,
-    `[chunks, l/d, tokens]`. Unused entries are `most`.
+    5. The fifth table has, for each token of a chunk and its halo, the slots of the windows that
+    contain the token, `[chunks, l/d, tokens]`. Unused entries of the fifth table are `most`.
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)

@@ -2,8 +2,8 @@
 the positions of each rank's tokens.
 
 All data moves through the process group of the mesh. If the process group raises an error, every
-rank that waits raises it again with the name of the step. If a rank is lost, the other ranks
-therefore end within the timeout of the process group.
+rank that waits raises the error again with the name of the step. If a rank is lost, the other ranks
+end within the timeout of the process group.
 """
 
 import dataclasses
@@ -128,11 +128,11 @@ class Shards(layouts.Shards):
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
-    """Check that `describe()` has the same result, a text, on all ranks. Return the text, and a
-    row of numbers that encodes it.
+    """Check that `describe()` returns the same text on all ranks. Return the text, and a row of
+    numbers that encodes it.
 
-    Every call gathers one such row from each rank. On a GPU the host writes and reads rows only
-    for a new description, since writing and reading wait for the device.
+    Every call gathers one row of numbers from each rank. On a GPU the host writes and reads rows
+    only for a new description, since writing and reading wait for the device.
 
     Raises:
       ValueError: The descriptions differ, or `describe` failed on a rank. All ranks raise this

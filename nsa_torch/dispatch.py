@@ -1,10 +1,10 @@
 """Chooses an implementation for each step of a call on torch tensors. `nsa_core.dispatch` defines
 the registry of implementations.
 
-The function of an implementation for a step is a target. A target has the arguments of the
-public function of the step, without `varlen` and `implementation`, and its `kv_len` is never
-None. The target of a branch has the additional argument `with_lse`. If `with_lse` is False, the
-target may return None for the log-sum-exp. A target of the step `attention` runs all steps at
+A target is the function with which an implementation computes a step. A target has the arguments of
+the public function of the step, without `varlen` and `implementation`. The `kv_len` of a target is
+never None. The target of a branch has the additional argument `with_lse`. If `with_lse` is False,
+the target may return None for the log-sum-exp. A target of the step `attention` runs all steps at
 once, and has the arguments that follow `kind` in `operators.all_steps`.
 """
 
@@ -141,7 +141,7 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """Choose the implementation for the problem of a `problem_key`. `step` is the argument of
+    """Choose the implementation for the problem of a `problem_key`. `step` is as in
     `Registry.choices`.
 
     Under `torch.compile` the choice is a constant of the compiled code, regardless of the number
@@ -190,8 +190,8 @@ def problem_key(
     gates: Iterable[torch.Tensor] = (),
     cached: bool = False,
 ) -> tuple:
-    """Describe a call by numbers and strings. The result is the hashable key from which `choose`
-    derives the problem.
+    """Describe a call by numbers and strings. The result is a hashable key, from which `problem_of`
+    makes the problem.
 
     Args:
       query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
@@ -237,7 +237,7 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 def _strided(memory) -> str | None:
     """Return the memory layout that kernels need and that a tensor lacks, or None. The returned
-    text continues a sentence after the word "needs".
+    text follows the word "needs" in a message.
     """
     for name, x in memory.items():
         if not x.is_contiguous():

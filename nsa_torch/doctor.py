@@ -77,7 +77,7 @@ def gpu() -> Finding:
 
 def cuda() -> Iterator[Finding]:
     """Check that JAX and torch use the same CUDA version. Two CUDA versions in one process may
-    crash it.
+    crash the process.
     """
     release = torch.version.cuda
     for major in ("13", "12"):

@@ -2,16 +2,17 @@
 kernels come from the package `flash_attn` if it is installed, otherwise from torch. The kernels
 align causal masks to the bottom right: the last query of a sequence attends to its last key.
 
-Compressed branch: let `t = p - (l - 1)` for a query at position `p`. The query attends to `t //
-d + 1` compressed tokens. Within a residue class `t mod d`, each query therefore attends to one
-more token than the previous query. The compressed branch is therefore plain causal attention,
-with `d` classes per sequence. Each class is a separate sequence for FA-2. A dozen operators
-reorder queries, keys and results before and after the call of FA-2. The host needs 0.7 to 0.8 ms
-to launch the reordering operators. Below a few thousand tokens, the GPU needs less time than the
-host. On an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to 1.2
-ms at 4096. One call of SDPA with a dense mask takes 0.22 ms. In eager mode FA-2 is therefore
-worthwhile only if the dense mask is too large. A CUDA graph replays the operators without the
-host. The indices for the reordering are computed once for all calls of the same sizes (`_once`).
+Compressed branch: let `t = p - (l - 1)` for a query at position `p`. The query attends to
+`t // d + 1` compressed tokens. Among the queries with the same `t % d`, each query attends to one
+more token than the previous query. The queries with the same `t % d` therefore have plain causal
+attention. For each value of `t % d`, these queries are a separate sequence for FA-2. A dozen
+operators reorder queries, keys and results before and after the call of FA-2. The host needs 0.7 to
+0.8 ms to launch the reordering operators. Below a few thousand tokens, the GPU needs less time than
+the host. On an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to
+1.2 ms at 4096. One call of SDPA with a dense mask takes 0.22 ms. In eager mode, FA-2 is worthwhile
+for the compressed branch only if the dense mask is too large. A CUDA graph replays the operators
+without the host. The indices for the reordering are computed once for all calls of the same sizes
+(`_once`).
 
 Sliding branch: FA-2 computes attention with a causal window.
 
@@ -93,10 +94,10 @@ def varlen(query, key, value, bounds, longest, *, causal, window, scale):
 
     Args:
       bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
-      longest: upper bounds of the lengths of sequences of queries and of keys.
+      longest: Upper bounds of the number of queries and of the number of keys per sequence.
       causal: Whether attention is causal, with the mask aligned to the bottom right.
-      window: Number of keys before its own position to which a query attends, or -1 for all keys.
-        A window implies a causal mask.
+      window: Number of keys before a query's own position to which the query attends; -1 means all
+        keys. A window implies a causal mask.
     """
     if library().startswith("flash_attn"):
         from flash_attn import flash_attn_varlen_func

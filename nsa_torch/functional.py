@@ -1,30 +1,30 @@
 """The public functions on torch tensors. Each function checks its arguments once and then runs
 the chosen implementations.
 
-The functions, their arguments and their results are the same as in `nsa_jax`, with two
-differences: `cu_seqlens` replaces `segment_ids`, and `context_mesh` replaces `context_axis`.
-`nsa_core.types` documents the shapes. Functions with the arguments `key` and `value` accept for
-each of them one tensor, or a `Branches` of tensors with one tensor per branch. `implementation`
-is None (automatic), a name for all branches, or a `Branches` of names. A named implementation
-never falls back to another one:
+The functions, their arguments and their results are the same as in `nsa_jax`, except that
+`cu_seqlens` replaces `segment_ids`, and `context_mesh` replaces `context_axis`. `nsa_core.types`
+documents the shapes. `key` and `value` may each be one tensor, or a `Branches` with one tensor per
+branch. `implementation` is None (automatic), a name for all branches, or a `Branches` of names. A
+named implementation never falls back to another one. These implementations exist:
 
-  mosaic       kernels for Hopper GPUs, 16-bit contiguous tensors (`nsa_torch.mosaic`)
-  triton       kernels for NVIDIA GPUs from 8.0, contiguous tensors (`nsa_torch.triton`)
-  fa2          FlashAttention-2, for float16 or bfloat16 on CUDA (`nsa_torch.fa2`)
-  sdpa         torch's scaled_dot_product_attention, on any device
-  jax          `nsa_jax` through DLPack, one call forward and one backward
-  reference    dense computation, for tests
+- `mosaic`: kernels for Hopper GPUs and contiguous 16-bit tensors (`nsa_torch.mosaic`)
+- `triton`: kernels for contiguous tensors on NVIDIA GPUs from compute capability 8.0
+  (`nsa_torch.triton`)
+- `fa2`: FlashAttention-2 for float16 or bfloat16 on CUDA (`nsa_torch.fa2`)
+- `sdpa`: torch's scaled_dot_product_attention, on any device
+- `jax`: `nsa_jax` through DLPack, with one call forward and one backward
+- `reference`: dense computation for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or int64,
-which starts with 0. Sequence `i` has the tokens `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may
-be empty. Tokens after the last sequence are padding. In every sequence, positions and block
-indices start at 0. No query reads another sequence. On a CPU, and on every device while
-`nsa_core.debug` reports events, the host reads the boundaries in `cu_seqlens`, and invalid
-boundaries raise `ValueError`. On a GPU and under torch.compile, invalid boundaries are corrected:
+which starts with 0. Sequence `i` has the tokens `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be
+empty. Tokens after the last sequence are padding. In every sequence, positions and block indices
+start at 0. No query reads another sequence. On a CPU the host reads the boundaries in `cu_seqlens`,
+and invalid boundaries raise `ValueError`. While `nsa_core.debug` reports events, the host reads the
+boundaries on every device. On a GPU and under torch.compile, invalid boundaries are corrected:
 
-  the first is not 0                  it counts as 0
-  one is less than its predecessor    it counts as the predecessor
-  one is beyond `T`                   it counts as `T`
+- A first boundary other than 0 counts as 0.
+- A boundary below its predecessor counts as the predecessor.
+- A boundary above `T` counts as `T`.
 
 Kernels need tables that are derived from the boundaries. Each call computes the tables again,
 unless `varlen_metadata` has made metadata for the batch. The metadata stores the tables.
@@ -290,10 +290,10 @@ def select_blocks(
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the block sizes and the number of selected blocks.
-      kv_len: Number of keys, an int, or int32 or int64 `[]` or `[B]`. Query `t` has position `t +
-        kv_len - T`. `kv_len=None` means `T`. Without `cu_seqlens`, if `kv_len` is an int or None,
-        `C` must be `config.num_compressed(kv_len)`. If `kv_len` is a tensor, `compressed_key` may
-        have more entries than these keys need.
+      kv_len: Number of keys, an int, or an int32 or int64 tensor `[]` or `[B]`. Query `t` has
+        position `t + kv_len - T`. `kv_len=None` means `T`. If the batch is not packed and `kv_len`
+        is an int or None, `C` must be `config.num_compressed(kv_len)`. If `kv_len` is a tensor,
+        `compressed_key` may have more entries than `kv_len` keys need.
       cu_seqlens, varlen: boundaries of a packed batch, as in `attention`.
       scale: factor of the logits; None means `D**-0.5`.
       implementation: a name; None means automatic.
@@ -366,7 +366,8 @@ def selected_attention(
         the indices count from the start of each sequence. Keys after the query are always
         masked.
       config: the block sizes and the number of selected blocks.
-      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
+      kv_len: number of valid keys, an int, or an int32 or int64 tensor `[]` or `[B]`; None means
+        `S`.
       cu_seqlens, varlen, scale, implementation: as in `select_blocks`.
 
     Returns: the same as `compressed_attention`.
@@ -439,10 +440,10 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: The same as in `attention`. Except for `context_mesh`, arguments of `attention` that
-      `explain` does not have do not affect the choice. `gates` affect the choice only if no other
-      argument requires a gradient. `compressed` affects the choice only if `compressed` requires
-      a gradient, or if kernels cannot read its memory layout.
+    Args: The same as in `attention`. Arguments of `attention` that `explain` lacks do not affect
+      the choice, except `context_mesh`. `gates` affect the choice only if no other argument
+      requires a gradient. `compressed` affects the choice only if `compressed` requires a gradient,
+      or if kernels cannot read its memory layout.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. The printed

@@ -54,8 +54,8 @@ class Geometry:
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:
     """Return `x` [B, T, ..] with zeros in place of padding. `real` [B, T] is False for padding.
-    Without this, a NaN in padding would spread through products of attention and gradients of
-    weights.
+    Without these zeros, a NaN in padding would spread through products of attention and gradients
+    of weights.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
 
@@ -126,9 +126,9 @@ def packed_windows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the window of each compressed slot of a packed row of `length` tokens.
 
-    Returns:
-      Three arrays over slots: the tokens of the window, `[C, l]`, whether the slot is unused,
-      `[C, 1, 1]`, and the position of the window's first token in its sequence, `[1, C]`.
+    Returns: Three arrays with one entry per slot. The first array has the tokens of the window,
+    `[C, l]`. The second array is true for unused slots, `[C, 1, 1]`. The third array has the
+    position of the window's first token in its sequence, `[1, C]`.
     """
     tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
     return tokens, unused, at

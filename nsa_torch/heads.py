@@ -6,7 +6,7 @@ heads, and the rotary embedding.
 
 On an NVIDIA GPU one Triton launch splits, normalizes and rotates the heads, and another launch
 computes the gradient (`kernels_pallas/triton/split_heads.py`). On other devices torch operators
-compute the same.
+compute the same results.
 """
 
 import dataclasses
@@ -104,8 +104,8 @@ class HeadGate(nn.Linear):
 
 
 class SelectedGate(nn.Module):
-    """Returns the constant gates 0, 1 and 0. Only the selected branch then contributes to the
-    output. This module has no weights.
+    """Returns the constant gates 0, 1 and 0. With these gates, only the selected branch contributes
+    to the output. This module has no weights.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):
@@ -119,7 +119,7 @@ class SelectedGate(nn.Module):
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x`, which is equal on all ranks, sharded in the same way as `like`."""
+    """Shard `x` in the same way as `like`. All ranks must pass the same `x`."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x
@@ -210,9 +210,9 @@ def project(
         raise
     if columns != sizes.row - sizes.gate_columns:
         raise ValueError(
-            f"projections must return {sizes.row - sizes.gate_columns} columns, those of all "
-            f"{spec.n_heads} query heads and {spec.n_kv_groups} key/value heads, got {columns}; "
-            "heads cannot be sharded over devices (tensor parallelism)"
+            f"projections must return {sizes.row - sizes.gate_columns} columns for "
+            f"{spec.n_heads} query heads and {spec.n_kv_groups} key/value heads, got "
+            f"{columns}; heads cannot be sharded over devices (tensor parallelism)"
         )
     if convolve is not None:
         first, count = sizes.H * sizes.D, sizes.branches * sizes.Hkv * sizes.D
@@ -508,7 +508,7 @@ def _join(
 ) -> list[Tensor]:
     """Compute the gradient `[B, T, row]` of the projection from the gradients of the results of
     `_split`. If the heads were normalized, `normed` has the projection and the norm weights of
-    query and keys, and the gradients of these weights are returned too.
+    query and keys. The gradients of these weights are then returned too.
     """
     heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
     if not normed:

@@ -55,7 +55,7 @@ def index_blocks(
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
       index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry *
         r + entry - 1`. Only queries at or after the last of these tokens use key `r`.
-      pool: number of index keys per block. A block therefore has `pool * entry` tokens.
+      pool: number of index keys per block. A block has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.
       num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
@@ -63,15 +63,16 @@ def index_blocks(
       reduce: `sum` adds the scores of all index heads and makes one list. `reduce=None` makes one
         list per index head.
       entry: number of tokens that an index key represents.
-      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. `kv_len=None` means `S'`,
-        or `T` if `entry` is above 1.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), which requires
-        `entry=1`. In a packed batch, block indices count from the start of each sequence.
-      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, contiguous tensors, a `pool` that is a power of two up to 256, at
-        most 64 index heads of at most 256 columns, and no packed rows. If `activation` and
-        `reduce` are None, `num_selected` is at most 64 and `pool` is at least 16, `triton` writes
-        no scores to memory. In other calls `triton` supports up to 32768 blocks
+      kv_len: number of tokens, an int, or an int32 or int64 tensor `[]` or `[B]`. `kv_len=None`
+        means `S'`, or `T` if `entry` is above 1.
+      cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see `nsa_torch.functional`). A
+        packed batch requires `entry=1`. In a packed batch, block indices count from the start of
+        each sequence.
+      implementation: `triton` or `torch`; None means the first of the two that can run. `triton`
+        needs an Ampere GPU or newer, contiguous tensors, and at most 64 index heads of at most 256
+        columns. `triton` requires a `pool` that is a power of two up to 256, and does not support
+        packed rows. `triton` writes no scores to memory if `activation` and `reduce` are None,
+        `num_selected <= 64` and `pool >= 16`. In other calls `triton` supports up to 32768 blocks
         per row, and writes up to 256 MiB of scores at a time.
 
     Returns:
@@ -131,9 +132,9 @@ def paged_index_blocks(
     cu_seqlens_q: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """Select blocks for the last tokens of each row, with index keys in pages. Pass the result
-    as `block_indices` to `paged_block_attention`. The launches depend only on shapes. One CUDA
-    graph therefore serves rows that grow.
+    """Select blocks for the last tokens of each row, with index keys in pages. Pass the result as
+    `block_indices` to `paged_block_attention`. The launches depend only on shapes, so that one CUDA
+    graph serves rows that grow.
 
     Args:
       index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
@@ -145,10 +146,10 @@ def paged_index_blocks(
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
         queries of all rows. `cu_seqlens_q=None` means that all rows have the same number of
         queries.
-      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, a `pool` that is a power of two up to 256, at most 64 index heads of
-        at most 256 columns, and page tables of at most 32768 blocks. `torch` copies the keys of
-        all rows.
+      implementation: `triton` or `torch`; None means the first of the two that can run. `triton`
+        needs an Ampere GPU or newer, at most 64 index heads of at most 256 columns, and page tables
+        of at most 32768 blocks. `triton` requires a `pool` that is a power of two up to 256.
+        `torch` copies the keys of all rows.
 
     Returns:
       The selected blocks, int32 `[N, Hi or 1, n]`, ascending, with -1 in empty slots at the end.
@@ -233,11 +234,10 @@ def indexer_kl(
         L   = sum_j t_j (log t_j - log p_j)
 
     With `block_indices` the sum is over the keys of the listed blocks, as in the sparse stage of
-    training. Without `block_indices` the sum is over all keys up to the query, as in dense
-    warm-up. Only `index_query` and `index_key` receive gradients. The loss needs neither values
-    nor the gradient of the attention's output, so that it also works if the attention is frozen.
-    Neither the forward nor the backward pass allocates an array of size queries times keys. Sums
-    have a fixed order.
+    training. Without `block_indices` the sum is over all keys up to the query, as in dense warm-up.
+    Only `index_query` and `index_key` receive gradients. The loss needs neither values nor the
+    gradient of the attention's output, so that the attention may be frozen. Neither the forward nor
+    the backward pass allocates an array of size queries times keys. Sums have a fixed order.
 
     Sources: the indexer loss comes from DeepSeek-V3.2. The mean over the heads of a group comes
       from MiniMax-M3.
@@ -249,18 +249,19 @@ def indexer_kl(
         `block_attention` and `sliding_attention` return it. A value of -inf means that the query
         has no keys, and that its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
-        heads `h * H / Hi ..`.
+        heads `range(h * H / Hi, (h + 1) * H / Hi)`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
       block_size: tokens per block, if `block_indices` are given.
       scale: factor of the attention's logits; None means `D**-0.5`.
       index_scale: factor of the indexer's logits; None means `Di**-0.5`.
       kv_len: number of keys; None means `S`.
-      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
-      implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
-        can run. `triton` needs an Ampere GPU or newer, one dtype for attention and indexer,
-        `block_indices`, blocks of 16, 32, 64 or 128 keys, widths up to 128, no packed rows, and
-        at least one index head per key/value head. `triton` stores one value per query, index
-        head and listed key. A stored value has 16 bits, or 32 bits for float32.
+      cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see `nsa_torch.functional`).
+      implementation: `triton` or `torch` (a chunk of queries at a time); None means the first of
+        the two that can run. `triton` needs an Ampere GPU or newer, `block_indices`, one dtype for
+        attention and indexer, and at least one index head per key/value head. `triton` supports
+        blocks of 16, 32, 64 or 128 keys and widths up to 128, and no packed rows. `triton` stores
+        one value per query, index head and listed key. A stored value has 16 bits, or 32 bits for
+        float32.
 
     Returns:
       The loss, float32 `[B, T, Hi]` (float64 for float64 input). The loss is 0 for padding. The
@@ -299,9 +300,9 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """Return the index queries and index keys with zeros in place of padding. A NaN in padding
-    would otherwise spread, since the gradient of index queries is a product with index keys, and
-    vice versa.
+    """Return the index queries and index keys with zeros in place of padding. Without these zeros,
+    a NaN in padding would spread. The gradient of index queries is a product with index keys, and
+    the gradient of index keys is a product with index queries.
     """
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:

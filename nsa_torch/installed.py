@@ -10,9 +10,14 @@ backward, and reads a prompt and decodes a token with its own cache. The folders
 process caches kernels are new and empty at first. The exit status is 1 if a process built or
 wrote something, or imported JAX. The command needs a Hopper GPU and torch.
 
-    import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
-    start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
-    layer_s    first calls of a layer: forward and backward, prompt, token
+A record has these durations in seconds:
+
+- import_s: import of torch and nsa_torch
+- start_s: the GPU's first tensor
+- forward_backward_s, prefill_s, decode_s: the first calls of attention
+- total_s: sum of forward_backward_s, prefill_s and decode_s
+- again_s: sum of the same three calls when they run again
+- layer_s: first calls of a layer, which are forward and backward, a prompt and a token
 """
 
 import argparse

@@ -1,10 +1,9 @@
 """Runs the steps of an implementation on kernels, `mosaic` or `triton`, on torch tensors as
-operators `nsa::*` (`operators.py`). Every function of a `KernelPath` is one operator on the
-current stream, and the host never waits for the device. The arguments are the same as in
-`functional.py`, except that `kv_len` is never None. `nsa_core.steps.fused.Steps` has the steps
-themselves. If a gradient may be requested later, the operator saves the block indices, and the
-output and log-sum-exp of each branch. The backward pass itself cannot be differentiated
-(`plain.py`).
+operators `nsa::*` (`operators.py`). Every function of a `KernelPath` is one operator on the current
+stream, and the host never waits for the device. The arguments are the same as in `functional.py`,
+except that `kv_len` is never None. `nsa_core.steps.fused.Steps` defines the steps. If a gradient
+may be requested later, the operator saves the block indices, and the output and log-sum-exp of each
+branch. The backward pass itself cannot be differentiated (`plain.py`).
 """
 
 import contextlib
@@ -255,9 +254,9 @@ class KernelPath:
             operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
     def kind(self, mode: InputMode, keep: str) -> str:
-        """Return the name of a kind of calls that run all steps. `keep` is `FORWARD`, which
-        saves no residuals, `SAVING`, which saves all, or `RECOMPUTING`. `RECOMPUTING` saves only
-        the residuals for a backward pass that computes the branches again.
+        """Return the name of a kind of calls that run all steps. `keep` is `FORWARD`, `SAVING` or
+        `RECOMPUTING`. `FORWARD` saves no residuals, and `SAVING` saves all residuals. `RECOMPUTING`
+        saves only the residuals for a backward pass that computes the branches again.
         """
         return f"attention/{self.name}/{mode.name}/{keep}"
 
@@ -361,7 +360,7 @@ class KernelPath:
 
         Args:
           rest: The arguments that `operators.REST` describes.
-          means: The means of the forward pass. `means=None` means that this is the forward pass.
+          means: The means that the forward pass has computed; None in the forward pass itself.
         """
         inputs = mode.inputs(tensors)
         if mode.joined:

@@ -26,7 +26,7 @@ class KeyConvolution(nn.Conv1d):
 
         Args:
           position: `[B, T]` or `[1, T]`, the position of each token in its sequence, from 0.
-          before: `[B C, taps - 1, columns]`, the projected keys before each of the `C` equal
+          before: `[B * C, taps - 1, columns]`, the projected keys before each of the `C` equal
             chunks of a row. `before=None` means that each row begins a new sequence.
         """
         (taps,), (rows, length, columns) = self.kernel_size, key.shape

@@ -1,7 +1,7 @@
 """`NSAAttention`, an attention layer with projections, rotary positions, compression and gates.
 
-The constructor arguments, the `state_dict` keys and the signature `forward(x, kv, *, prefill)
--> (y, kv)` are compatible with older programs and must not change (docs/seed.md). The
+The signature `forward(x, kv, *, prefill) -> (y, kv)`, the constructor arguments and the
+`state_dict` keys are compatible with older programs and must not change (docs/seed.md). The
 counterpart in JAX is `nsa_jax.nn.NSAAttention`. `nsa_interop.weights` converts checkpoints.
 """
 
@@ -82,8 +82,8 @@ class Pool(nn.Conv1d):
 
 
 class Mark(nn.Module):
-    """An entry of the state_dict that records a property of the layer. The entry's name records
-    it, and its value is not used.
+    """An entry of the state_dict that records a property of the layer. The name of the entry
+    records the property, and the value of the entry is not used.
     """
 
     def get_extra_state(self) -> Tensor:
@@ -106,19 +106,18 @@ class NSAAttention(nn.Module):
         `config`, `gate` and `kv` default to the recommended "head" and "shared". Without
         `config`, `gate` and `kv` default to "sigmoid" and "separate".
       rope_impl: must be "llama".
-      use_flash: True means that the implementation is chosen automatically, and False that every
-        branch runs on SDPA.
+      use_flash: If True, the implementation is chosen automatically. If False, every branch runs on
+        SDPA.
       use_triton_sel: whether the selected branch must run on the Triton kernels, regardless of
         `use_flash`.
       implementation: as in `nsa_torch.attention`. You cannot combine `implementation` with
         `use_flash` or `use_triton_sel`.
       dense_below: whole sequences with fewer tokens than this number use dense attention.
-        `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In
-        sequences below that bound all blocks are selected, and dense attention therefore computes
-        the same function. A packed row is compared by the `max_seqlen` of `varlen`, or by its
-        total length if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the length
-        from which NSA is faster than dense attention. Attention to a cache never uses dense
-        attention.
+        `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to
+        `n_sel * l_sel` tokens all blocks are selected, so that dense attention computes the same
+        function. A packed row is compared by the `max_seqlen` of `varlen`, or by its total length
+        if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the length from which NSA
+        is faster than dense attention. Attention to a cache never uses dense attention.
       compute_dtype: as in `NSAConfig`; it applies only to inference on whole sequences. You may
         also set the attribute `compute_dtype` later. Attention to a cache computes in the dtype
         of the layer's input.
@@ -127,10 +126,10 @@ class NSAAttention(nn.Module):
       device, dtype: of the parameters; None means torch's defaults.
 
     The state_dict has entries whose names record `gate` and `phi` (for example
-    `kind.gate_sigmoid`), and `kv` if it is "shared". Averaging weights does not change these
-    names. `load_state_dict` raises `ValueError` if the recorded kinds do not fit the layer. If a
-    state_dict records no kinds, `load_state_dict` also raises `ValueError`, unless you passed
-    `gate` and `phi` to the constructor.
+    `kind.gate_sigmoid`), and `kv` if it is "shared". Averaging weights does not change these names.
+    `load_state_dict` raises `ValueError` if the recorded kinds do not fit the layer. Without
+    recorded kinds, `load_state_dict` raises `ValueError` unless you passed `gate` and `phi` to the
+    constructor.
     """
 
     # Whether the layer sets padding to zero if a gradient is recorded. False means that the
@@ -265,8 +264,9 @@ class NSAAttention(nn.Module):
         return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
-        """Initialize all weights again. Call this, for example, after the layer was made on
-        `meta` and moved with `to_empty`."""
+        """Initialize all weights again. Call this method, for example, after the layer was made on
+        `meta` and moved with `to_empty`.
+        """
         for module in self.children():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -292,14 +292,15 @@ class NSAAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> cache.NSACache:
-        """Make an empty `NSACache` for `capacity` tokens. Each call appends to it.
+        """Make an empty `NSACache` for `capacity` tokens. Each call of the layer with this cache
+        appends its tokens to the cache.
 
         Args:
           batch, capacity: number of rows, and maximum number of tokens per row.
-          dtype: dtype of the stored keys and values, which is that of the projections' results.
-            `dtype=None` means the dtype of autocast if autocast is on, otherwise the dtype of the
-            first floating-point parameter with at least 16 bits. Pass `dtype` if weights are
-            quantized, or if autocast is on in later calls but not in this one.
+          dtype: dtype of the stored keys and values, which is also the dtype of the projections'
+            results. `dtype=None` means the dtype of autocast if autocast is on, otherwise the dtype
+            of the first floating-point parameter with at least 16 bits. Pass `dtype` if weights are
+            quantized, or if autocast is on in later calls but not during `init_cache`.
           device: None means the device of the parameters.
         """
         spec = self.spec
@@ -435,15 +436,15 @@ class NSAAttention(nn.Module):
         Args:
           x: `[B, T, dim]`.
           kv: a cache from `init_cache`. `kv=None` means that the rows are whole sequences, as in
-            training, and the returned `kv` is None. Given a cache, the call appends to it and
-            returns it, with or without gradients. Decode under `torch.no_grad()`: if gradients
-            are recorded, each call copies the tensors of the cache, and the autograd graph
-            retains them.
-          prefill: False declares that `x` continues a cache, which must then contain tokens.
-            Chunks of any length may be appended in either case.
+            training, and the returned `kv` is None. The call appends the tokens to a given cache
+            and returns the cache, with or without gradients. Decode under `torch.no_grad()`: if
+            gradients are recorded, each call copies the tensors of the cache, and the autograd
+            graph retains them.
+          prefill: False declares that `x` continues a cache, which must then contain tokens. With
+            either value of `prefill`, chunks may have any length.
           cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). `cu_seqlens`
             must be None if a cache is given.
-          varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make one such
+          varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Make one metadata
             object for all layers.
           new_lengths: int `[B]`, as in `cached_attention`. `new_lengths` requires a cache.
           attention_mask: must be None. Put padding after the tokens of a row. With a cache, pass
@@ -547,9 +548,9 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
     """Check before any weight is copied that the checkpoint was saved from a layer with the
     same gate, phi and kv.
 
-    If the state_dict does not record gate and phi, they are added to it, provided that the caller
-    passed gate and phi to the constructor. If `strict` is False, the state_dict may lack all
-    weights of this layer.
+    If the state_dict lacks entries for gate and phi, this function adds the entries, provided that
+    the caller passed gate and phi to the constructor. If `strict` is False, the state_dict may lack
+    all weights of this layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):

@@ -1,6 +1,5 @@
-"""The implementation `mosaic` in torch, which runs all steps on Mosaic kernels on Hopper GPUs.
-A CUDA graph can capture a call if a call of the same shape ran before. The first such call
-compiles the kernels.
+"""The implementation `mosaic` in torch, which runs all steps on Mosaic kernels on Hopper GPUs. The
+first call of a shape compiles the kernels, and a CUDA graph can capture later calls of this shape.
 """
 
 from kernels_pallas.specs.selected import of_blocks

@@ -2,18 +2,17 @@
 all kernels of its call. `torch.compile` does not trace into an operator. Each gradient is a
 separate operator.
 
-    attention, attention_backward                  all steps
-    branch_attention, branch_attention_backward    one branch
-    compress, compress_backward                    compressed tokens, in compiled code
-    select_blocks
+- `attention` and `attention_backward` compute all steps.
+- `branch_attention` and `branch_attention_backward` compute one branch.
+- `compress` and `compress_backward` compute compressed tokens in compiled code.
+- `select_blocks` selects blocks.
 
 The first argument of an operator is the name of its `Kind`. The name states the implementation
 and the form of the call, for example `attention/mosaic/shared_kv/saving`. The tensors of the call
 follow, and then the arguments of `REST`.
 
-The dispatcher of torch needs more time for a call of an operator than the launch of a kernel
-needs. If the dispatcher would only look up the function (`plain`), `call` bypasses the
-dispatcher.
+A call through the dispatcher of torch needs more time than the launch of a kernel. If the
+dispatcher would only look up the function (`plain`), `call` bypasses the dispatcher.
 """
 
 import functools
@@ -78,11 +77,11 @@ class Kind(NamedTuple):
       name: The name of the kind, which begins with the name of the operator.
       run: Function that computes and returns the results.
       shapes: Function that returns uninitialized tensors with the shapes of the results.
-      backward: Function that returns the gradients of the first `floats` tensors. The arguments
-        of `backward` are the gradient of the first result, the saved results, the gradient of the
-        second result if there is one, and then the arguments of the call. `backward=None` means
-        that the kind has no gradient.
-      floats: Number of tensors that can have a gradient, which come first.
+      backward: Function that returns the gradients of the first `floats` tensors. `backward`
+        receives the gradient of the first result, the saved results, the gradient of the second
+        result if there is one, and the arguments of the call. `backward=None` means that the kind
+        has no gradient.
+      floats: Number of tensors that can have a gradient. These tensors are the first arguments.
       kept: Slice that selects the results that are saved for the gradient.
       returned: Number of results that the caller gets. The results for the caller come first, and
         may be saved too.
@@ -323,8 +322,8 @@ class Program:
         return call_backward(self.kind.name, first, [*kept, *second], self.arguments(tensors))
 
     def complete(self, grads, tensors) -> Sequence[Tensor]:
-        """Return the gradients of the results. If autograd has no gradient for the first result,
-        return zeros for it.
+        """Return the gradients of the results, with zeros if autograd has no gradient for the first
+        result.
         """
         if grads[0] is not None:
             return grads
@@ -553,8 +552,8 @@ def all_steps(
       key, value: Keys and values by branch. The compressed field is not read if `compressed` is
         given.
       compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.
-      assume_finite: Whether keys and values to which no query attends are finite, as in a cache.
-        If such keys and values are finite, no copy is needed in which they are zeros.
+      assume_finite: Whether keys and values to which no query attends are finite, as in a cache. If
+        these keys and values are finite, the operator makes no copy in which they are zeros.
       recompute: Whether the backward pass computes the branches again, so that the forward pass
         does not save their outputs.
       pages: Pages with the keys and values of the selected branch, which have no gradient.
@@ -572,7 +571,7 @@ def all_steps(
 
 def _in_memory(tensors):
     """Resolve the negative bit of tensors, so that kernels can read them. The dispatcher of torch
-    does not resolve it in lists that contain None.
+    does not resolve the negative bit in lists that contain None.
     """
     return [x if x is None else x.resolve_neg() for x in tensors]
 

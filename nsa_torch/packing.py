@@ -69,9 +69,9 @@ def residue_classes(
 
 
 def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
-    """Return `cu_seqlens` of queries and keys that assign every row to a sequence. Padding
-    queries form a sequence without keys. Keys to which no query may attend form a sequence
-    without queries. FA-2 would otherwise not write the outputs and gradients of rows that belong
+    """Return `cu_seqlens` of queries and keys that assign every row to a sequence. Padding queries
+    form a sequence without keys. Keys to which no query may attend form a sequence without queries.
+    Without these two sequences, FA-2 would not write the outputs and gradients of rows that belong
     to no sequence.
     """
     if cu_seqlens is not None:
@@ -91,10 +91,10 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Runs of consecutive tokens, stored one after the other in a packed buffer, from which a
-    `Chunk` reads its keys. Two runs of one head either begin at the same token or share no token,
-    as selection blocks do. `read` and `add` launch Triton kernels. Where Triton kernels cannot
-    run, torch uses `rows` instead.
+    """Runs of consecutive tokens in a packed buffer, from which a `Chunk` reads its keys. The runs
+    are stored one after the other. Two runs of one head either begin at the same token or share no
+    token, as selection blocks do. `read` and `add` launch Triton kernels. If Triton kernels cannot
+    run, torch uses `rows` instead of `read` and `add`.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array
@@ -109,7 +109,6 @@ class Ranges:
 
     def read(self, x: Tensor) -> Tensor:
         """Return the runs of `x` `[B, S, Hkv, D]`, packed as `[capacity, D]`. `x` may have any
-
         strides. Rows of the result after the last run are not written.
         """
         x = x.resolve_neg()
@@ -236,10 +235,10 @@ def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The result
-    is `[M, H, D]`.
+    """Gather the rows `rows` `[M]` of `x` `[B, S, H, D]`, whose first two axes are merged. The
+    result is `[M, H, D]`.
 
-    A row with an index outside `0 .. B*S - 1` is 0 in the result. `x` may have any strides.
+    A row with an index outside `range(B * S)` is 0 in the result. `x` may have any strides.
     """
     if torch.compiler.is_compiling():
         return torch.ops.nsa.gather_rows(x, rows)

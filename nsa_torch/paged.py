@@ -1,13 +1,12 @@
 """A paged cache for decoding and serving in torch, and `append`, which writes tokens to it.
 
-The caller manages the pool of pages and the page table of each row, as serving engines do with
-a page allocator. Shapes are static, and the host reads no tensor. One CUDA graph therefore serves
-rows that grow, shrink, end or begin. A row whose length is 0 is padding.
+The caller manages the pool of pages and the page table of each row, as serving engines do with a
+page allocator. Shapes are static, and the host reads no tensor, so that one CUDA graph serves rows
+that grow, shrink, end or begin. A row whose length is 0 is padding.
 
-    append           raw tokens to their pages; finished compressed tokens to theirs
-    paged_attention  from the pages (`paged_attend.py`)
-
-The counterpart in JAX is `nsa_jax.paged`. `nsa_core.paged_layout` describes the layout.
+`append` writes tokens, and the compressed tokens that they complete, to pages. `paged_attention`
+reads the pages (`paged_attend.py`). The counterpart in JAX is `nsa_jax.paged`.
+`nsa_core.paged_layout` describes the layout.
 """
 
 import copy
@@ -65,7 +64,7 @@ class PagedCache(PagedArrays):
 
     Attributes:
       apart: The stride between two pages of this cache in the tensors, in units of pages. The
-        stride is above 1 if other pages are between them (`view`).
+        stride is above 1 if other pages are between the pages of this cache (`view`).
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -117,7 +116,8 @@ class PagedCache(PagedArrays):
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           config: as in `PagedCache`.
-          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
+          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None means that zeros are
+            allocated.
           separate: whether each branch has its own keys and values. With `separate`, this method
             allocates the pages for the other branches.
           key_scale, value_scale: for pages in fp8, float32 `[P, Hkv, l']`, per token and head.
@@ -310,8 +310,8 @@ def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:
-    """Return the stride between pages, in units of pages, if it is the same in all arrays,
-    otherwise 1.
+    """Return the stride between pages, in units of pages. If the arrays have different strides,
+    return 1.
     """
     size = lambda x: x[0].numel()
     if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
@@ -323,7 +323,7 @@ def _pages_apart(arrays: Sequence[Tensor]) -> int:
 
 
 def _with_gaps(pages: Tensor, apart: int) -> Tensor:
-    """Return `pages` together with the memory between them, as one contiguous tensor."""
+    """Return `pages` together with the memory between the pages, as one contiguous tensor."""
     shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
     return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 
@@ -343,35 +343,35 @@ def append(
 ) -> None:
     """Write new tokens, and the compressed tokens that they complete, to their pages in place.
 
-    A token is not written if it is beyond the end of the row's page table or if its entry of the
-    table is negative. Rows of length 0 write nothing. If a token's entry of the table is beyond
-    the pool of pages, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
-    without `debug`, a token whose entry is beyond the pool is not written. Two rows must not
-    write to the same page. A row may begin with pages that another row fills in this call, except
-    in a call of one token per row.
+    A token beyond the end of the row's page table, or with a negative entry in the table, is not
+    written. Rows of length 0 write nothing. If a token's entry of the table is beyond the pool of
+    pages, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU without `debug`, a
+    token whose entry is beyond the pool is not written. Two rows must not write to the same page. A
+    row may begin with pages that another row fills in this call, except in a call of one token per
+    row.
 
     Args:
       cache: the cache, which is modified in place.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
-        other. If the cache is `separate`, they are `Branches`.
+        other. If the cache is `separate`, `key` and `value` are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
       lengths: int32 `[B]`, tokens per row including the new ones. A row of length 0 is padding.
-      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the number of
-        new tokens of all rows. Tokens after that number belong to no row. `cu_seqlens_q=None`
-        means that each row has `N / B` new tokens.
+      cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the number of new
+        tokens of all rows. Tokens from the index `cu_seqlens_q[B]` on belong to no row.
+        `cu_seqlens_q=None` means that each row has `N / B` new tokens.
       params: parameters of the compressors of keys and values (`nsa_core.compress_params`).
         `params=None` means that compressed tokens are means.
       made_with: as in `cached_attention`.
-      slots: int32 `[B]`, only for a cache in fp8: the index, below `max_rows`, of the buffer that
-        stores the newest tokens of each row unrounded. Two rows must not share a buffer, and a
-        row must have the same buffer in all calls. A row with an index of `max_rows` or more has
-        no buffer. `slots=None` means that row `b` uses buffer `b`. Means of tokens that are not
+      slots: int32 `[B]`, only for a cache in fp8. `slots[b]`, below `max_rows`, is the index of the
+        buffer that stores the newest tokens of row `b` unrounded. Two rows must not share a buffer,
+        and a row must have the same buffer in all calls. A row with an index of `max_rows` or more
+        has no buffer. `slots=None` means that row `b` uses buffer `b`. Means of tokens that are not
         in a buffer are computed from rounded tokens.
       implementation: `mosaic` or `triton`, which write the tokens in one launch, or `torch`. If
-        compressed tokens are means, the same launch also writes the compressed tokens, and a
-        second launch follows if a row has several new tokens. Compressed tokens that are not
-        means are computed by torch. `implementation=None` means the first of the three that can
-        run, but `mosaic` only if its kernel is stored on disk.
+        compressed tokens are means, the launch also writes the compressed tokens. A second launch
+        then follows if a row has several new tokens. Compressed tokens that are not means are
+        computed by torch. `implementation=None` means the first of the three that can run, but
+        `mosaic` only if its kernel is stored on disk.
 
     Raises:
       ValueError: Shapes, dtypes or devices do not fit the cache, or the cache was filled with
@@ -414,7 +414,7 @@ class NewTokens(NamedTuple):
 
     @property
     def are_means(self) -> bool:
-        """Whether the compressed tokens are means of these tokens, rather than learned."""
+        """Whether the compressed tokens are means, rather than results of a learned function."""
         return self.params == (None, None)
 
     def of(self, tokens: slice, rows: int) -> tuple[Branches, Branches]:
@@ -443,7 +443,7 @@ def checked_tokens(
     made_with: Facts,
     slots: Tensor | None = None,
 ) -> NewTokens:
-    """Check the arguments of `append` and return the new tokens. The raised errors are those of
+    """Check the arguments of `append` and return the new tokens. The function raises the errors of
     `append`.
     """
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
@@ -567,7 +567,9 @@ def append_by_mosaic(
 def append_by_triton(
     cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches, ops=OPS
 ) -> None:
-    """Do the same as `append_by_mosaic` with Triton kernels, which also support caches in fp8."""
+    """Write new tokens and means to their pages with Triton kernels, which also support caches in
+    fp8.
+    """
     flags = {"ragged": cu_seqlens_q is not None, "means": means, "slots": slots is not None}
     first, *others = decode_descriptions.append(
         cache, key.selected, value.selected, page_table, **flags

@@ -67,15 +67,15 @@ def paged_attention(
     """Compute attention of each row's last tokens to all tokens of the row in the cache. The
     result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before
-    this function, or pass the new tokens to this function. On `mosaic`, a single launch appends
-    the tokens and attends, for rows of up to 8 tokens, if compressed tokens are means and
-    `cu_seqlens_q` is None. In a launch that also appends, no row may begin with pages that
-    another row fills. The output of a row is bitwise independent of the other rows. The output is
-    0 for rows of length 0 and for tokens that belong to no row. If the page table names a page
-    that does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
-    without `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the
-    page table is clamped to the table's capacity.
+    Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before this
+    function, or pass the new tokens to this function. On `mosaic`, one launch appends the tokens
+    and attends, for rows of up to 8 tokens. The launch requires that compressed tokens are means
+    and that `cu_seqlens_q` is None. In a launch that also appends, no row may begin with pages that
+    another row fills. The output of a row is bitwise independent of the other rows. The output is 0
+    for rows of length 0 and for tokens that belong to no row. If the page table names a page that
+    does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU without
+    `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the page
+    table is clamped to the table's capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -86,20 +86,20 @@ def paged_attention(
         `append` runs first. Without `key` and `value` the tokens must already be in the cache.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: Upper bound of the queries per row. If a row has more queries and the host
-        reads `cu_seqlens_q`, the call raises an error. If the host does not read `cu_seqlens_q`,
-        the output of that row is undefined. `max_seqlen_q` is also limited to the capacity of the
-        page table. Without `cu_seqlens_q`, or with `runs`, `max_seqlen_q` is not used.
+      max_seqlen_q: Upper bound of the queries per row. If the host reads `cu_seqlens_q`, a row with
+        more queries raises an error. If the host does not read `cu_seqlens_q`, the output of a row
+        with more queries is undefined. `max_seqlen_q` is also limited to the capacity of the page
+        table. Without `cu_seqlens_q`, or with `runs`, `max_seqlen_q` is not used.
         `max_seqlen_q=None` means that the host reads `cu_seqlens_q` from the device. If
         `max_seqlen_q` is at most 8, rows are padded to this length and run on kernels that read
-        pages. The rounding of the output then depends on `max_seqlen_q`.
+        pages. The rounding of the output of padded rows depends on `max_seqlen_q`.
       runs: the result of `plan_runs` for copies of `cu_seqlens_q` and `lengths` on the host. The
         rows of one run are processed together. With `runs` the host reads nothing from the
         device. The lengths that `plan_runs` receives may be upper bounds. `runs=None` means that
         all rows are one run.
-      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
-        8 queries, or an implementation of `attention`, which runs on gathered pages.
-        `implementation=None` means that the implementation is chosen automatically.
+      implementation: `mosaic` or `triton` for kernels that read pages, or an implementation of
+        `attention`, which runs on gathered pages. Kernels that read pages support rows of 1 to 8
+        queries. `implementation=None` means that the implementation is chosen automatically.
 
     Raises:
       ValueError: Shapes or dtypes do not fit, `runs` is given without `cu_seqlens_q`, or `runs`
@@ -417,9 +417,9 @@ def with_indices(
     new: tuple[Branches, Branches] | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels of the implementation `name`. Return the output, and the selected blocks
-    of each query, int32 `[N, Hkv, n]`. `new` has the keys and values that the `mosaic` kernel
-    appends first, and `slots` the buffers of newest tokens of their rows.
+    """Run the kernels of the implementation `name`. Return the output, and the selected blocks of
+    each query, int32 `[N, Hkv, n]`. `new` has the keys and values that the `mosaic` kernel appends
+    first. `slots` has the indices of the buffers with the newest tokens of their rows.
     """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":

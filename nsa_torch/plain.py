@@ -2,16 +2,16 @@
 recorded or is the last one.
 
 Only `reference` has second derivatives. `once_differentiable` of torch raises no error if the
-incoming gradient requires no gradient. A Hessian or a gradient penalty would then silently lack
-the part that depends on the inputs, so that this module raises an error instead.
+incoming gradient requires no gradient. A Hessian or a gradient penalty would then silently lack the
+part that depends on the inputs. This module raises an error instead.
 
-By default, torch frees the tensors that an operator has saved only after the operator's
-backward pass. The outputs of the three branches are half of the memory of a call. In the backward
-pass only one of the first launches (`deltas`) reads the outputs of the branches. dq can then
-reuse their memory. The outputs are therefore released early, but only in the last pass through a
-graph (no `retain_graph`), and only without hooks for saved tensors. A hook may keep a saved
-tensor, or copy it back on another stream. After the backward pass, code that reads
-`out.grad_fn.saved_tensors` finds tensors without memory.
+By default, torch frees the tensors that an operator has saved only after the operator's backward
+pass. The outputs of the three branches are half of the memory of a call. In the backward pass only
+one of the first launches (`deltas`) reads the outputs of the branches. The memory of these outputs
+can then be reused for dq. The outputs are released early only in the last pass through a graph (no
+`retain_graph`), and only without hooks for saved tensors. A hook may keep a saved tensor, or copy
+it back on another stream. After the backward pass, code that reads `out.grad_fn.saved_tensors`
+finds tensors without memory.
 """
 
 import contextlib
@@ -60,8 +60,8 @@ def traced(tensors: Iterable[Any]) -> bool:
 
 
 def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast, which would otherwise compute the scores of float32
-    tensors in bfloat16.
+    """Return a context without autocast. Autocast would compute the scores of float32 tensors in
+    bfloat16.
     """
     # The device meta has no autocast. torch 2.11 cannot compile code that reads the autocast
     # state of that device.

@@ -1,14 +1,14 @@
 """Runs the functions of operators from plans. A plan lists the kernels of a call and their
 buffers (`nsa_core.plan`). The plan of a call is looked up, and made if it does not exist yet.
 
-A plan depends only on the key of a call. The key consists of the shape and dtype of each
-tensor, all other arguments, and the device. Strides and addresses are not part of the key.
-Whether two arguments are the same tensor is not part of it either.
+A plan depends only on the key of a call. The key consists of the shape and dtype of each tensor,
+all other arguments, and the device. Strides and addresses are not part of the key. The key does not
+record whether two arguments are the same tensor.
 
-A plan runs on torch tensors on the current stream. Some launches run on a side stream, which
-forks from the current stream and joins it again. The host never waits for the device. A plan is
-bound to a device once. Binding computes everything that does not depend on addresses. Launches
-need only addresses. A buffer therefore becomes a tensor only if torch also reads it.
+A plan runs on torch tensors on the current stream. Some launches run on a side stream, which forks
+from the current stream and joins it again. The host never waits for the device. A plan is bound to
+a device once. Binding computes everything that does not depend on addresses. Since launches need
+only addresses, a buffer becomes a tensor only if torch also reads the buffer.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Bundle(NamedTuple):
     reading a separate tensor would cost the host half the time of a launch.
 
     Attributes:
-      offsets: the offset in bytes of each saved tensor, or None if it has its own memory.
+      offsets: the offset in bytes of each saved tensor, or None if the tensor has its own memory.
       bytes: the total size of the allocation.
     """
 
@@ -105,7 +105,7 @@ type Step = Callable[[list[Any], list[int], int], None]
 
 
 class BoundPlan:
-    """A plan that is bound to a device. Any thread may call it.
+    """A plan that is bound to a device. Any thread may call a `BoundPlan`.
 
     Each call fills two lists. `tensors` has an entry per buffer, followed by events and
     `gives_back`. `addresses` has an entry per slot. Every part of a buffer that kernels read or
@@ -118,16 +118,16 @@ class BoundPlan:
 
     Attributes:
       given: indices of the arguments that are not in the bundle; None means all arguments.
-      slots: for each buffer that has its own memory, the slots of its parts and their offsets.
-        The last entries belong to the workspace, the bundle and the results of `tables`. The
-        workspace, the bundle and these results contain all other buffers.
+      slots: for each buffer that has its own memory, the slots of its parts and their offsets. The
+        last entries belong to the workspace, the bundle and the results of `tables`. The workspace,
+        the bundle and the results of `tables` contain all other buffers.
       read_arguments: arguments that kernels read. Arguments that kernels cannot read are copied.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
       constants: indices of buffers that do not depend on the call.
       read_by_torch: constants that a step of torch reads, each as its position in the list and
         the index of its buffer.
-      known: A weak reference to the constants, a list of addresses that includes those of the
-        constants, and a stream that does not have to wait for their computation.
+      known: Three entries: a weak reference to the constants, a list of addresses with the
+        constants' addresses, and a stream that does not have to wait for the constants.
       tables: the function that computes the tables of a batch.
       tables_read_by_torch: indices of tables that torch reads, and of the results of `tables`
         that contain them.
@@ -494,7 +494,7 @@ instead: ArrayOps | None = None
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
-    """Put the value into `KNOWN`, and drop the oldest entries if it is full."""
+    """Put the value into `KNOWN`. If `KNOWN` is full, drop the oldest entries."""
     with _lock:
         KNOWN[key] = value
         while len(KNOWN) > KEPT:
@@ -511,7 +511,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def unplanned(ops: ArrayOps) -> Iterator[None]:
-    """Disable plans in this process: steps run directly on `ops`."""
+    """Disable plans in this process, so that steps run directly on `ops`."""
     global instead
     before, instead = instead, ops
     try:
@@ -596,8 +596,8 @@ class Planned(NamedTuple):
 
         Args:
           arguments: Tensors or arrays.
-          device: The device of the call. `device=None` means no GPU. Measured tile sizes then do
-            not apply.
+          device: The device of the call. `device=None` means no GPU. Without a device, measured
+            tile sizes do not apply.
         """
         ops = PlanOps(
             capability_of(device.index) if device and device.type == "cuda" else INTERPRETED
@@ -612,8 +612,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """Return the plan of a call and the plan of its gradient. The arguments are the same as
-        in `Planned.plan`, and also the plan of the call if it exists already.
+        """Return the plan of a call and the plan of its gradient. The arguments are those of
+        `Planned.plan`, and the plan of the call if that plan exists already.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:

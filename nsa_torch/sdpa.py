@@ -195,13 +195,13 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
-    """Compute attention by its plain formula. A mask replaces masked logits, instead of adding
-    -inf to them.
+    """Compute attention by its plain formula. The mask sets masked logits to -inf.
 
-    SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU,
-    the flash kernel of SDPA uses a 20-bit exponential, which doubles the error of float32
-    gradients. That kernel also stores float16 gradients of probabilities in float16, where they
-    overflow under a loss scale. Chunks are small enough for the plain formula.
+    SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU, the
+    flash kernel of SDPA uses a 20-bit exponential, which doubles the error of float32 gradients.
+    The flash kernel also stores the gradients of float16 probabilities in float16, in which these
+    gradients overflow under a loss scale. Chunks are so small that the plain
+    formula needs little memory.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)

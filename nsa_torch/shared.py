@@ -23,22 +23,22 @@ MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logg
 
 class Kept(list[Tensor]):
     """A list of cached tensors. The list is never modified. A weak reference to the list detects
-    whether it still exists.
+    whether the list still exists.
     """
 
     __slots__ = ("__weakref__",)
 
 
 class Shared:
-    """Caches tensors by key. The least recently used ones are dropped first. The tensors of the
+    """Caches tensors by key. The least recently used tensors are dropped first. The tensors of the
     last `recent` uses are never dropped, regardless of their size, since current calls may need
     them.
 
     The cache may be used on any stream. Before a tensor is returned, the current stream waits for
-    the stream that computed it. A CUDA graph may outlive this cache. A tensor that a graph reads
-    is therefore retained until the process ends. If a tensor did not exist before the capture,
-    the graph computes it at each replay. A call before the capture avoids this computation at
-    each replay. A call before the capture is also needed to compile kernels.
+    the stream that computed the tensor. A tensor that a CUDA graph reads is retained until the
+    process ends, since the graph may outlive this cache. If a tensor did not exist before the
+    capture, the graph computes it at each replay. A call before the capture avoids this computation
+    at each replay. A call before the capture is also needed to compile kernels.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):

@@ -1,4 +1,6 @@
-"""`ArrayOps` for torch tensors. Kernels run on the current stream, and the host never waits."""
+"""`ArrayOps` for torch tensors. Kernels run on the current stream, and the host never waits for the
+device.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -32,8 +34,8 @@ class TorchOps(ArrayOps):
         return launch(kernel, *tensors, out=out)
 
     def run_in_place(self, kernel, *tensors):
-        """Run a Triton kernel that writes to its arguments. An argument may be a tuple of
-        tensors. All tensors must be contiguous, and none is copied.
+        """Run a Triton kernel that writes to its arguments. An argument may be a tuple of tensors.
+        All tensors must be contiguous. No tensor is copied.
         """
         for i, x in enumerate(tensors):
             if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):
@@ -148,13 +150,13 @@ TORCH_OPS = TorchOps()
 
 @functools.cache
 def device_name(index: int | None) -> str:
-    """Return the driver's name of the GPU with this index; None means the current one."""
+    """Return the driver's name of the GPU with this index; None means the current GPU."""
     return torch.cuda.get_device_name(index)
 
 
 @functools.cache
 def capability_of(index: int | None) -> tuple[int, int]:
-    """Return the compute capability of the GPU with this index; None means the current one."""
+    """Return the compute capability of the GPU with this index; None means the current GPU."""
     return torch.cuda.get_device_capability(index)
 
 

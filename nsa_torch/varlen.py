@@ -45,17 +45,17 @@ def varlen_metadata(
     Args:
       cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
         tensor while the metadata object is in use. Call `update` to change the sequences.
-      max_seqlen: Upper bound of tokens per sequence. If `max_seqlen` is None and the host reads
-        the boundaries, the bound is the length of the longest sequence, but at least
-        `select_block`, rounded up to a power of two and limited to `total`. If the host does not
-        read the boundaries, `max_seqlen=None` means `total`. If the host does not read the
-        boundaries and a sequence has more tokens than `max_seqlen`, all tokens of the row count
-        as padding, with outputs and gradients of 0.
+      max_seqlen: Upper bound of tokens per sequence. If `max_seqlen` is None and the host reads the
+        boundaries, the bound is the length of the longest sequence or `select_block`, whichever is
+        larger. This length is rounded up to a power of two, but not above `total`. If the host does
+        not read the boundaries, `max_seqlen=None` means `total`. If the host does not read the
+        boundaries, a sequence of more than `max_seqlen` tokens makes all tokens of the row padding,
+        with outputs and gradients of 0.
       total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
         reads `cu_seqlens`. If the host does not read `cu_seqlens`, the first call determines
         `total`.
       padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
-        compares the two numbers if it reads the boundaries. If the host does not read the
+        compares `cu_seqlens[-1]` and `T` if it reads the boundaries. If the host does not read the
         boundaries, `padded=None` means True. If `padded` is False, tokens after the last sequence
         must be finite.
       max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`
@@ -63,10 +63,10 @@ def varlen_metadata(
         their plan and kernels if `max_sequences`, the row length, `padded`, and `max_seqlen`
         rounded up to a power of two are equal.
       config: the `config` of the calls.
-      device: the device of the calls; None means that of `cu_seqlens`.
+      device: the device of the calls; None means the device of `cu_seqlens`.
 
     Returns:
-      A `VarlenMetadata` for calls on such rows.
+      A `VarlenMetadata` for calls on packed rows.
 
     Raises:
       ValueError: An argument is invalid, or contradicts another argument or the values that the
@@ -75,7 +75,7 @@ def varlen_metadata(
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
     if cu_seqlens.is_meta and place.type != "meta":
-        raise ValueError(f"device must be meta, like that of cu_seqlens, got {place}")
+        raise ValueError(f"device must be meta, like the device of cu_seqlens, got {place}")
     sizes = max_seqlen, total, padded, max_sequences
     return VarlenMetadata(cu_seqlens, *sizes, config, place)
 
@@ -87,7 +87,7 @@ class VarlenMetadata:
 
     Attributes:
       cu_seqlens: A copy of the argument, int32 `[max_sequences + 1]`. Unused entries repeat the
-        last number of the argument.
+        last boundary.
     """
 
     cu_seqlens: Tensor
@@ -140,11 +140,11 @@ class VarlenMetadata:
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
 
     def update(self, cu_seqlens: Tensor) -> None:
-        """Replace the sequences, and write the new boundaries to the same memory. CUDA graphs or
-        a whole training run can then use one object.
+        """Replace the sequences, and write the new boundaries to the same memory. One metadata
+        object can therefore serve CUDA graphs or a whole training run.
 
-        The method writes on the current stream, like any in-place operation of torch. Tensors
-        that an earlier call saved for its backward pass then become invalid.
+        The method writes on the current stream, like any in-place operation of torch. After
+        `update`, tensors that an earlier call saved for its backward pass are invalid.
 
         Raises:
           ValueError: The sequences do not fit `max_sequences`, `max_seqlen`, `total` or
@@ -225,8 +225,8 @@ class VarlenMetadata:
           length: The number T of tokens of the whole row.
 
         Raises:
-          ValueError: The metadata is for another config, device or length, or `cu_seqlens` has
-            been modified since.
+          ValueError: The metadata is for another config, device or length, or `cu_seqlens` has been
+            modified since the metadata was made.
         """
         if (
             config.numbers[:-1] != self.config.numbers[:-1]

@@ -1,8 +1,8 @@
 """Compiles and loads all Mosaic kernels of a layer in parallel, before its first call.
 
-A kernel serves every sequence length. Kernels that were prepared for a layer therefore remain
-valid, also on disk (`kernels_pallas.runtime.store`). In this module, a layer is a combination of
-heads, widths, dtype and `NSAConfig`.
+A kernel serves every sequence length, so that the prepared kernels of a layer remain valid, also on
+disk (`kernels_pallas.runtime.store`). In this module, a layer is a combination of heads, widths,
+dtype and `NSAConfig`.
 """
 
 from collections.abc import Iterable
@@ -40,13 +40,13 @@ def prepare(
       dtype, config, scale: The same as in the calls of `attention`.
       gradients: Whether to include the kernels of the backward pass.
       packed: Whether to prepare the kernels for batches with `cu_seqlens` instead of the kernels
-        for batches without `cu_seqlens`. In both cases, kernels that compute means are included,
-        for tokens that the branches share and for separate tokens.
+        for batches without `cu_seqlens`. For both values of `packed`, kernels that compute means
+        are included, for tokens that the branches share and for separate tokens.
       lengths: Numbers of tokens of the calls. A kernel supports all lengths, but short and long
         sequences run different kernels. By default the kernels for short and for long sequences
         are included.
       device: The GPU on which the kernels are loaded.
-      jobs: Number of processes that build missing kernels. Defaults to one per core.
+      jobs: Number of processes that build missing kernels, by default one per core.
 
     Returns:
       The number of kernels that are ready.
@@ -54,7 +54,7 @@ def prepare(
     Raises:
       ValueError: `device` is no GPU.
       NotImplementedError: There is no Hopper GPU.
-      RuntimeError: A kernel could not be built. The error message is that of the compiler.
+      RuntimeError: A kernel could not be built. The error message comes from the compiler.
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():

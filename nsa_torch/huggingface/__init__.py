@@ -3,23 +3,26 @@
 The model has RMSNorm, rotary embedding, grouped heads and SwiGLU. The configuration selects NSA
 or dense attention for each layer. Importing this module registers `model_type="nsa"` with
 `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. A program that does not import this module
-must pass `trust_remote_code=True` to these classes. For programs without that import,
-`save_pretrained` and `convert` write a small module next to the checkpoint. The public names are:
-  `NSAModelConfig`                      the sizes and the kind of each layer
-  `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
-  `NSAModelCache`                       the cache of `generate`: one `nsa_torch.NSACache` per layer
-  `NSAPagedModelCache`                  the same on pages, for steps of static shapes
-  `StepGraph`                           such a step as one CUDA graph
-  `continuous_batching_config`          for `generate_batch`: pages that NSA can read
-  `to_safetensors`, `from_safetensors`  weights for `nsa_bench.train`'s models, and back
-  `register_block_attention`            kernels for released models that choose key blocks, by
-                                        `attn_implementation="nsa_blocks"` (`block_selection`)
-  `LlamaNSAForCausalLM`                 the layout of zen-E/NSA-1B, with its own selection or the
-                                        exact one (`llama_nsa`)
+must pass `trust_remote_code=True` to these classes. For programs that do not import this
+module, `save_pretrained` and `convert` write a small module next to the checkpoint.
 
-Rows of a batch may be padded on the left or on the right. The positions and the selection blocks
-of a row start at its first real token. The results of a row are therefore the same as if the row
-were the whole batch.
+These names are public:
+
+- `NSAModelConfig` has the sizes and the kind of each layer.
+- `NSAModel` is the decoder. `NSAForCausalLM` adds an output head, a loss and `generate`.
+- `NSAModelCache` is a cache for `generate`, with one `nsa_torch.NSACache` per layer.
+- `NSAPagedModelCache` is a cache in pages, for decode steps with static shapes.
+- `StepGraph` runs a decode step on an `NSAPagedModelCache` as one CUDA graph.
+- `continuous_batching_config` makes a configuration for `generate_batch` with pages that NSA can
+  read.
+- `to_safetensors` and `from_safetensors` convert weights for `nsa_bench.train`, and back.
+- `register_block_attention` makes released models that select key blocks run on the kernels of this
+  library, with `attn_implementation="nsa_blocks"` (`block_selection`).
+- `LlamaNSAForCausalLM` loads checkpoints in the layout of zen-E/NSA-1B (`llama_nsa`).
+
+Rows of a batch may be padded on the left or on the right. The positions and the selection blocks of
+a row start at its first real token. The results of a row are the same as if the row were the whole
+batch.
 """
 
 from nsa_core import extras

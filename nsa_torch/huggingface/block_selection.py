@@ -1,22 +1,21 @@
-"""Computes the attention of released models that select key blocks with
+"""Computes the attention of released models that select key blocks. The computation runs on
 `nsa_torch.block_attention`.
 
-`MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq,
-n] to an attention function. The indices are int64, with -1 in empty slots. Block `j` has the
-slots `j * block .. (j + 1) * block - 1` of the key axis, padding included. The implementations
-`eager` and `sdpa` of transformers convert the indices to a dense mask, `[B, H, Sq, Sk]`. The
-function `block_attention` of this module passes the indices to `nsa_torch.block_attention`.
-Neither the forward nor the backward pass allocates an array of size `Sq * Sk`:
-
-    softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
+`MiniMaxM3VLAttention` (transformers 5.17) passes `block_indices` [B, heads of its indexer, Sq, n]
+to an attention function. The indices are int64, with -1 in empty slots. Block `j` has the slots
+`range(j * block, (j + 1) * block)` of the key axis, padding included. The implementations `eager`
+and `sdpa` of transformers convert the indices to a dense mask, `[B, H, Sq, Sk]`. The function
+`block_attention` of this module passes the indices to `nsa_torch.block_attention`. Neither the
+forward nor the backward pass allocates an array of size `Sq * Sk`. The query in slot `q` attends to
+the keys in slots `k <= q` whose block is selected and which are not padding.
 
 Padding tokens on the left have no key to attend to. The output of padding on the left is the mean
 of all values, the same as with the dense mask of `sdpa`. The output of padding matters because
 the model's indexer scores padding too. Gradients of the output of padding reach only the values.
 
-Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`.
-A mask function is registered under the same name, since transformers would otherwise drop the
-padding and pass None. With `attn_implementation="nsa_blocks"` the model's indexer runs on
+Importing `nsa_torch.huggingface` registers the function as `attn_implementation="nsa_blocks"`. A
+mask function is also registered as `nsa_blocks`. Without this mask function, transformers would
+drop the padding and pass None. With `attn_implementation="nsa_blocks"` the model's indexer runs on
 `nsa_torch.index_blocks`. The original indexer would compute scores `[B, index heads, Sq, Sk]` in
 float32.
 """
@@ -90,17 +89,17 @@ def key_states(
       config: The config of the text model, whose `index_block_size` is read.
 
     Returns:
-      None if there is no padding and the last key belongs to the last query's token. Otherwise
-      the mask is int8 `[B, 1, 1 or 2, Sk]`. The first row of the mask is 1 in all slots up to the
-      slot of the last query. The second row exists only with padding, and is 1 for tokens.
+      None if there is no padding and the last key belongs to the last query's token. In all other
+      cases the mask is int8 `[B, 1, 1 or 2, Sk]`. The first row of the mask is 1 in all slots up to
+      the slot of the last query. The second row exists only with padding, and is 1 for tokens.
 
     Raises:
-      NotImplementedError: The rows are packed, the caller passes a mask function, the cache has
-        a sliding window, or a row has padding between its tokens. The error is also raised if a
-        row has `index_block_size` or more padding slots on the left. The model's indexer counts
-        positions from the first token, but blocks from slot 0. In a row with that much padding,
-        the first token would have no key. The implementations of transformers then average all
-        values, including values of later tokens.
+      NotImplementedError: The rows are packed, the caller passes a mask function, the cache has a
+        sliding window, or a row has padding between its tokens. The error is also raised if a row
+        has `index_block_size` or more padding slots on the left. The model's indexer counts
+        positions from the first token, but blocks from slot 0. In a row with `index_block_size`
+        padding slots on the left, the first token would have no key. For a query without keys, the
+        implementations of transformers average all values, including values of later tokens.
     """
     take_over()  # a model computes its mask before its layers run
     if mask_function is not causal_mask_function:
@@ -110,8 +109,8 @@ def key_states(
         )
     if kv_offset:
         raise NotImplementedError(
-            f"attn_implementation={NAME!r} supports only caches that retain every key, got one "
-            f"that starts at slot {kv_offset}"
+            f"attn_implementation={NAME!r} supports only caches that retain every key, "
+            f"got a cache that starts at slot {kv_offset}"
         )
     real = None if attention_mask is None else attention_mask.to(device, torch.bool)
     if real is not None:
@@ -129,8 +128,8 @@ def key_states(
 
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     """Return whether any row of `real` [B, Sk] has padding. For this check the host waits for the
-    device once per forward pass. Under torch.compile and in a CUDA graph the host must not wait.
-    Padding is not checked there.
+    device once per forward pass. Under torch.compile and in a CUDA graph, padding is not checked,
+    since the host must not wait.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -146,9 +145,9 @@ def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     block = getattr(config, "index_block_size", None)
     if block is not None and most_left >= block:
         raise NotImplementedError(
-            f"attn_implementation={NAME!r} supports fewer than index_block_size={block} columns "
-            "of padding on the left, since with more the first token of a row has no key, got "
-            f"{most_left}; pad on the right"
+            f"attn_implementation={NAME!r} supports fewer than index_block_size={block} "
+            f"columns of padding on the left, got {most_left}; pad on the right, since "
+            "the first token of such a row has no key"
         )
     return bool(padded)
 
@@ -258,8 +257,8 @@ def block_attention(
 def _dense(module, query, key, value, mask, dropout, scaling, rest):
     """Run transformers' `sdpa` with the mask that transformers would have passed.
 
-    `sdpa` aligns its own causal mask with the first key. Therefore a mask is needed if there
-    are fewer queries than keys.
+    A mask is needed if there are fewer queries than keys, since `sdpa` aligns its own causal mask
+    with the first key.
     """
     length, num_keys = query.shape[2], key.shape[2]
     index = functools.partial(torch.arange, device=query.device)

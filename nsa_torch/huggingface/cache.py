@@ -2,11 +2,9 @@
 
 transformers counts the columns of the batch, including padding (`get_seq_length`). The caches of
 this module store the tokens of a row from slot 0 on, without padding, and each row has its own
-length:
-
-    NSAModel.forward -> begin: positions of the new tokens, once for all layers (`Call`)
-        each layer: attend, or append if it is dense
-    -> end: the lengths
+length. `NSAModel.forward` calls `begin`, which computes the positions of the new tokens once for
+all layers (`Call`). Each layer with NSA then calls `attend`, and each dense layer calls `append`.
+`end` stores the new lengths.
 """
 
 import functools
@@ -49,8 +47,8 @@ CACHED = (
 
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `arguments` with the caller's cache under the name `cache`. The caller may have
-    passed it under either of `NAMES`.
+    """Return `arguments` with the caller's cache under the name `cache`. The caller may have passed
+    the cache under either of `NAMES`.
 
     Raises:
       ValueError: The caller passed caches under both names.
@@ -99,7 +97,9 @@ class NSALayer:
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim], each to all columns up to its own."""
+        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to all columns up
+        to its own.
+        """
         if self.state is None:
             # the weights may be quantized, so their dtype is not used
             dtype = product_dtype(x.device, x.dtype)
@@ -172,7 +172,9 @@ class PagedLayer:
         self.page, self.fp8 = page, fp8
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim], each to all columns up to its own."""
+        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to all columns up
+        to its own.
+        """
         spec = attention.spec
         if self.pages is None:
             self.batch, dtype = x.shape[0], product_dtype(x.device, x.dtype)
@@ -220,14 +222,14 @@ class PagedLayer:
 
 
 class NSAModelCache(Cache):
-    """The keys and values of a batch's earlier tokens. Each call of `NSAForCausalLM` appends to it,
-    with or without gradients.
+    """The keys and values of a batch's earlier tokens. Each call of `NSAForCausalLM` appends its
+    tokens to this cache, with or without gradients.
 
     Args:
       config: configuration of the model.
-      capacity: Maximum number of columns. The first call allocates the memory for all of them,
-        and more columns raise a `ValueError`. `capacity=None` means that the cache has the size
-        of the prompt at first, and doubles when it is full.
+      capacity: Maximum number of columns. The first call allocates the memory for `capacity`
+        columns, and more columns raise a `ValueError`. `capacity=None` means that the cache has the
+        size of the prompt at first, and doubles when it is full.
 
     Attributes:
       lengths: int32 `[B]`, the number of real tokens of each row; None before the first call.
@@ -375,10 +377,10 @@ class NSAPagedModelCache(NSAModelCache):
     """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Pass this
     object to `generate` as `cache`.
 
-    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on
-    the device, and each call reads and writes them once on the device. A step therefore does not
-    wait for the device, and allocates no memory that outlives the step. `StepGraph` captures a
-    step of the model once and replays it while rows grow.
+    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
+    device, and each call reads and writes them once on the device. A step does not wait for the
+    device, and allocates no memory that outlives the step. `StepGraph` captures a step of the model
+    once and replays it while rows grow.
 
     Args:
       config: configuration of the model.

@@ -75,8 +75,8 @@ class SavedConfig(PreTrainedConfig):
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls this
-        method after it has listed the existing files and before it uploads new files. The module
-        is therefore also uploaded.
+        method after it has listed the existing files and before it uploads new files. The order of
+        these steps makes `save_pretrained` upload the module too.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)
@@ -104,15 +104,15 @@ class NSAModelConfig(SavedConfig):
         width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
         computation depends on `max_position_embeddings`.
-      initializer_range: initial standard deviation of all matrices except those of gates, `phi`
-        and `key_taps`. `initializer_range=None` means 0.02 for the embedding and `1 / sqrt(3 *
-        inputs)` for other matrices. Matrices that write to the residual stream start with that
-        value divided by `sqrt(2 * layers)`.
+      initializer_range: initial standard deviation of all matrices except those of gates, `phi` and
+        `key_taps`. `initializer_range=None` means 0.02 for the embedding and `1 / sqrt(3 * inputs)`
+        for other matrices. The initial standard deviation of matrices that write to the residual
+        stream is smaller by the factor `sqrt(2 * layers)`.
       rms_norm_eps: epsilon of the norms.
       rope_parameters: A dictionary with `rope_theta` and `rope_type`. The type is "default",
-        "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For
-        "llama3" and "yarn", the further entries are those of `nsa_core.rotation`. Adjacent
-        columns of a head are rotated as pairs.
+        "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For "llama3"
+        and "yarn", `nsa_core.rotation` lists the further entries. Adjacent columns of a head are
+        rotated as pairs.
       attention_bias: whether the projections of attention, including its output, have biases.
       qk_norm: Whether query and key heads are normalized before the rotation, with
         `rms_norm_eps`.

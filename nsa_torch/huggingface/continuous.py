@@ -1,14 +1,15 @@
 """Continuous batching of transformers (`generate_batch`) for models with NSA, on paged caches.
 
-    generate_batch -> manager: transformers', which allocates blocks from an `NSACacheAllocator`
-        a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
-            each layer: project -> append -> paged_attention -> out
+`generate_batch` runs the manager of transformers, which allocates blocks from an
+`NSACacheAllocator`. A step calls `NSAModel.forward(cache=.., cu_seq_lens_q=.., ..)`, which makes a
+`ContinuousBatch`. Each layer projects the new tokens, appends their keys and values to the pages
+and calls `paged_attention`.
 
-Each step is planned once for all layers. In a step of one token per row, the manager passes a
-block table. All shapes then depend only on the shape of this table, and the host reads no tensor.
-On a GPU the manager captures steps of one token per row as CUDA graphs, one for each power of two
-of rows. In other steps, the manager passes the blocks of all rows one after the other. The host
-reads the boundaries of the rows once and removes padding. `plan_runs` decides which rows run
+Each step is planned once for all layers. In a step of one token per row, the manager passes a block
+table. In this step, all shapes depend only on the shape of the block table, and the host reads no
+tensor. On a GPU the manager captures steps of one token per row as CUDA graphs, one for each power
+of two of rows. In other steps, the manager passes the blocks of all rows one after the other. The
+host reads the boundaries of the rows once and removes padding. `plan_runs` decides which rows run
 together.
 """
 
@@ -79,10 +80,11 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     """Allocates blocks for all layers of a model with NSA. The manager of transformers makes this
     object. The manager assigns blocks of `select_block` tokens to requests, shares prefixes, and
     has blocks copied when a request forks. Each block has memory for all layers of the model. A
-    layer with NSA stores the keys and values of three branches, or of one if the branches share
-    them, and the compressed tokens. A dense layer stores its keys and values. The manager owns
-    the memory, so that its accounting is correct. This class divides the memory into arrays over
-    all blocks, as kernels require. The block of a token follows from the block table:
+    layer with NSA stores the compressed tokens, and the keys and values of three branches. If the
+    branches share keys and values, the layer stores them once. A dense layer stores its keys and
+    values. The manager owns the memory, so that its accounting is correct. This class divides the
+    memory into arrays over all blocks, as kernels require. The block of a token follows from the
+    block table:
 
         block of token p of a request   block_table[request][p // select_block]
 
@@ -200,11 +202,11 @@ def continuous_batching_config(
 
     Args:
       config: The configuration of the model.
-      options: Other fields of `ContinuousBatchingConfig`. `use_cuda_graph` applies to steps of
-        one token per row, and defaults to True on a GPU. Requests longer than
-        `max_blocks_per_request` do not use CUDA graphs. `max_blocks_per_request` defaults to a
-        bound that is derived from the prompts of `generate_batch`, or from
-        `max_position_embeddings` if no prompts are known.
+      options: Other fields of `ContinuousBatchingConfig`. `use_cuda_graph` applies to steps of one
+        token per row, and defaults to True on a GPU. Requests longer than `max_blocks_per_request`
+        do not use CUDA graphs. `max_blocks_per_request` defaults to a bound that is derived from
+        the prompts of `generate_batch`. If no prompts are known, the bound is derived from
+        `max_position_embeddings`.
 
     Raises:
       ValueError: `page_size` is not `select_block`, CUDA graphs are requested for steps with
@@ -301,8 +303,7 @@ def manager_of(
 
 def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
     """Set the options of a new manager and allocate its memory. The memory is allocated in the
-    caller's thread, not in the manager's. The caller therefore receives the error if there is too
-    little memory.
+    caller's thread, so that the caller receives the error if there is too little memory.
     """
     config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = given.max_blocks_per_request

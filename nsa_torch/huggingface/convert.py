@@ -6,24 +6,27 @@
 SOURCE is a folder or owner/name on the Hugging Face Hub. TARGET is the folder that the command
 creates. Weights are read and written one safetensors file at a time.
 
-  transformers     here                         change
-  q_proj           W_Q                          rows of each head are reordered (`pairs`)
-  k_proj           W_K_cmp, W_K_sel, W_K_win    the same, with one copy per branch
-  v_proj           W_V_cmp, W_V_sel, W_V_win    one copy per branch, scaled by `--start`
-  o_proj           out                          unchanged
-  q_norm, k_norm   q_norm, k_norm               columns are reordered (`pairs`)
-  the rest         the same names               unchanged
+  | in transformers | in NSA                    | change                                      |
+  |-----------------|---------------------------|---------------------------------------------|
+  | q_proj          | W_Q                       | rows of each head are reordered (`pairs`)   |
+  | k_proj          | W_K_cmp, W_K_sel, W_K_win | one reordered copy per branch               |
+  | v_proj          | W_V_cmp, W_V_sel, W_V_win | one copy per branch, scaled (see `--start`) |
+  | o_proj          | out                       | unchanged                                   |
+  | q_norm, k_norm  | q_norm, k_norm            | columns are reordered (`pairs`)             |
+  | all others      | the same names            | unchanged                                   |
 
 A layer that stays dense stores its keys and values once, as W_K and W_V. Up to num_selected *
-select_block tokens every block is selected. Up to that length the converted model equals the
-dense model with every `--start`:
+select_block tokens every block is selected. Up to this number of tokens, the converted model equals
+the dense model with every `--start`:
 
-  --start   gates      values                                  learns
-  values    1/2 each   selected twice as large, others zero    everything; keys and gates of the
-                                                               zero branches from the second step
-  gates     0, 1, 0    unchanged                               only the selected branch
-  shared    0, 1, 0    once for all branches, as W_V; keys     everything but the gates
-                       too, as W_K: a third of the cache
+- `--start values`: All gates are 1/2. The values of the selected branch are doubled, and the values
+  of the other branches are zero. All weights learn, but keys and gates of the branches with zero
+  values learn only from the second step.
+- `--start gates`: The gate of the selected branch is 1, and the other gates are 0. Values are
+  unchanged, and only the selected branch learns.
+- `--start shared`: The gates are the same as with `--start gates`. All branches share keys and
+  values, as W_K and W_V, so that the cache has a third of the size. All weights except the gates
+  learn.
 """
 
 import argparse
@@ -93,8 +96,8 @@ class DifferentError(Exception):
 
 def pairs(x: Tensor, width: int) -> Tensor:
     """Reorder the rows of each head, which has `width` rows, for another pairing in the rotary
-    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, such a pair
-    has the rows 2i and 2i + 1.
+    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, this pair has
+    the rows 2i and 2i + 1.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -131,8 +134,8 @@ def configuration(
         )
     if nsa.get("gate") == "softmax":
         raise ValueError(
-            "gate must not be 'softmax' in a converted model; its three gates add up to 1, so "
-            "they cannot all start at 1/2, as start='values' requires"
+            "gate must not be 'softmax' in a converted model, since softmax gates add "
+            "up to 1 and cannot all start at 1/2"
         )
     layers, dense_layers = range(source.num_hidden_layers), {*dense_layers}
     if outside := sorted(dense_layers.difference(layers)):
@@ -232,16 +235,17 @@ def convert(
     Raises:
       ValueError: The source cannot be converted exactly, or an argument is invalid.
       OSError: The target exists, or a file of the source does not exist.
-      DifferentError: The logits differ by more than 4 times the difference between the dense
-        implementations `eager` and `sdpa` plus one rounding of the largest logit.
+      DifferentError: The logits differ by more than a bound. The bound is 4 times the difference
+        between the dense implementations `eager` and `sdpa`, plus one rounding of the largest
+        logit.
     """
     target = Path(target)
     validate.one_of("start", start, (*STARTS,))
     validate.one_of("dtype", dtype, (None, *WORDS.values()))
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
-            "gate must not be 'selected' if start='values', since this start sets the gates to "
-            "1/2 and 'selected' has the constant gates 0, 1, 0"
+            "gate must not be 'selected' if start='values'; start='values' sets all "
+            "gates to 1/2, but the gates of 'selected' are always 0, 1, 0"
         )
     kv = "shared" if start == "shared" else "separate"
     if nsa.setdefault("kv", kv) != kv:

@@ -31,7 +31,9 @@ MIN_NEW_TOKENS = 2
 
 
 class NSAGenerationMixin(GenerationMixin):
-    """Adds to a model `generate` and `generate_batch` with the caches of this package."""
+    """Adds the methods `generate` and `generate_batch` to a model. These methods use the caches of
+    this package.
+    """
 
     config: Any
 
@@ -49,10 +51,10 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """Return the manager of transformers for `generate_batch`. The raised errors are those of
-        `continuous.manager_of`. If weights were replaced or changed since the last use of a
-        persistent manager, that manager is destroyed first. The cached prefixes of the old
-        manager belong to the old weights, and its CUDA graphs may read old tensors.
+        """Return the manager of transformers for `generate_batch`. `continuous.manager_of`
+        documents the errors. If weights were replaced or changed since the last use of a persistent
+        manager, the persistent manager is destroyed first. The cached prefixes of the old manager
+        belong to the old weights, and the CUDA graphs of the old manager may read old tensors.
         """
         model: Any = self
         weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
@@ -74,9 +76,9 @@ class NSAGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `generate_batch` of transformers. By default a persistent manager captures all
-        CUDA graphs before the first request. The manager of a single call captures a graph only
-        when a step needs it, after the first tokens.
+        """Run `generate_batch` of transformers. By default a persistent manager captures all CUDA
+        graphs before the first request. The manager of a single call captures a graph only when a
+        step needs the graph, after the first tokens.
 
         Args:
           persistent_manager: The same as in transformers. If the weights have changed, a new
@@ -150,8 +152,9 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Return whether steps run through `get_compiled_call`. On a paged cache they do if a
-        step of the model can be a CUDA graph and `disable_compile` is not set.
+        """Return whether steps run through `get_compiled_call`. On a paged cache, steps run through
+        `get_compiled_call` if a step of the model can be a CUDA graph and `disable_compile` is not
+        set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -160,9 +163,9 @@ class NSAGenerationMixin(GenerationMixin):
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
         """Return the callable that runs the model during one call of `generate`. On a paged cache
-        the callable runs each step as one CUDA graph. On other caches the callable is the
-        compiled model of transformers. Each call of `generate` captures its own graph. Choices in
-        Python code, such as the active adapter, may differ in the next call.
+        the callable runs each step as one CUDA graph. On other caches the callable is the compiled
+        model of transformers. Each call of `generate` captures its own graph, since choices in
+        Python code, such as the active adapter, may differ between calls.
         """
         model: Any = self
         base: Any = super()

@@ -8,15 +8,14 @@ are means of `block_size` tokens. A query's own block is always selected, and no
 forced. One call of `nsa_torch.attention` computes all branches, and also selects the blocks if
 `selection="exact"`. There are two kinds of selection:
 
-  selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
-  selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:
-                        after each chunk of 16 blocks the slots hold the best half of their old
-                        blocks and the best half of the chunk. Half of the selected blocks are
-                        therefore the best of those before the last chunk, and up to half are blocks
-                        of the last chunk, regardless of their score
+- selection="exact" selects the `block_counts` best blocks (arXiv 2502.11089, Eq. 11).
+- selection="trained" selects blocks as fla-org's kernel does, which processes chunks of 16 blocks
+  with 16 slots. After each chunk, the slots hold the best half of their old blocks and the best
+  half of the chunk. Half of the selected blocks are therefore the best blocks before the last
+  chunk. Up to half are blocks of the last chunk, regardless of their scores.
 
-The checkpoint was trained with selection="trained", provided that its authors used the file
-that its README asks users to install.
+zen-E/NSA-1B was trained with selection="trained" if its authors used the file that the README of
+the checkpoint asks users to install.
 """
 
 import inspect

@@ -35,8 +35,8 @@ from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
-    """The attention of a decoder layer with NSA. The decoder calls it as a module with every kind
-    of cache, so that its hooks run.
+    """The attention of a decoder layer with NSA. The decoder calls this module with every kind of
+    cache, so that the hooks of the module run.
     """
 
     zeroes_padding = False  # the model has already set the padding to zero
@@ -90,8 +90,8 @@ class DenseAttention(nn.Module):
 
         Args:
           append: A function that appends keys and values `[B, Hkv, T, .]` to a cache and returns
-            the keys and values of all tokens. The function also receives `paged`. `append=None`
-            means that there is no cache.
+            the keys and values of all tokens. The function also receives the keyword arguments
+            `paged`. `append=None` means that there is no cache.
           attend: The attention function to use instead of the one in the configuration.
           paged: The keyword arguments that transformers passes to attention functions.
         """
@@ -180,9 +180,9 @@ class NSAPreTrainedModel(PreTrainedModel):
         Raises:
           OSError: The checkpoint has no weights in safetensors.
           ValueError: gate, phi or kv differ from those of the checkpoint, or `use_safetensors` is
-            False. `ValueError` is also raised if a weight has another shape (unless
-            `ignore_mismatched_sizes` is true) or, with `strict`, if a weight is missing or
-            unknown. The error message names the first such weight.
+            False. `ValueError` is also raised if a weight has another shape, unless
+            `ignore_mismatched_sizes` is true. With `strict`, a missing or unknown weight also
+            raises `ValueError`. The error message names the first of these weights.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
@@ -291,7 +291,8 @@ class NSAModel(NSAPreTrainedModel):
           cu_seq_lens_q: int `[sequences + 1]`, the boundaries of a packed row, as from
             transformers' `DataCollatorWithFlattening`. Tables are derived from these boundaries
             once for all layers. You may also pass the boundaries as `cu_seqlens` or
-            `cu_seq_lens_k`, or pass `seq_idx` [1, T], the sequence of each token, instead.
+            `cu_seq_lens_k`. `seq_idx` [1, T], the sequence of each token, may replace the
+            boundaries.
           max_length_q: The number of tokens of the longest sequence of a packed row. If
             `max_length_q` is given, the last sequence must end with the row.
 
@@ -359,8 +360,8 @@ class NSAModel(NSAPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
-        """Add the positions and the mask to `batch` if the model has dense layers, since only
-        dense layers read them.
+        """Add the positions and the mask to `batch` if the model has dense layers, since only dense
+        layers read positions and masks.
         """
         if "dense" not in self.config.layer_attention:
             return batch

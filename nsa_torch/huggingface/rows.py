@@ -72,8 +72,8 @@ class Rows(NamedTuple):
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
-        """Return a mask of the columns that are tokens, bool `[B or 1, T]`. The result None means
-        that all columns are tokens.
+        """Return a mask of the columns that are tokens, bool `[B or 1, T]`, or None if all columns
+        are tokens.
         """
         if self.cu_seqlens is not None:
             if not checks.may_be_padded(self.cu_seqlens, length):
@@ -120,18 +120,18 @@ def rows(
       attention_mask: `[B, columns of the cache + T]` of 0 and 1. For a step of one token per row
         on an `NSAPagedModelCache`, the mask may also be `[B, 1]`, for the new column only.
       position_ids: `[B or 1, T]`. With a mask, the positions must have the values that the mask
-        determines. Without a mask and without a cache, the positions of a single row may restart.
-        The row is then a packed row.
+        determines. Without a mask and without a cache, a single row whose positions restart is a
+        packed row.
       call: The keyword arguments of the call. A packed row is described by a name in `BORDERS`,
         int `[sequences + 1]`, or by `INDEX`, int `[1, T]`. With `INDEX` the host waits for a
         GPU. An argument in `LONGEST` is an upper bound of the tokens per sequence. With an upper
         bound, the last sequence must end at the last column of the row.
       config: The config of the layers with NSA.
     Raises:
-      ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries
-        and cache contradict each other. On a GPU the checks of values wait for the device.
-        Therefore a decode step checks only shapes. If a packed row has several descriptions, they
-        are compared only until they have agreed in one call. In a CUDA graph and under
+      ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries and
+        cache contradict each other. On a GPU the checks of values wait for the device, so that a
+        decode step checks only shapes. If a packed row has several descriptions, the descriptions
+        are compared in each call until one call finds them equal. In a CUDA graph and under
         `torch.compile` no values are checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
@@ -234,8 +234,8 @@ def free_to_read(x: Tensor) -> bool:
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. The other entries of
-    `told` must describe the same boundaries. On a GPU the comparison waits for the device.
-    Entries of the same names are therefore compared only until they have agreed in one call.
+    `told` must describe the same boundaries. Entries of the same names are compared only until one
+    call finds them equal, since on a GPU the comparison waits for the device.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)

@@ -34,7 +34,7 @@ class StepGraph:
 
     Raises:
       ValueError: The model is not on one CUDA device, is sharded, or has forward hooks. A graph
-        does not call hooks.
+        does not call forward hooks.
     """
 
     def __init__(self, model: Any, cache: NSAPagedModelCache):
@@ -94,8 +94,8 @@ class StepGraph:
 
 
 def why_not(model: Any) -> str | None:
-    """Return the reason why a step of `model` cannot be a CUDA graph, or None. Hooks are Python
-    code, which a replay does not run. A model with hooks is therefore refused. The hooks that
+    """Return the reason why a step of `model` cannot be a CUDA graph, or None. A model with hooks
+    is refused, since hooks are Python code, which a replay does not run. The hooks that
     `capture_outputs` of transformers leaves in a model are allowed, since they do nothing unless
     hidden states are requested.
     """

@@ -38,14 +38,14 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """Load the model that a training run saved as `path`.
 
     Args:
-      model: The model whose weights are replaced. `model=None` means that a model is made from
-        the hyper-parameters in the file. As with `from_pretrained`, the model is then in
-        evaluation mode.
+      model: The model whose weights are replaced. `model=None` means that a model is made from the
+        hyper-parameters in the file. A model that this function makes is in evaluation mode, as
+        after `from_pretrained`.
 
     Raises:
-      ValueError: The file has no hyper-parameters, or its hyper-parameters, gate, phi,
-        vocabulary, names, shapes or dtypes differ from those of the model, or the embeddings of
-        `model` are tied. If the error is raised, `model` is unchanged.
+      ValueError: The file has no hyper-parameters, or the embeddings of `model` are tied.
+        `ValueError` is also raised if the file and the model differ in hyper-parameters, gate, phi,
+        vocabulary, names, shapes or dtypes. If the error is raised, `model` is unchanged.
     """
     if model is None:
         model = NSAForCausalLM(_configuration(path)).eval()

@@ -2,10 +2,11 @@
 
 Install the extra `vllm`; no code is needed, since vLLM finds `register` by the entry point
 `vllm.general_plugins`. The scheduler, block tables, prefix caching, chunked prefill, preemption
-and speculative decoding of vLLM are used without changes. The parts of the plugin are:
-  `model.py`    the library's modules under vLLM's model interface
-  `backend.py`  vLLM's side of a layer's cache and of a step, and the operators of a layer
-  `step.py`     our side of both, without vLLM
+and speculative decoding of vLLM are used without changes. The plugin has three parts:
+
+- `model.py` puts the library's modules under vLLM's model interface.
+- `backend.py` describes a layer's cache and a step to vLLM, and defines the operators of a layer.
+- `step.py` makes the cache and runs the step. `step.py` does not import vLLM.
 """
 
 import warnings

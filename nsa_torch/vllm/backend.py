@@ -12,7 +12,7 @@ With `key_taps`, C also includes the projected keys that a block stores, divided
 
 `PagedCache.carve` divides the memory of a layer into arrays over all blocks. All layers form one
 cache group with one block table. The accounting, prefix hashes and block tables of vLLM therefore
-cover all arrays of NSA.
+cover all arrays of a layer.
 """
 
 from typing import Any

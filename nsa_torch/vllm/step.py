@@ -72,7 +72,8 @@ class Step(NamedTuple):
         out: Tensor,
     ) -> None:
         """Append the new tokens of a layer to `pages`. Compute attention of the new tokens to all
-        tokens, and write it to `out`. The shapes are the same as in the operator (`backend.py`).
+        tokens, and write the result to `out`. The shapes are the same as in the operator
+        (`backend.py`).
         """
         n = self.tokens
         keys, values = (
