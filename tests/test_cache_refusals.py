@@ -233,13 +233,15 @@ def called(name, api=nsa_torch, place=None, **changes):
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
-def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(name):
+@pytest.mark.parametrize("api", [nsa_torch, nsa_jax])
+def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(api, name):
     """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
-    more = int32([0, 9, 18])
+    more, place = int32([0, 9, 18]), paged_attend if api is nsa_torch else api.paged
+    assert called("explain", api, place).implementation == "gathered"
     for count, starts in ((1, None), (8, None), (9, None), (9, more)):
         given = {"query": zeros(2 * count, 4, 8), "gates": zeros(2 * count, 4, 3)}
         given |= {"implementation": name, "cu_seqlens_q": starts}
-        call = functools.partial(called, "explain", place=paged_attend, **given)
+        call = functools.partial(called, "explain", api, place, **given)
         if count <= 8:
             with pytest.raises(NotImplementedError, match=f"decode: {name}: needs a"):
                 call()

@@ -499,6 +499,15 @@ def test_one_graph_over_500_steps(implementation, kind):
     assert begin[1] > 1000 and not torch.equal(mine["selected_key"], before["selected_key"])
 
 
+def test_pages_of_an_engine_are_not_copied():
+    memory = {x: torch.zeros(3, 16, 2, 8) for x in ("key_pages", "value_pages")}
+    memory |= {x: torch.zeros(3, 4, 2, 8) for x in ("compressed_key", "compressed_value")}
+    cache = nsa_torch.PagedCache.view(**memory, config=SMALL)
+    assert {x.data_ptr() for x in cache.tensors().values()} == {
+        x.data_ptr() for x in memory.values()
+    }
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("around", [0, 2])
 @by_kernel

@@ -192,8 +192,13 @@ def test_hyper_parameters_of_a_file(way, tmp_path):
 
 @pytest.mark.parametrize("text", ["none", '{"gate": "sigmoid"'])
 def test_a_kind_that_is_no_json(text):
+    state = former_state(text)
     with pytest.raises(ValueError, match=r"_extra_state must hold bytes of JSON"):
-        in_torch(**FORMER).load_state_dict(former_state(text))
+        in_torch(**FORMER).load_state_dict(state)
+    (key,) = (key for key in state if key.endswith("_extra_state"))
+    state[key] = torch.tensor([float("inf")])  # no integer
+    with pytest.raises(ValueError, match=r"_extra_state must hold bytes of JSON"):
+        in_torch(**FORMER).load_state_dict(state)
 
 
 def test_the_state_of_distributed_checkpoints():
