@@ -1,8 +1,7 @@
 """Fast kernels. A kernel is a function of arrays and static integers.
 
 `mosaic` has kernels in Pallas Mosaic GPU (Hopper), and `triton` has kernels in official Triton.
-This package does not import the packages above it. The packages above call `why_not`, then
-describe a `Kernel` and run it.
+Callers first call `why_not`, then describe a `Kernel` and run it.
 """
 
 from typing import Any

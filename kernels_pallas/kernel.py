@@ -1,7 +1,7 @@
 """Describes a kernel by its static sizes and its input and output arrays.
 
-The body is imported when the kernel runs. A description imports no JAX, so a framework can plan,
-allocate and look up compiled code without it.
+The function with the kernel's code is imported only when the kernel runs. Describing a kernel does
+not import JAX, so PyTorch can find compiled kernels without JAX.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ class Spec:
     """Static sizes of a kernel.
 
     Attributes:
-      interpret: Parameters of the Pallas interpreter. False means compiled code.
-      any_length: Whether the lengths are nominal and the kernel reads its sizes at launch.
+      interpret: Parameters of the Pallas interpreter, or False to compile the kernel.
+      any_length: True if one compiled kernel serves all lengths and reads its sizes at launch.
     """
 
     interpret: bool | object = False
@@ -62,11 +62,11 @@ class Spec:
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The fields of the spec that are lengths, with their nominal values."""
+        """The length fields of a spec, with placeholder values for a kernel of all lengths."""
         return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
 
     def for_any_length(self) -> Self:
-        """A copy of the spec with nominal lengths."""
+        """A copy of the spec for a kernel that serves all lengths."""
         return dataclasses.replace(self, any_length=True, **self.nominal)
 
 
@@ -74,29 +74,28 @@ class Spec:
 class Kernel:
     """One Mosaic GPU kernel with fixed shapes. A kernel can be called from both frameworks.
 
-    Kernels are compared by identity. The function that describes a kernel caches its results by
-    spec (`described`). A spec therefore has one kernel object, which is traced and compiled
-    once.
+    Kernels are compared by identity, since `described` creates one `Kernel` object per spec. Each
+    `Kernel` object is traced and compiled once.
 
     Attributes:
       name: Name in messages and reports.
       spec: The static sizes, a frozen dataclass.
-      body: `module:function`. This function accepts the `Kernel` and returns a result of
-        `plgpu.kernel`. That result is a function whose arguments have the shapes of `inputs`,
-        and which returns a list or tuple of arrays with the shapes of `outputs`. In tests,
-        `body` may be such a result of `plgpu.kernel` instead of a name.
-      inputs: At least one array.
-      outputs: At least one array.
-      in_place: Number of first outputs that may share memory with the same number of last
-        inputs, in order. The kernel reads each part of such an input before it writes the same
+      body: `module:function`. The function gets the `Kernel` and returns a JAX function that
+        `plgpu.kernel` has built. The JAX function maps arrays with the shapes of `inputs` to a list
+        or tuple of arrays with the shapes of `outputs`. In tests, `body` may be the JAX function
+        itself.
+      inputs: Shapes and dtypes of at least one input array.
+      outputs: Shapes and dtypes of at least one output array.
+      in_place: Number `n` of shared arrays. The first `n` outputs may share memory with the last
+        `n` inputs, in order. The kernel reads each part of a shared input before it writes the same
         part of the output.
       names: Names of the inputs, then of the outputs (`Kernel.named`).
-      sizes: Numbers that the body needs and that depend on lengths, by name.
+      sizes: Integers that depend on the lengths of arrays and that the body reads, by name.
       grid: Number of CTAs along each of at most two axes.
       cluster: Number of CTAs per cluster. The CTAs of a cluster are neighbours on the grid's
         last axis, run together, and access each other's shared memory.
-      source: `module:function` that describes the kernel from its spec. Kernels without a source
-        (tests) are compiled only for their lengths.
+      source: `module:function` that describes the kernel from its spec. A kernel of a test may have
+        no source. The kernel is then compiled for its own lengths only.
     """
 
     name: str
@@ -123,12 +122,12 @@ class Kernel:
         sizes: Mapping[str, int] | None = None,
         **options: Any,
     ) -> Self:
-        """Return a kernel whose body accesses its refs by the keys of `inputs` and `outputs`
-        (`mosaic.refs.build_kernel`).
+        """Return a kernel whose body gets each array as `refs.<key>`, for the keys of `inputs` and
+        `outputs`.
 
-        Inputs whose value is False are omitted. If the spec is for any length, the kernel
-        begins with an input for each of its `sizes`. By default, `described` adds the name and
-        the body.
+        An input whose value is False is omitted. With `spec.any_length`, the kernel's first inputs
+        carry `sizes`, one input per size. If `name` or `body` is empty, `described` adds the
+        default.
         """
         sizes = dict(sizes or {})
         given = {key: x for key, x in inputs.items() if isinstance(x, Array)}
@@ -154,12 +153,13 @@ class Kernel:
 
     @functools.lru_cache(DESCRIPTIONS)  # noqa: B019
     def for_any_length(self) -> "Kernel":
-        """Return the kernel with the same description that serves every length. The arrays of
-        the returned kernel have nominal lengths (`NOMINAL_LENGTH`), and no address in the body
-        may depend on a nominal length. Scalar arguments precede the arrays. There is a scalar
-        argument for each entry of `sizes`, and its address is the size times `SCALAR_STEP`. The
-        kernel reads nothing at these addresses. An address is a parameter of the launch.
-        Passing a size therefore needs no copy, and a CUDA graph stores the size.
+        """Return the variant of this kernel that serves all lengths.
+
+        The arrays of the returned kernel have the placeholder length `NOMINAL_LENGTH`. The body
+        must not compute addresses from `NOMINAL_LENGTH`. The kernel gets one more input per entry
+        of `sizes`, before the arrays. The address of this input is the size times `SCALAR_STEP`.
+        The kernel does not read memory at an address that carries a size. A size that is passed as
+        an address needs no copy to the GPU, and is stored in CUDA graphs.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
@@ -167,8 +167,10 @@ class Kernel:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that runs the kernel. If `body` is a name, `call` is the result of the
-        function with this name. If `body` is a function, `call` is `body`.
+        """The function that runs the kernel.
+
+        If `body` is a name, `call` is the result of the named function. If `body` is a function,
+        `call` is `body`.
         """
         if callable(self.body):
             return self.body
@@ -176,7 +178,7 @@ class Kernel:
         return getattr(importlib.import_module(module), function)(self)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the kernel on JAX arrays. `shaped` first reshapes the arrays."""
+        """Reshape JAX arrays to the shapes of the inputs, and run the kernel."""
         return tuple(self.call(*self.shaped(arrays)))
 
     def shaped(self, arrays: Sequence[Any]) -> list[Any]:
@@ -198,10 +200,11 @@ class Kernel:
 
 
 def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
-    """Decorate a function that describes a kernel from its spec. The decorated function returns
-    the same kernel object for equal specs, and is the kernel's source. By default the kernel
-    has the name of the function. By default the body is the function of the same name in
-    `mosaic`, in the module with the same name as the module of the description.
+    """Decorate a function that describes a kernel from its spec.
+
+    Equal specs get the same kernel object. The decorated function becomes the kernel's `source`. By
+    default the kernel has the name of the function. By default the body of the kernel that
+    `specs.x.f` describes is `mosaic.x.f`.
     """
     module, name = describe.__module__, describe.__name__
     body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"

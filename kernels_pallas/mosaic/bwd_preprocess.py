@@ -1,10 +1,9 @@
-"""Computes the statistics of FlashAttention's backward preprocess: delta = rowsum(dO * O) -
-dlse and shift = lse * log2(e) - log2|gate|. delta and shift of a row are stored with the bounds
-of the row's keys, in the layout that the backward kernels read (`specs/bwd_preprocess.py`).
-`combine.py` computes rowsum(dO * O), which is also the gradient of the gate.
+"""Computes the statistics of FlashAttention's backward preprocess: delta = rowsum(dO * O) - dlse
+and shift = lse * log2(e) - log2|gate|. delta and shift of a row are stored with the bounds of the
+row's keys, in the layout that the backward kernels read (`specs/bwd_preprocess.py`). `combine.py`
+computes rowsum(dO * O), which is also the gradient of the gate.
 
-Loop order: no loop. A lane computes one row, and a warp computes 32 adjacent rows of the query
-tiles.
+Without a loop, a lane computes one row and a warp computes 32 adjacent rows of the query tiles.
 Tile: 128 rows per CTA of four warps; no shared memory. Bound: bandwidth. Per row, 12 to 20
 bytes are read and 16 bytes are written.
 """
@@ -18,7 +17,10 @@ from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
 
 
 def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
-    """Write the statistics of one row per lane. `refs.row` is the row of `[B, Hkv]`."""
+    """Write the statistics of one row per lane.
+
+    `refs.row` is `b * Hkv + g` for batch row `b` and key/value head `g`.
+    """
     head = refs.row
     place = (refs.group * WARPS + warp.warp()) * LANES + warp.lane()
     exists = place < sizes.tiles * spec.rows
@@ -37,8 +39,9 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
     lse, delta = of_head(refs.lse), of_head(refs.delta)
 
     def key_of(source):
-        """Load the int32 value of this row's token, which float32 represents exactly
-        (`capability.LONGEST`).
+        """Load the int32 value of this row's token.
+
+        Float32 represents the value exactly, since `capability.LONGEST` limits the lengths.
         """
         key = warp.fetch_int(source, b * sizes.T + token)
         return warp.bits(warp.floating(key))

@@ -1,4 +1,4 @@
-"""Checks the limits of the Mosaic kernels. No kernel is imported for these checks."""
+"""Checks the limits of the Mosaic kernels. The checks import no kernel."""
 
 import contextlib
 import contextvars
@@ -72,7 +72,9 @@ def _fp8_why_not(problem: Any) -> str | None:
 
 @functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """Return the reason of `why_not` that depends only on sizes which are not lengths, or None."""
+    """Check the sizes that are not lengths, and return the reason why no Mosaic kernel supports
+    them, or None.
+    """
     if group > ROWS:
         return f"supports up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):
@@ -101,9 +103,10 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
-    """Return the bytes of shared memory that selected attention needs: the maximum of the bytes
-    that forward needs and the bytes that dq needs. The memory has query rows, keys, values and
-    the block list of a tile. No other kernel can exceed `SMEM_BUDGET`.
+    """Return the bytes of shared memory of selected attention, the larger of forward and dq.
+
+    The memory has query rows, keys, values and the block list of a tile. No other kernel can exceed
+    `SMEM_BUDGET`.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

@@ -1,11 +1,10 @@
 """Computes means of windows of tokens, and the gradients of tokens from the gradients of their
 means.
 
-Loop order: a lane has two adjacent columns (a 32-bit word) of keys or of values. In the forward
-pass, a warp loops over the stride blocks of a few adjacent windows and adds each block to the
-windows that contain it. In the backward pass, a warp has one stride block. All tokens of a
-stride block are in the same windows. The warp therefore sums the gradients of these windows
-only once.
+Loop order: a lane has two adjacent columns (a 32-bit word) of keys or of values. Forward: a warp
+loops over the stride blocks (`d` tokens) of a few adjacent windows, and adds each block to all
+windows that contain the block. Backward: each warp handles one stride block. All tokens of a stride
+block are in the same windows, so the warp sums the gradients of these windows only once.
 Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: bandwidth. At B=1 S=65536
 Hkv=4 D=Dv=128, l=32, d=16, forward reads 134 MB and writes 8 MB. Backward, with the gradients
 of two other branches, reads 277 MB and writes 134 MB.
@@ -22,13 +21,14 @@ LOADS = 16  # number of loads that a lane starts before it waits for one of them
 
 
 class Side(NamedTuple):
-    """The keys or the values that a lane has in its columns.
+    """The position of a lane in the keys or in the values.
 
     Attributes:
       words: Number of words per token.
-      row: Row of `[B]`.
-      column: Index of the lane's word, or of the last word for a lane without a word.
-      exists: Whether the lane has a word.
+      row: Index of the batch row.
+      column: Index of the lane's word in a token. A lane beyond the last word has the index of the
+        last word.
+      exists: False for a lane beyond the last word.
     """
 
     warp: Any
@@ -50,8 +50,8 @@ class Side(NamedTuple):
         return self.warp.unpack(word, self.spec.dtype)
 
     def keys_of_slot(self, sizes, slot, refs) -> tuple:
-        """Return the first key of the stride block in a slot of packed rows, and the end of the
-        keys of the slot's sequence.
+        """For a slot of packed rows, return the first key of the slot's stride block and the end of
+        the slot's sequence.
         """
         place = slot * self.spec.stride
         at = (self.row * sizes.key_tiles + place // ROWS, 4)
@@ -60,7 +60,7 @@ class Side(NamedTuple):
         return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
-        """Round two float32 values and store them as one word, if `only` holds."""
+        """If `only` is true, round two float32 values and store them as one word."""
         self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
 
 
@@ -69,8 +69,8 @@ def plus(a: Sequence, b: Sequence) -> list:
 
 
 def on_each_side(warp, spec: Any, refs, body: Callable[[Side, int, Any], None]) -> None:
-    """Call `body(side, i, part)` for the keys (`i` = 0) or the values (`i` = 1) that the warp
-    has. `part` is the index of the warp's part of the row `refs.row`.
+    """Call `body(side, i, part)`, with `i` = 0 if the warp handles keys and `i` = 1 if it handles
+    values. `part` is the index of the warp's part of the row `refs.row`.
     """
     index = refs.group * WARPS + warp.warp()
     column, part = index % sum(spec.columns), index // sum(spec.columns)
@@ -142,9 +142,10 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
     """The program that each warp of the kernel `specs.compress.merge_key_gradients` runs."""
 
     def stride_block(side, i, block):
-        """Write the gradients of the tokens in stride block `block`. These tokens are in the
-        windows from `block - l / d + 1` to `block`. If some slots with these indices belong to
-        the previous sequence, these slots have no whole window, and their gradient is 0.
+        """Write the gradients of the tokens in stride block `block`.
+
+        These tokens are in the windows from `block - l / d + 1` to `block`. Window indices in this
+        range that belong to the previous sequence have gradient 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

@@ -1,7 +1,9 @@
-"""Computes one decode step of NSA in one launch. Each query token and key/value head has a
-cluster of CTAs.
+"""Computes one decode step of NSA in one launch.
 
-Algorithm, in the order of each warp's work. S2 are the logits in base 2.
+Each query token and key/value head has a cluster of CTAs.
+
+The table lists the work of each warp in order. In the table, S2 = scale log2(e) Q K^T are logits in
+base 2.
 
     lengths, page table, Q, gates          one round trip
     (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
@@ -16,13 +18,13 @@ Algorithm, in the order of each warp's work. S2 are the logits in base 2.
     V selected
       exchange 3                           the sum over warps and CTAs, the output
 
-Loop order: split-K. Each warp loops over its strips independently (`decode_streams.py`). All
-warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
-Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves rows idle. wgmma
-would pad the rows to 64 and need a barrier over 4 warps. For long caches the kernel is
-bandwidth bound, since a strip is read once and used by 16 rows, with 16 operations per byte.
-For short caches or few rows the kernel is latency bound, since three round trips to memory and
-four exchanges follow each other (`docs/kernels/decode.md`).
+Loop order: split-K. Each warp loops independently over its strips of 16 keys (`decode_streams.py`).
+All warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
+Tile: 16 query heads x 16 keys (mma.m16n8k16). Rows beyond the heads of a group are idle. The
+instruction wgmma would pad the rows to 64 and need a barrier over 4 warps. For long caches the
+kernel is bandwidth bound, since it does only 16 operations per byte of the cache. For short caches
+or few rows, the kernel is latency bound by three round trips to memory and four exchanges in
+sequence (`docs/kernels/decode.md`).
 """
 
 from typing import Any
@@ -41,7 +43,8 @@ FIRST_UNIT = 2.0**120  # factor of the sums before the first strip (`add_rounded
 
 def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     """Copy the row of the page table to shared memory, with entries clamped to existing pages.
-    Also copy the entries for the pages of new tokens, without clamping.
+
+    Entries for the pages of new tokens are also copied without clamping.
 
     Returns:
       The number of tokens to which the query attends. The number is 0 if the position of the
@@ -84,8 +87,9 @@ def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
 
 
 def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
-    """Run a decode step, as the program of each warp. `decode_streams.py` describes the turns
-    of the queue.
+    """The program of each warp in a decode step.
+
+    `decode_streams.py` explains the queue of strips and its turns.
     """
     token, kv_head = refs.b, refs.g
     lane = Lane.of(m, spec, refs.group, refs.shared)
@@ -120,10 +124,11 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.larger(start, 0), m.word(0), m.where(start >= 0, work.seen, 0)
 
     def score(kind: int, times, begin, place, keys) -> list[Words]:
-        """Compute S2 for `times` strips of a branch, and store S2 from `place` on. Strip `i` is
-        at turn `begin + i` of the queue. `keys(i)` returns the first key of strip `i`, and the
-        begin and the end of the visible keys. Return the maximum and the sum of the lane's
-        rows.
+        """Compute the base-2 logits of `times` strips of a branch, and store them at `place`.
+
+        Strip `i` has turn `begin + i` in the warp's queue. `keys(i)` returns the first key of strip
+        `i`, and the begin and the end of the visible keys. Return the softmax maximum and sum of
+        the lane's rows.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -139,9 +144,10 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, no_keys, unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """Return `state` plus `g P V` of the `times` strips from turn `begin` on. Shared memory
-        from `place` on has S2 of these strips. If `norms` is not given, shared memory has g p
-        instead of S2.
+        """Return `state` plus `g P V` of the `times` strips from turn `begin` on.
+
+        `place` is the address of the strips' base-2 logits in shared memory. Without `norms`,
+        `place` has gated probabilities `g p` instead of logits.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
@@ -177,8 +183,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     norms = exchange.told(lane, exchange.COMPRESSED)
 
     def rank_two_strips(i):
-        """Compute the scores of two strips at once. While lanes exchange numbers of one strip,
-        the work on the other strip continues.
+        """Compute the scores of two strips at once, to hide latency.
+
+        The exchanges between lanes for one strip overlap with the work on the other strip.
         """
         numbers = [i * 2, i * 2 + 1]
         at = [m.smaller(number, work.mine - 1) for number in numbers]

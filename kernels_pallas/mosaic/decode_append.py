@@ -1,10 +1,10 @@
-"""Writes the new tokens of a decode step to the pages, and also the means of the windows that
-the new tokens complete.
+"""Writes the new tokens of a decode step to the pages, and also the means of the windows that the
+new tokens complete.
 
-A cluster writes the new tokens of its row up to the cluster's own token, for its key/value
-head. Clusters do not wait for each other. The clusters of later tokens in the row therefore
-write the same bits again. The tokens are written before the warps load their first strips. The
-reads here then do not wait for the loads of strips.
+For its row and key/value head, a cluster writes the new tokens up to the cluster's own token. Since
+clusters do not wait for each other, the clusters of later tokens in a row write the same bits
+again. New tokens are written before the warps load strips, so that reads of older tokens do not
+wait for the loads of strips.
 
     token p           key and value of every branch, at p % block of its page: the last CTA, a warp
                       per row
@@ -32,9 +32,11 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
-    """Write a cluster's share of the new tokens. Shared memory has the page table. Shared
-    memory also has the unclamped indices of the pages of new tokens, since these pages may not
-    exist. In the functions below, `value` is 1 for values and 0 for keys.
+    """Write a cluster's share of the new tokens.
+
+    The page table must be in shared memory. Shared memory must also contain the unclamped pages of
+    new tokens, since these pages may not exist. In the functions below, `value` is 1 for values and
+    0 for keys.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps
@@ -68,7 +70,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(m.beyond(array, kv_head, width * size), column, size * COLUMNS)
 
     def one(names, number):
-        """Return the address of the array with this index."""
+        """Return the address of an array, given its index."""
         found, *others = (m.element(getattr(refs, name)) for name in names)
         for i, other in enumerate(others, 1):
             found = m.where(m.same(number, i), other, found)
@@ -81,8 +83,9 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
             m.put_words(at, words[i : i + 2], only)
 
     def put(pages, value, size, in_page, page, row, words):
-        """Write a row to row `row` of page `page`. A page has `in_page` rows, and an element
-        has `size` bytes.
+        """Write one token's row to row `row` of page `page`.
+
+        A page has `in_page` rows, and an element has `size` bytes.
         """
         each = row_bytes(value, size)
         at = m.beyond(m.beyond(head(pages, value, size), page, each * in_page), row, each)
@@ -115,7 +118,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(base, at, row_bytes(value, 2))
 
     def share_at(warp, of_lane):
-        """Return the address of a lane's columns in a share of a mean."""
+        """Return the address of the lane's columns in a warp's partial sum of the window."""
         return lane.place("logits") + (warp * LANES + of_lane) * (4 * COLUMNS)
 
     # The numbers of a lane's columns.
@@ -127,9 +130,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return [m.pack(x[i], x[i + 1], spec.dtype) for i in range(0, COLUMNS, 2)]
 
     def stored_token(old, low, high, scale, kept):
-        """Return the lane's columns of a token in the window that a page or a ring buffer
-        stores.
-        """
+        """Return the lane's columns of an older token, from its page or from a ring buffer."""
         x, scale = numbers(kept), m.real(scale)
         halves = [half for word in (low, high) for half in m.widened(word)]
         stored = [y * scale for half in halves for y in m.unpack(half, "float16")]
@@ -146,10 +147,11 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     # Means.
 
     def add_share(value, begin):
-        """Add up a warp's share of the window. Tokens of the call are read from the inputs, and
-        older tokens from the pages. With fp8, an older token is read from the ring buffer of
-        the row if the token in the page may have been rounded from the token in the ring buffer
-        (`nsa_core.rounding.is_of`).
+        """Add up the tokens of the window that this warp handles.
+
+        Tokens of the call are read from the inputs, and older tokens from the pages. With fp8, an
+        older token is read from the ring buffer of the row if the page may contain the token's
+        rounded value (`nsa_core.rounding.is_of`).
 
         All tokens are loaded before the first token is added.
         """
@@ -216,8 +218,9 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Write row `new` of the array of new tokens with index `number` to its page. The
-        arrays of new tokens are the keys and then the values of one branch after the other.
+        """Write row `new` of input array `number` to its page.
+
+        The input arrays are the new keys and values of each branch, one branch after the other.
         """
         value = number & 1
         names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]

@@ -2,10 +2,10 @@
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
-Each branch has two phases, first logits and then values. Between the two phases, each warp
-pushes the maximum and the sum of its keys to every CTA. Before P V, p is therefore already
-divided by the sum over the whole cluster, and multiplied by the branch's gate. One accumulator
-of P V therefore serves all three branches without rescaling.
+Each branch has two phases: first the logits, then the product with the values. After the logits of
+a branch, each warp pushes the maximum and the sum of its keys to every CTA of the cluster. Before
+the product P V, p is divided by the sum over the whole cluster and multiplied by the branch's gate.
+Since p is already normalized and gated, one accumulator of P V serves all three branches.
 
     exchange 0   maximum and sum, compressed
     exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
@@ -13,8 +13,8 @@ of P V therefore serves all three branches without rescaling.
     exchange 2   maximum and sum, selected
     exchange 3   parts of the output
 
-Each exchange has a barrier in every CTA, which counts the bytes of the exchange and is used
-once. No CTA waits for others at the end, since a CTA receives all its data before it writes its
+In every CTA, each exchange has its own barrier, which counts the received bytes and is used once.
+The CTAs need no barrier at the end, since each CTA receives all its data before it writes its
 output.
 """
 
@@ -42,8 +42,9 @@ def expected_bytes(lane: Lane, work: Work) -> list[Any]:
 
 
 def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
-    """Return S2 of a strip that begins with key `first`. Keys outside `low .. high - 1` are
-    masked.
+    """Return the base-2 logits of a strip that begins with key `first`.
+
+    Keys outside `low .. high - 1` are masked.
     """
     m = lane.m
 
@@ -60,7 +61,7 @@ def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list
 
 
 def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
-    """Return the maximum and the sum of the lane's rows after S2 of a strip is included."""
+    """Update the softmax maximum and sum of the lane's rows with the logits of a strip."""
     m, found = lane.m, []
     for r, (before, total) in enumerate(state):
         mine = [tile[2 * r + e] for tile in s2 for e in range(2)]
@@ -76,7 +77,10 @@ def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
 
 
 def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words]:
-    """Compute p of a strip from S2. `norms` are the maximum and 1 / sum of the lane's rows."""
+    """Compute the probabilities p of a strip from its base-2 logits.
+
+    `norms` are the maximum and 1 / sum of the lane's rows.
+    """
     return [
         [lane.m.exp2(x - norms[i // 2][0]) * norms[i // 2][1] for i, x in enumerate(tile)]
         for tile in s2
@@ -95,7 +99,7 @@ def left_operand(lane: Lane, p: list[Words]) -> Words:
 
 
 def keep(lane: Lane, place: Any, s2: list[Words], only: Any = None) -> None:
-    """Store S2 of a strip if `only` is true."""
+    """Store the base-2 logits of a strip if `only` is true."""
     where = {} if only is None else {"only": only}
     for t in range(2):
         lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES, **where)
@@ -121,7 +125,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def tell(lane: Lane, kind: int, state: list[Words]) -> None:
-    """Push the maximum and the sum that this warp has of each row to all CTAs of the cluster."""
+    """Push this warp's maximum and sum of each row to all CTAs of the cluster."""
     m, cluster, stats = lane.m, lane.spec.variant.cluster, _stats(lane, kind)
     for r, (top, total) in enumerate(state):
         most = _over_pairs(lane, top, m.larger)
@@ -139,9 +143,10 @@ def _stats(lane: Lane, kind: int) -> Any:
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
-    """Return the offset of the statistics of the lane's row `r` from the statistics of a warp's
-    16 rows. `warp` is the index of this warp, modulo four. The rows of four warps are permuted
-    so that 16 lanes read from all banks.
+    """Return the offset of the lane's row `r` in a warp's 16 rows of statistics.
+
+    `warp` is the index of this warp, modulo four. The rows of four warps are permuted so that 16
+    lanes read from all banks.
     """
     return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
@@ -178,15 +183,16 @@ def told(lane: Lane, kind: int) -> list[Words]:
 
 
 def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
-    """Compute what a strip of compressed slots adds to the scores of the strip's blocks. Push
-    the result to all CTAs if `there` holds.
+    """Compute the contribution of a strip of compressed tokens to the scores of its blocks.
 
-    The token in slot o of a page shares min(o + 1, cover) strides with the page's block. The
-    token in slot o shares the remaining cover - 1 - o strides, if any, with the previous block
-    (Eq. 9). A block therefore has two sums: score[j] = own[j] + following[j + 1]. Lanes
-    exchange sums over heads until the bits of a lane's index determine its slot. Slot bit 0 is
-    lane bit 3, slot bits 1 and 2 are lane bits 0 and 1, and slot bit 3 is lane bit 4. Lanes
-    that differ in bit 2 have copies of the same sum.
+    If `there` is true, push the contribution to all CTAs.
+
+    With `cover = l / d`, the token in slot o of a page shares min(o + 1, cover) strides with the
+    page's block. The token in slot o shares the other max(cover - 1 - o, 0) strides with the
+    previous block (Eq. 9). The score of block j is the sum of two parts, score[j] = own[j] +
+    following[j + 1]. Lanes exchange sums over heads until each lane has the sums of one slot. In
+    the index of a slot, bit 0 is lane bit 3, bits 1 and 2 are lane bits 0 and 1, and bit 3 is lane
+    bit 4. Lanes that differ in bit 2 have copies of the same sum.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     distances = 8, 1, 2, 16  # distance of the lanes whose slots differ in bit 0, 1, 2 or 3
@@ -215,8 +221,10 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 
 
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
-    """Add up numbers of two lanes at this distance. The lane in which `upper` is true gets the
-    sum of both `high`, and the other lane gets the sum of both `low`.
+    """Add values of two lanes whose indices differ by XOR with `distance`.
+
+    The lane in which `upper` is true gets the sum of both `high`, and the other lane gets the sum
+    of both `low`.
     """
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 
@@ -233,7 +241,7 @@ def _number(m: Any, bits: Words) -> Any:
 
 
 def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
-    """Add up the outputs of all warps of the cluster, in the order of the warps.
+    """Add up the partial outputs of all warps of the cluster, in the order of the warps.
 
     Yields: Four neighbouring elements of the output `[16, Dv]`, the index of the first element,
       and whether this lane has elements.

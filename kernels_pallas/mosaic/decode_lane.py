@@ -11,7 +11,7 @@ Words = list[Any]  # a list of words of `warp.py`, or of emulated words
 
 
 class Lane(NamedTuple):
-    """The position of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
+    """The position of a lane. Lane `4 row + pair` holds rows `row` and `row + 8` of a product.
 
     Attributes:
       m: The object with the instructions of a warp (`warp.py`).
@@ -63,7 +63,7 @@ class Lane(NamedTuple):
 
     @property
     def logits(self) -> Any:
-        """Address of this lane's logits of the warp's first strip."""
+        """Address of this lane's logits for the first strip of the warp."""
         own = self.warp * (self.spec.kept_strips * TILE_BYTES)
         return self.place("logits") + own + self.lane * 16
 
@@ -121,8 +121,8 @@ class Work(NamedTuple):
         return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:
-        """Return the index, among the cluster's compressed strips, of the warp's compressed
-        strip `i`.
+        """Convert index `i` among the warp's compressed strips to the index among the cluster's
+        compressed strips.
         """
         return self.first + i * lane.spec.variant.warps
 

@@ -1,28 +1,29 @@
-"""Loads the keys and values of a warp in a decode step into a ring buffer of strips, and
-multiplies Q and P with the strips.
+"""In a decode step, each warp loads keys and values into a ring buffer of strips, and multiplies Q
+and P with the strips.
 
-A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies a strip with 16
-bytes per lane. When the warp reads the strip, each lane reads other bytes than it copied. Each
-warp has its own ring buffer. The lanes of the warp synchronize before they read a strip and
-before they overwrite it. A strip is stored in parts of 128 bytes per row, `[16 rows, 128
-bytes]`, and possibly a last part of 64, `[16 rows, 64 bytes]`. The 8 chunks of 16 bytes in a
-part of a row are permuted by the row's index (`turned`). The permutation spreads the accesses
-of 8 lanes over all banks. The 8 lanes access
+A strip is 16 rows of K or of V, and begins at a multiple of 16. A warp copies a strip with 16 bytes
+per lane. Each lane reads bytes of the strip that other lanes copied. Each warp has its own ring
+buffer. The lanes of the warp synchronize before they read a strip and before they overwrite it. A
+strip is stored as parts `[16 rows, 128 bytes]`, possibly followed by a part `[16 rows, 64 bytes]`.
+In each row of a part, the 8 chunks of 16 bytes are permuted by the row's index (`turned`). The
+permutation spreads the accesses of 8 lanes over all banks. Eight lanes access these chunks at a
+time:
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
     V       a chunk of each of 8 rows, which `ldmatrix` transposes: output tile (c, e) has in its
             column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
-The ring buffer is one queue of turns over all branches. The next `stages - 1` strips are always
-being loaded, also while warps wait for others:
+The strips of all branches form one queue. A turn is an index in the queue. The next `stages - 1`
+strips of the queue are always being loaded, even while the warp waits for other warps. The order of
+the queue is:
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-Tokens that this launch appends are in the last compressed strip of a warp or in later strips. A
-warp loads its last compressed strip at the turn `meeting`. Before this load, the warp waits
-until the CTAs of the cluster have appended the tokens.
+New tokens of this launch are in the warp's last compressed strip or in later strips of the queue. A
+warp loads its last compressed strip at the turn `meeting`. Before the turn `meeting`, the warp
+waits until the CTAs of the cluster have appended the new tokens.
 """
 
 from typing import Any, NamedTuple
@@ -42,21 +43,21 @@ P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """Return the number whose XOR with a chunk's index permutes the 8 chunks in a part of a
-    row, for elements of `size` bytes. The number differs between 8 adjacent rows. Lanes that
-    read K also read different chunks in 2 adjacent rows.
+    """Return the number that is XORed with a chunk's index to permute the 8 chunks in a row of a
+    part. `size` is the number of bytes per element. The number differs between 8 adjacent rows.
+    Lanes that read K also read different chunks in 2 adjacent rows.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
 
 class Queue:
-    """The strips that a warp reads, and its ring buffer.
+    """The queue of strips that a warp reads, with the warp's ring buffer.
 
     Attributes:
       limit: Number of strips that are known from the length, before the blocks are selected.
       total: Number of all strips.
-      near: Index in the queue of the first strip of values. The key strips of the compressed
-        and the sliding branch come before it.
+      near: Index in the queue of the first strip of values. Before this strip, the queue has the
+        key strips of the compressed and the sliding branch.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
@@ -128,12 +129,12 @@ class Queue:
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
-        """Load those of the first strips whose tokens all existed before the launch."""
+        """Load the strips at the start of the queue whose tokens all existed before the launch."""
         last = self.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
-        """Load the first strips that `fill_before_meeting` did not load."""
+        """Load the strips at the start of the queue that `fill_before_meeting` did not load."""
         m = self.m
 
         def rest(turn):
@@ -327,9 +328,9 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """Return a power of two. The product of the power and the non-negative float32 with these
-    bits is at least 2^exponent and less than 2^(exponent + 1). The power is limited to the
-    range of float32.
+    """Return the power of two `p` with `2^exponent <= p x < 2^(exponent + 1)`.
+
+    `x` is the non-negative float32 with the given bits. `p` is limited to the range of float32.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
@@ -375,9 +376,9 @@ class _Pages(NamedTuple):
     def _places(
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
     ) -> list[tuple[Any, int]]:
-        """Return an address and an offset from this address, for byte `column` of each of the
-        rows `row`, `row + step`, .. of a strip. `row` is below `step`. A row has all heads. The
-        indices of all pages are read from the page table first, so that these reads overlap.
+        """For rows `row`, `row + step`, .. of a strip, return the address and the offset of byte
+        `column`. `row` is below `step`. A row contains all heads. All page indices are read first,
+        so that the reads of the page table overlap.
         """
         m = self.lane.m
         shift, last = self.rows.bit_length() - 1, self.rows - 1
@@ -458,10 +459,10 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 
 
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
-    """Return the result of `query_fragments` in float16, and a factor for each of the lane's
-    two rows. Each row of Q is multiplied by a power of two, with which it fits float16. The
-    factor of a row is the scale of the logits, times log2(e), divided by this power of two.
-    Products of a row of Q with keys must be multiplied by the row's factor.
+    """Return the result of `query_fragments` in float16, and a factor for each of the lane's two
+    rows. Each row of Q is multiplied by a power of two such that the row fits float16. The factor
+    of a row is the scale of the logits, times log2(e), divided by this power of two. Products of a
+    row of Q with keys must be multiplied by the row's factor.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

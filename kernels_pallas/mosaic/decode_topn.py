@@ -1,9 +1,11 @@
-"""Selects the blocks of a decode step: the forced blocks, and the best of the others.
+"""Selects the blocks of a decode step: the forced blocks, and the blocks with the best scores among
+the rest.
 
-Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the
-`free` best of its own blocks, and then ranks these blocks among the best blocks of all warps. A
-block precedes all blocks with lower scores, and later blocks with the same score. Scores are
-not negative, so their bits are compared as integers.
+Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the best
+`free` of its blocks, where `free` is the number of slots without a forced block. The warp then
+ranks these blocks among the best blocks of all warps. A block precedes all blocks with lower
+scores, and later blocks with the same score. Scores are not negative, so their bits are compared as
+integers.
 
     32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest
@@ -11,8 +13,8 @@ not negative, so their bits are compared as integers.
     of all warps        each lane counts the blocks that precede its own, which all lanes read
                         together
 
-The selection is bound by latency. The counts are independent of each other. An extraction waits
-twice for a reduction over the warp.
+The selection is bound by latency. The counts of preceding blocks are independent, while each
+extraction waits twice for a reduction over the warp.
 """
 
 from typing import Any
@@ -141,8 +143,8 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     """Return the best blocks of all warps of this CTA, which are the best of all blocks.
 
     Args:
-      rank: Rank of the lane's block among the blocks of its warp. Only the first ranks are
-        used.
+      rank: Rank of the lane's block among the blocks of its warp. Only ranks below
+        `spec.found_slots` are used.
     """
     m, spec = lane.m, lane.spec
     slots, found = spec.found_slots, lane.place("found")

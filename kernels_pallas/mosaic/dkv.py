@@ -1,10 +1,12 @@
-"""Computes dk and dv with key-stationary kernels. The queries of a key tile come from intervals
-or from query lists. A second kernel merges the partial sums.
+"""Computes dk and dv with key-stationary kernels.
 
-A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with
-the 64 keys of a warpgroup. Products are transposed: their rows are keys, and their columns are
-queries. A product has all 64 query rows, or first one half of the query rows and then the other
-half (`Dkv.rows_at_once`):
+The queries of a key tile come from intervals or from query lists. A second kernel merges the
+partial sums.
+
+A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with the
+64 keys of a warpgroup. Products are transposed: their rows are keys, and their columns are queries.
+A product has `Dkv.rows_at_once` query rows: all 64 rows, or first one half and then the other half.
+One step computes:
 
     1. S^T   = K Q^T                                       [64 keys, rows at once]
     2. gP^T  = +-exp2(scale * log2(e) * S^T - shift)
@@ -13,16 +15,16 @@ half (`Dkv.rows_at_once`):
     5. dS^T  = gP^T * (dP^T - delta)
     6. dK   += dS^T Q                                      [64, D], times scale at the end
 
-shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in
-registers, as the left operands of 4 and 6. Product 3 runs in parallel with 4, and 5 is computed
-during 4. The G query heads of a key/value head are rows of the query tile. The products
-therefore sum over these heads, and GQA needs no separate reduction.
+shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in registers, as
+the left operands of 4 and 6. Products 3 and 4 run in parallel, and dS^T (line 5) is computed during
+product 4. The G query heads of a key/value head are rows of the query tile, so the products sum
+over these heads. GQA therefore needs no separate reduction over heads.
 
-Intervals: the queries that see a tile of keys are neighbours. A CTA has a producer warpgroup,
-and two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The producer fills
-a stage of the ring buffer with a query tile of 64 rows when the consumers have released the
-stage. Only steps at both ends of an interval are masked. A consumer skips the steps in which no
-query attends to its 64 keys.
+Intervals: the queries that attend to a tile of keys are contiguous. A CTA has one producer
+warpgroup and two consumer warpgroups of 64 keys each. If D + Dv > 384, the CTA has only one
+consumer. When the consumers have released a stage of the ring buffer, the producer fills the stage
+with a query tile of 64 rows. Only steps at both ends of an interval are masked. A consumer skips
+the steps in which no query attends to its 64 keys.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8
 TFLOP = 8.9 ms, sliding 2.2 TFLOP. Both branches are bound by products that read their operands
@@ -31,14 +33,14 @@ shared memory moves 192 KB to the tensor cores (1536 cycles), 32 KB of copies (2
 statistics (256 cycles). If K and V fit in registers (D + Dv <= 128), products read a third less
 from shared memory.
 
-Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query
-rows, which are several query tiles. As soon as all warps have read a stage, the four warps
-start the copies of the next query tiles into it, one warp per tile. dS^T, which product 6
-reads, may also be written to memory for `stored_ds.py`.
+Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query rows,
+which are several query tiles. As soon as all warps have read a stage, the four warps start the
+copies of the next query tiles into the stage, one warp per tile. The matrix dS^T of product 6 may
+also be written to memory, for `stored_ds.py`.
 
 Stages: The ring buffer has 2 to 4 stages, the largest number with which two CTAs fit on an SM.
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered
-rows. Work items that run together read these rows from L2.
+rows. Work items that run at the same time read the gathered rows from L2.
 """
 
 import functools
@@ -84,7 +86,9 @@ def down(column):
 
 
 def key_index(first_key, wg=0):
-    """Return the key of each row of a product for the warpgroup `wg`, float32 `[64, 8]`."""
+    """Return the index of the key of each row of a product for the warpgroup `wg`, float32 `[64,
+    8]`.
+    """
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 
@@ -113,7 +117,7 @@ class KeyTile:
         self.steps = div(self.end - self.begin + (per_step - 1), per_step)
 
     def exists(self):
-        """Return whether the row of the table is a work item. Other rows are empty."""
+        """Return whether the row of the table is a work item and not an empty row."""
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
     def ranges(self, column, first=None, last=None) -> tuple:
@@ -121,9 +125,9 @@ class KeyTile:
         unmasked steps, and the end of all steps.
 
         Args:
-          column: Index in the work item of the integer that is the begin of the queries. The
-            next three integers are the begin and the end of the queries that attend to all
-            keys, and the end of all queries.
+          column: Index of the work item's integer that is the begin of the queries. The next three
+            integers are the begin and the end of the queries that attend to all keys, and the end
+            of all queries.
           first, last: The first step and the end of the steps. By default the bounds in the
             work item are used.
         """
@@ -148,8 +152,8 @@ class KeyTile:
         full = refs.step_full.at[stage]
 
         def rows_of(array):
-            """Return a function of a slice of columns. The function returns these columns of
-            the query tile's rows in `array` `[B, T, H, width]`.
+            """Return a function that maps a slice of columns to these columns of the query tile's
+            rows in `array` `[B, T, H, width]`.
             """
             tokens, group = pl.ds(tile * query_tile.tokens, query_tile.tokens), query_tile.group
             return lambda columns: array.at[
@@ -169,7 +173,8 @@ class KeyTile:
         plgpu.commit_smem()
 
     def sum_steps(self, wg, loop: Callable[..., Sequence[Any]]) -> None:
-        """Write dK and dV of the 64 keys of warpgroup `wg`, which `loop(keys, sums)` returns.
+        """Write dK and dV of the 64 keys of warpgroup `wg`, the result of `loop(keys, sums)`.
+
         `keys` are the left operands K and V, and `sums` are zeros.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
@@ -196,13 +201,13 @@ class KeyTile:
     def add_step(
         self, stage, keys, sums, visible=None, selected=None, take_ds=lambda ds: None
     ) -> tuple:
-        """Add the query rows of a step, whose copies have arrived, and return the new sums of
-        dK and dV.
+        """Add the query rows of a step, whose copies have arrived, and return the new sums of dK
+        and dV.
 
         Args:
           stage: Stage of the rows.
           keys: The left operands K and V, 64 keys.
-          sums: The sums of dK and dV before the step. A gradient that `spec` does not want has
+          sums: The sums of dK and dV before the step. A gradient that `spec` does not request has
             no sum.
           visible: Function that returns the mask of eight columns, `[64, 8]`. The function's
             arguments are the first of the eight columns, and `first_key` and `key_end` from the
@@ -405,8 +410,9 @@ class Entries:
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
-        """Return the indices in `ds` of the tokens of step `i`. After the last token the result
-        is `NO_ENTRY`.
+        """Return the indices of the tokens of step `i` in the array `ds`.
+
+        After the last token the index is `NO_ENTRY`.
         """
         refs, tile = self.refs, self.tile
         count, places = jnp.int32(self.spec.selection_entries), []
@@ -418,9 +424,10 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """Return the query tiles of step `i`. If query tiles are single tokens and entries are
-        not indices into a selection, return an empty list. The entries are then prefetched into
-        L1 for `load`.
+        """Return the query tiles of step `i`.
+
+        If the entries are tokens, return an empty list. Entries that are tokens are only prefetched
+        into L1 for `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:

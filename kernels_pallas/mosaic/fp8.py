@@ -1,9 +1,9 @@
-"""Converts numbers to e4m3 for operands of products (`wgmma.py`), as pairs in int16.
+"""Converts numbers to e4m3 for operands of products (`wgmma.py`). An int16 holds a pair of numbers.
 
-In a left operand, a lane has four adjacent columns of a row. In a result, it has two adjacent
-columns, and two more at a distance of eight. The columns over which a product sums are
-therefore permuted in groups of 16, in both operands. A result then becomes a left operand
-without a shuffle:
+In a left operand, a lane has four adjacent columns of a row. In the result of a product, a lane has
+two adjacent columns, and two more at a distance of eight. The columns over which a product sums are
+therefore permuted in groups of 16, in both operands. With this permutation, a result becomes a left
+operand without exchanges between lanes:
 
     column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 """

@@ -1,5 +1,7 @@
-"""Computes selected attention block by block. A first kernel gathers the queries that selected
-a block and computes their partial results. A second kernel merges the partials of each query.
+"""Computes selected attention block by block.
+
+A first kernel gathers the queries that selected a block and computes their partial results. A
+second kernel merges the partials of each query.
 
 Algorithm: For each token and far block j, forward computes the softmax over this block and its
 lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in `softmax.py`):
@@ -17,14 +19,14 @@ multiplied. The loop of a CTA is:
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
                       compute;  store(i), all columns or a slab at a time
 
-A far block of a tile ends before the tile's first token. The tile's tokens therefore attend to
-the whole block. The entries of a step are read one step ahead, so that they are in the cache
-when the copies of the step start.
+A far block of a tile ends before the tile's first token, so the tile's tokens attend to all keys of
+the block. The entries of a step are read one step ahead, so that they are in the cache when the
+copies of the step start.
 Tiles: 64 // G tokens x G heads of queries, and one block of keys.
 
-The merge: (O, m, l) begins as the output of the loop over a tile's near blocks (`selected.py`),
-the log-sum-exp of this output in log2, and 1. Then (O, m, l) is updated for each slot j of a
-token's selection that has a far block, in the order of slots:
+The merge starts with O and m, the output and the log2 log-sum-exp of the loop over a tile's near
+blocks (`selected.py`), and with l = 1. Then (O, m, l) is updated for each slot j of a token's
+selection that has a far block, in the order of slots:
 
     forward   m'  = max(m, lse_j)                        lse_j in log2
               O'  = O 2^(m - m') + O_j 2^(lse_j - m')
@@ -34,9 +36,9 @@ token's selection that has a far block, in the order of slots:
 
 Tiles that are not gathered keep the result of the loop. Slots without a far block are skipped,
 since their partials are undefined. Slots before the first and after the last far block of the
-tile's tokens are not read. The merge is query-stationary: A CTA merges a few tiles of 64 rows,
-one after the other, while the partials of the next slots are being loaded. With `spec.stays`, a
-CTA ends at once if the row of `[B, Hkv]` has no work items in this segment.
+tile's tokens are not read. The merge is query-stationary: a CTA merges a few tiles of 64 rows in
+sequence. Meanwhile, the partials of the next slots are being loaded. With `spec.stays`, a CTA ends
+at once if its batch row and key/value head have no work items in this segment.
 
 Bound: the bandwidth of HBM, since the partials are written and read once. Floors at B=1 H=32
 Hkv=8 D=Dv=128 T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq
@@ -84,8 +86,8 @@ def partials(kernel: Kernel) -> Callable:
     c, dtype = spec.scale * LOG2E, buffers.dtype
 
     def store_lse(refs, rows, lse_log2):
-        """Store one value of `lse_log2` per row, at the index `[slot, tile, row of the tile]`
-        of the row's token.
+        """Store `lse_log2` of each row at the index `[slot, tile, row of the tile]` of the row's
+        token.
         """
         slot, tile_tokens = rem(rows.entry, spec.n), spec.tile.tokens
         token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
@@ -142,9 +144,8 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Return the number of result columns that are in shared memory at a time. If three CTAs
-    fit on an SM only with the columns of one slab, return that number. Otherwise return the
-    number of all columns. `loaded` is the number of columns of query rows.
+    """Return the number of result columns in shared memory at a time: all columns, or one slab if
+    only then three CTAs fit on an SM. `loaded` is the number of columns of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -344,8 +345,9 @@ def _tile_buffers(spec: GatheredAttention) -> Buffers:
 
 
 def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Callable[[], None]:
-    """Return a function that merges a tile. In that function, a result is a list of slabs,
-    float32 `[64, slab]` each.
+    """Return a function that merges a tile.
+
+    Inside that function, a result is a list of slabs, float32 `[64, slab]` each.
     """
     width, buffers, stages = out.shape[-1], _tile_buffers(spec), _stages(spec)
     b, kv_head = div_rem(refs.cta.row, spec.Hkv)
@@ -354,8 +356,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
     tile_rows = TileRows.of(spec)
 
     def heads_of(array):
-        """Return a function of a slice of columns. The function returns these columns of the
-        tile's rows in `array` `[B, segment_tokens, H, width]`.
+        """Return a function that maps a slice of columns to these columns of the tile's rows in
+        `array` `[B, segment_tokens, H, width]`.
         """
         heads = pl.ds(kv_head * spec.group, spec.group)
         return lambda columns: array.at[b, tokens, heads, columns]
@@ -366,7 +368,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def looped():
-        """Load the tile's result of the loop in `selected.py`."""
+        """Load the result that `selected.py` computed for the tile."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
@@ -449,7 +451,10 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finish a tile that is not gathered. The tile keeps the rows that the loop computed."""
+        """Finish a tile that is not gathered.
+
+        Its rows keep the result of the loop in `selected.py`.
+        """
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())

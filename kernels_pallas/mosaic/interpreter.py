@@ -1,6 +1,7 @@
-"""Registers the machine that runs the programs of warps while kernels are interpreted. The
-Pallas interpreter has no instructions of a warp. Tests, which interpret kernels, pass a machine
-with these instructions to `use`. Compiled kernels need no machine.
+"""Registers an emulator of warps, the machine, for kernels that run in the Pallas interpreter.
+
+The Pallas interpreter has no instructions of a warp. Tests therefore call `use` with a machine that
+emulates the instructions of a warp.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +14,16 @@ _machine: Any = None
 
 
 def use(machine: Any) -> None:
-    """Run warps on `machine`, whose functions `run` and `warpgroup` run programs on the functions
-    of `warp.py`.
+    """Set the machine.
+
+    Its functions `run` and `warpgroup` run programs that use the functions of `warp.py`.
     """
     global _machine
     _machine = machine
 
 
 def machine() -> Any:
-    """Return the machine of `use`.
+    """Return the machine that `use` has set.
 
     Raises:
       RuntimeError: No machine is registered.

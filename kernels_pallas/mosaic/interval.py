@@ -1,8 +1,9 @@
 """Computes interval attention for the compressed and the sliding branch, forward and dq.
 
 Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
-(`mainloop.py`), which computes |g| P again from `shift`. If a tile of the result fits, one
-kernel of dq handles both branches. Q and dO are then read once, and dQ is written once.
+(`mainloop.py`), which computes |g| P again from `shift`. If shared memory has room for a tile of
+the result, one dq kernel handles both branches. With one dq kernel for both branches, Q and dO are
+read once and dQ is written once.
 
 Loop order: query-stationary and persistent. One CTA per SM processes work items, optionally the
 longest first. A work item is two or three neighbouring tiles of 64 query rows. Each tile has a
@@ -15,13 +16,12 @@ consumers.
                                for each block:  wait ready[stage], compute, arrive free[stage]
                                start the loads of the next query, add and store the result
 
-A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A consumer
-then loops over one interval after the other. Between the two loops, the tile of the result
-stores the rounded result of the first interval. Forward computes P V of a block during the work
-on the next block. The producer warpgroup runs ahead of the consumers by the stages of the ring
-buffer, also into the next work item. A work item begins with the blocks to which some row
-attends only in part. These blocks are masked. The blocks to which every row attends in full
-follow, without a mask:
+A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A consumer loops
+over the two intervals one after the other. Between the two loops of a tile, the memory of its
+result stores the rounded result of the first interval. Forward computes P V of a block during the
+work on the next block. The producer warpgroup fills all free stages of the ring buffer, also with
+blocks of the next work item. A work item begins with the blocks to which some rows attend only in
+part, which are masked. The blocks to which all rows attend in full follow, without a mask:
 
     keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks                  0     ..           left        ..       right        ..
@@ -122,8 +122,9 @@ class Tiles(NamedTuple):
 
     @property
     def has_out_tile(self) -> bool:
-        """Whether a tile of the output fits in addition to the query's tile. The copies of the
-        next query and of the output can then overlap.
+        """Whether a tile of the output fits in addition to the query's tile.
+
+        If both tiles fit, the copy of the next query overlaps with the copy of the output.
         """
         return self.spec.has_room(*self.rows.values(), self.out_width)
 

@@ -1,10 +1,10 @@
 """Builds the lists of selected attention without a sort, and the work items of query lists.
 
-The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a
-bit per token. The block lists of tiles and the query lists of blocks are both built from the
-bitmap, since a word has all tokens that a sort would group. One warp has up to 64 neighbouring
-tokens, which may belong to several sequences. The warp handles the sequences one after the
-other, since blocks are counted from the first key of their sequence.
+The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a bit
+per token. The block lists of tiles and the query lists of blocks are both built from the bitmap,
+since the word of a block shows all tokens that selected the block. One warp has up to 64
+neighbouring tokens, which may belong to several sequences. The warp handles the sequences one after
+the other, since blocks are counted from the first key of their sequence.
 
     for sequence in range(bitmap.sequences(tokens)):
         first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
@@ -12,19 +12,19 @@ other, since blocks are counted from the first key of their sequence.
 
     bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
 
-Each lane handles one entry of the selection at a time, with loads of `FETCHES` entries in
-flight. The lane sets the bit of the entry by an atomic OR. Several entries may set bits of the
-same word, in any order.
+Each lane handles one entry of the selection at a time, with loads of `FETCHES` entries in flight.
+The lane sets the bit of the entry with an atomic OR. Several entries may set bits of the same word,
+in any order.
 
-The block list of a tile. Algorithm: One warp handles a tile. For each sequence of the tile's
-tokens, and each window of `WINDOW` blocks of the sequence, the warp does these steps:
+One warp builds the block list of a tile. For each sequence of the tile's tokens, and each window of
+`WINDOW` blocks of the sequence, the warp does these steps:
 
     1. clear    one word per block and 32 tokens in shared memory
     2. join     every entry of the selection sets the bit of its token
     3. compact  32 blocks at a time, a lane per block: a vote finds the blocks with a bit, and the
                 number of votes of lower lanes is the index in the list
 
-A warp also computes `specs.selected.BlockCounts`.
+The warp also computes counts of the list's blocks (`specs.selected.BlockCounts`).
 
     shared memory [WARPS, words, WINDOW] int32
 
@@ -32,10 +32,9 @@ A warp also computes `specs.selected.BlockCounts`.
         word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
         word 1       0      0    0b0001   0         bits: tokens 32 to 63
 
-A bitmap is in the order of the blocks, so the block list is sorted too. The kernel is bound by
-latency. A warp waits for `FETCHES` entries of the selection at a time, and then for shared
-memory. The work grows with the number of blocks in the sequence, not with the number of
-selected blocks.
+A bitmap is in the order of the blocks, so the block list is sorted too. The kernel of block lists
+is bound by the latency of entries, loaded `FETCHES` at a time, and of shared memory. The work of a
+warp grows with the number of blocks in the sequence, not with the number of selected blocks.
 
 The query lists of blocks (`specs/block_query_lists.py`):
 
@@ -55,13 +54,12 @@ Each warp traverses one chunk of tokens:
     shared memory   bits [WARPS, bits]      a word per block, a bit per token
                     next_entry [WARPS, window]  entries counted, or the offset of the next one
 
-No two warps write to one counter. Global memory therefore needs no atomics, and the order of
-entries is fixed. Like the kernel of block lists, this kernel is bound by latency. The number of
-passes over bitmaps grows with the product of the numbers of chunks and blocks. Each entry is
-written once.
+Each counter is written by one warp only. Counters therefore need no atomics in global memory, and
+the order of entries is fixed. The kernels of query lists are bound by latency. The number of passes
+over bitmaps grows with (number of chunks) x (number of blocks). Each entry is written once.
 
-The work items of query lists (`specs/work_items.py`). Algorithm: One warp handles a row of `[B,
-Hkv]` and a segment of the tokens:
+Work items of query lists (`specs/work_items.py`): one warp handles a batch row, a key/value head
+and a segment of the tokens.
 
     for 32 tiles of keys at a time, a lane per tile
         the list of the tile in this segment is between two `edges`, and is cut into work items
@@ -70,9 +68,9 @@ Hkv]` and a segment of the tokens:
         all segments, with another prefix sum of the totals
     mark the remaining rows of the table of the segment as empty
 
-The kernel is bound by the latency of two or three loads of `edges` per tile, and of `MAX_HALVES
-+ 2` more loads if partials are counted. The kernel of work items stores up to 28 bytes per
-item. The kernel takes a few microseconds, while the kernels that read the table take
+The kernel is bound by the latency of two or three loads of `edges` per tile, and of `MAX_HALVES +
+2` more loads if partials are counted. The kernel of work items stores up to 28 bytes per item. The
+kernel of work items takes a few microseconds, while the kernels that read its table take
 milliseconds.
 """
 
@@ -98,7 +96,7 @@ type Word = Any  # a 32-bit value per lane, of `warp.py` or of `interpreter.py`
 
 
 class Tokens(NamedTuple):
-    """The properties of each token of a bitmap. An element of a list has one token per lane."""
+    """The properties of each token of a bitmap. Each element of a list holds one token per lane."""
 
     sequence: list[Word]  # first key of the token's sequence; -1 if no block may be selected
     position: list[Word]  # position of the token in the sequence

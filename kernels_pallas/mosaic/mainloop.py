@@ -8,9 +8,8 @@ The formulas for a block of keys are those of `softmax.py`:
     forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
     dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
 
-P = 0 for keys to which a row must not attend, and for rows whose token did not select the
-block. At the end out = gate * O / l + added, and dQ is multiplied by the scale and the sign of
-the gate.
+P = 0 for keys to which a row must not attend, and for rows whose token did not select the block. At
+the end, out = gate * O / l + added and dQ = scale * sign(gate) * dQ.
 
 By default, the matrix of a block is multiplied immediately: P in forward with the values of the
 block, dS in dq with the keys of the block. With `overlap_pv`, the matrix is multiplied during
@@ -60,8 +59,8 @@ class TilePlace(NamedTuple):
 
 
 def rows_of(size: Tile, array, at: TilePlace):
-    """Return a function of a slice of columns. The function returns these columns of a tile's
-    rows in `array` `[B, T, H, .]`.
+    """Return a function that maps a slice of columns to these columns of a tile's rows in `array`
+    `[B, T, H, .]`.
     """
     tokens = pl.ds(at.index * size.tokens, size.tokens)
     heads = pl.ds(at.kv_head * size.group, size.group)
@@ -69,11 +68,10 @@ def rows_of(size: Tile, array, at: TilePlace):
 
 
 class Block(NamedTuple):
-    """A block of keys and values, at these stages of the ring buffers.
+    """The stages of a block of keys and values in the ring buffers.
 
-    `free_key` and `free_value` release the stage of the keys and of the values. Each function
-    is called once. Afterwards the stage is not read any more, and the copy of the next block
-    into the stage may start.
+    `free_key` and `free_value` release the stage of the keys and of the values for the next copy.
+    `free_key` and `free_value` are called once each, after the last read of the stage.
     """
 
     key_stage: Any
@@ -120,13 +118,13 @@ def over_blocks(
       mainloop: The operations on the tile.
       block_at: Function that returns a block. The function's arguments are whether some keys
         are masked, and the index of the block.
-      boundary: Number of first blocks. Either only the first blocks or only the remaining
-        blocks are masked.
+      boundary: Number of first blocks that differ from the remaining blocks in their need of a
+        mask. Either only the first `boundary` blocks or only the remaining blocks are masked.
       blocks: Number of all blocks.
       masked_first: True if the first blocks are masked, False if the remaining blocks are
         masked.
-      overlap_pv: Whether a factor is multiplied during the next block. With `overlap_pv` there
-        must be at least one block, and the first block is masked even if it needs no mask.
+      overlap_pv: Whether a factor is multiplied during the next block. With `overlap_pv`, `blocks`
+        must be at least 1. With `overlap_pv`, the first block is always masked.
     """
 
     def step(under_mask, i, carried):
@@ -278,8 +276,8 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
 
 def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
-    """Return the tile's query multiplied by the scales of keys in e4m3, as a left operand in
-    registers, and the divisors of its rows, `[64]`.
+    """Return the tile's scaled query as a left operand in registers, and the divisors of its rows,
+    `[64]`. The query is multiplied by the scales of keys in e4m3.
     """
     interpret, slab = spec.interpret, buffers.slab
     slabs = range(spec.D // slab)
@@ -293,8 +291,8 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
 
 
 def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
-    """Return the float32 logits `[64]` of the tile's query rows with one key per head, `[B,
-    Hkv, D]`.
+    """Return the logits of the tile's 64 query rows with one key per head from `[B, Hkv, D]`,
+    float32 `[64]`.
     """
     logit = 0.0
     for i in range(spec.D // buffers.slab):

@@ -1,16 +1,17 @@
-"""Manages matrix operands in shared memory. An operand has one view for TMA copies and another
-view of the same memory for wgmma.
+"""Manages matrix operands in shared memory.
+
+An operand has one view for TMA copies and another view of the same memory for wgmma.
 
 A tile of query rows has up to 64 rows, for `64 // G` tokens and the `G` query heads of one
-key/value head. Row `token * G + head` is one head of a token. Padding heads therefore have no
-rows. Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each
-slab is one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64,
-width]` operand that wgmma reads. A `RefUnion` provides both views. Boxes may start at any token
-or key. TMA reads elements outside the array as zero, and does not write elements outside the
-array. Arrays therefore need no padding.
+key/value head. Row `token * G + head` is one head of a token, so padding heads have no rows.
+Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each slab is
+one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]`
+operand that wgmma reads. A `RefUnion` of Mosaic gives the memory of an operand both views. Boxes
+may start at any token or key. TMA reads elements outside the array as zero, and does not write
+elements outside the array. Arrays therefore need no padding.
 
-In interpret mode, one memory cannot have two views. Each operand then has only the view for
-copies, and products are plain `jnp.dot` in float32.
+In interpret mode, operands have only the view for copies, and products are plain `jnp.dot` in
+float32.
 """
 
 import functools
@@ -78,8 +79,9 @@ def drain(interpret, stages: int, phases, *waits) -> None:
 
 
 class Buffers(NamedTuple):
-    """Allocates operands in shared memory, and starts products of operands. `interpret` has the
-    meaning that it has in `plgpu.kernel`.
+    """Allocates operands in shared memory, and starts products of operands.
+
+    `interpret` is the argument of `plgpu.kernel`.
     """
 
     dtype: jnp.dtype
@@ -180,8 +182,9 @@ class Buffers(NamedTuple):
             plgpu.copy_smem_to_gmem(box, target(columns))
 
     def write_keys(self, ring, stage, value):
-        """Write float32 registers `[keys, width]` to shared memory. `store_keys` copies the
-        keys from there.
+        """Write float32 registers `[keys, width]` to shared memory.
+
+        `store_keys` copies the keys from shared memory.
         """
         ref = ring if self.interpret else ring[0]
         for i in range(self._slabs(ring)):
@@ -251,9 +254,10 @@ class Buffers(NamedTuple):
         return side_by_side(parts, interpret=False)
 
     def start_product(self, left, right, some=None):
-        """Start `left @ right.T` of operands `(ref, copy)`. The left operand may be in
-        registers. The product sums over the number of columns of the narrower operand. The
-        result is pending until `finish` returns it. No iteration of a loop may begin while a
+        """Start `left @ right.T` of operands `(ref, copy)`.
+
+        The left operand may be in registers. The sum is over the columns of the narrower operand.
+        The result is pending until `finish` returns it. No iteration of a loop may begin while a
         result is pending (`wgmma.py`).
 
         `some` has the first row and the number of rows that are used of the right operand. None
@@ -327,11 +331,11 @@ class Buffers(NamedTuple):
         return warp.each(wait, [], [], sums, MATRIX, result=shapes)
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
-        """Return `left @ right.T` of each pair of operands `(ref, copy)`, and then the result
-        of `meanwhile`. The products and `meanwhile` run in parallel. A product sums over the
-        number of columns of the narrower operand. If operands are at constant addresses, the
-        products of Mosaic (`plgpu.wgmma`) are faster, since the compiler keeps the descriptors.
-        With `start_product`, kernels with such operands are up to 11 % slower
+        """Return `left @ right.T` of each pair of operands `(ref, copy)`, and then the result of
+        `meanwhile`. The products and `meanwhile` run in parallel. Each product sums over the
+        columns of the narrower operand. If operands are at constant addresses, the products of
+        Mosaic (`plgpu.wgmma`) are faster, since the compiler keeps the descriptors. With
+        `start_product`, kernels with such operands are up to 11 % slower
         (docs/kernels/gathered.md).
         """
         if self.interpret:

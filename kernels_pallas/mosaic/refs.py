@@ -28,14 +28,15 @@ def build_kernel(
     scratch: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Build a `plgpu.kernel` from `body(refs)`. Each ref is an attribute with its name, such as
-    `refs.query`.
+    """Build a `plgpu.kernel` from `body(refs)`.
+
+    Each ref is an attribute with its name, such as `refs.query`.
 
     `plgpu.kernel` also accepts scratch by name, but lays out named scratch in alphabetical
     order.
 
     Args:
-      kernel: A kernel of `Kernel.named`.
+      kernel: A kernel from `Kernel.named`.
       body: A function of one object whose attributes are the refs. An input that the
         kernel's description omits has no attribute on this object. `refs.sizes`
         has the numbers of `kernel.sizes`: Python integers, or scalars that the kernel reads at
@@ -93,8 +94,8 @@ def scalar_of(argument: Any) -> Any:
 def cta_index(kernel: Kernel, axis: str) -> Any:
     """Return the CTA's index on an axis of the grid, an int32 scalar.
 
-    In a kernel for any length the compiler must not know that the index is less than the grid
-    of the nominal lengths. For two sequences it would replace a division by `Hkv` by `index >=
+    In a kernel for any length the compiler must not know that the index is less than the grid of
+    the nominal lengths. For a batch of 2, the compiler would replace `index // Hkv` by `index >=
     Hkv`.
     """
     index = lax.axis_index(axis)

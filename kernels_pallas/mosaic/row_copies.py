@@ -1,5 +1,5 @@
-"""Copies the rows of listed tokens with the lanes of warps instead of TMA. A lane copies 16
-bytes at a time.
+"""Copies the rows of listed tokens between global and shared memory, by lanes of warps instead of
+TMA. A lane copies 16 bytes at a time.
 
 A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few
 heads per token, 64 rows need more TMA copies than can start during a step. A copy instruction
@@ -43,13 +43,14 @@ class RowCopies(NamedTuple):
     divisor: int
 
     def load(self, entries, first, end, place, pairs, stats=()) -> None:
-        """Start to copy the rows of the entries from `first` on into operands. From `end` on,
-        the entry before `end` is repeated.
+        """Start to copy the rows of the entries from `first` on into operands.
+
+        The last entry before `end` replaces all entries from `end` on.
 
         Args:
           entries: The list, int32.
           first, end: Index of the first entry of the step, and end of the entries.
-          place: b, kv_head and T.
+          place: Batch row `b`, key/value head `kv_head` and length `T`.
           pairs: Pairs of an array `[B, T, H, width]` and the operand `(ref, copy)` that
             receives its rows.
           stats: The array `row_stats` for query tiles of single tokens, and the memory that
@@ -127,7 +128,7 @@ class RowCopies(NamedTuple):
         self._call(lambda warp: warp.end_copies(), [], [], [])
 
     def wait(self, left: int) -> None:
-        """Wait until all groups of this thread except the last `left` have arrived."""
+        """Wait until at most the last `left` groups of this thread's copies are pending."""
         self._call(lambda warp: warp.wait_for_copies(left), [], [], [])
 
     def _call(self, function: Callable, refs: Sequence, operands: Sequence, numbers) -> None:

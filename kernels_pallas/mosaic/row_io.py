@@ -3,11 +3,11 @@
     TileRows       rows of adjacent tokens, whose addresses follow from the first token
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
-Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with
-the layout `operands.PER_ROW`. Four lanes hold the value of each row, and the first of these
-lanes stores the value. Each lane computes addresses with the words of `warp.py`. For stores in
-interpret mode, Pallas indexes the arrays, since the emulation of warps (`interpreter.py`) would
-write whole arrays.
+Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with the
+layout `operands.PER_ROW`. Four lanes hold the value of each row, and the first of these lanes
+stores the value. Each lane computes its addresses with the integer operations of `warp.py`. In
+interpret mode, Pallas itself stores the values, since the emulator of warps (`interpreter.py`)
+would write whole arrays.
 """
 
 from typing import Any, NamedTuple
@@ -49,8 +49,9 @@ class GatheredRows(NamedTuple):
         return ROWS // self.group
 
     def load_entries(self, lists, first, end):
-        """Return, for each row, the entry `first + row // group` of an int32 list. From `end`
-        on, return the entry before `end`.
+        """Return, for each row, the entry `first + row // group` of an int32 list.
+
+        For an entry past `end - 1`, return the entry `end - 1`.
         """
 
         def load(warp, row, lists, first, end):
@@ -60,7 +61,7 @@ class GatheredRows(NamedTuple):
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
     def prefetch_entries(self, lists, first, end):
-        """Prefetch the entries that `load_entries` loads into L1."""
+        """Prefetch into L1 the entries that `load_entries` loads."""
         if self.interpret:
             return
 
@@ -115,10 +116,11 @@ class GatheredRows(NamedTuple):
         _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
 
     def far_slots(self, indices, position, b, kv_head, first, length):
-        """Return a word per row, with one bit for each slot of int32 `indices` `[B, T, Hkv,
-        n]`. A bit is set if the row's token may attend to the block in the slot, and the block
-        is a far block of the tile that begins at token `first` (`specs/selected.py`).
-        `position` `[B, T]` has the positions of the tokens, and `length` is T.
+        """Return a word per row, with one bit for each slot of int32 `indices` `[B, T, Hkv, n]`.
+
+        A set bit means that the row's token may attend to the block in the slot, and that the block
+        is far for the tile. The tile begins at token `first` (`specs/selected.py`). `position` `[B,
+        T]` has the positions of the tokens, and `length` is T.
         """
         _, _, heads, n = indices.shape
 
@@ -210,8 +212,9 @@ class TileRows(NamedTuple):
         _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, warp, row, array, b, first, head, length):
-        """Return the address of a row's value. For a row past the last token or the last head,
-        use the last token or the last head instead.
+        """Return the address of a row's value.
+
+        The token and the head of the row are clamped to the last token and the last head.
         """
         heads = interpreter.shape_of(array)[2]
         token = warp.smaller(first + row // self.heads, length - 1)
@@ -226,12 +229,13 @@ class TileRows(NamedTuple):
 
 
 def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
-    """Return arrays `[64]` of the types `dtypes`. Each lane calls `function` for the rows of
-    the lane.
+    """Return arrays `[64]` of the types `dtypes`.
 
-    The call is `function(warp, row, *refs, *words, *words_of_row)`. Arguments and results are
-    words of the instructions `warp`. `words` are the scalars. `words_of_row` are the elements
-    for this row of `rows`, which are arrays `[64]`. In interpret mode, `refs` are read as whole
+    Each lane calls `function` for the rows of the lane.
+
+    The call is `function(warp, row, *refs, *words, *words_of_row)`. The arguments and results of
+    `function` are words (`warp.py`). `words` has the scalar arguments. `words_of_row` has this
+    row's elements of the arrays `rows`, `[64]` each. In interpret mode, `refs` are read as whole
     arrays.
     """
     if interpret:

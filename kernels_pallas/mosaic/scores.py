@@ -1,31 +1,34 @@
-"""Computes the scores of blocks and selects the best blocks. The kernel for groups of up to 16
-heads computes S = Q K^T. The kernel for larger groups computes S^T = K Q^T.
+"""Computes the scores of blocks and selects the best blocks.
 
-Up to 16 heads. Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of the
-compressed branch. P is summed over phases (`specs/scores.py`) and over the heads of a group.
-The sums are added to the score row of each token in shared memory. A warp then selects the n
-best blocks of each score row (`warp_topk.py`).
+The kernel for groups of up to 16 heads computes S = Q K^T. The kernel for larger groups computes
+S^T = K Q^T.
+
+Algorithm for up to 16 heads per group: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of
+the compressed branch. P is summed over phases (`specs/scores.py`) and over the heads of a group.
+The sums are added to the score row of each token in shared memory. A warp then selects the n best
+blocks of each score row (`warp_topk.py`).
 
 Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. The CTA loops
-over chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for
-each of the `ratio` phases of its blocks. Each chunk ends with the top-k of its scores. If there
-is one chunk and rows are not packed, a tile whose tokens select all their candidate blocks
-needs no product.
-Tile: 64 query rows per warpgroup, from `64 // heads` tokens. The rows are in registers, as the
-left operand. A product then reads only keys from shared memory, which is half the traffic of a
-product with both operands in shared memory. With 16 heads each warp has one token, and with
-fewer heads 2 to 8 tokens. Once per step, lanes exchange values to sum over heads. The
-warpgroups share the ring buffer of keys and refill it in turn.
+over chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for each of
+the `ratio` phases of its blocks. Each chunk ends with the top-k of its scores. In unpacked rows
+with a single chunk, a tile whose tokens select all their candidate blocks needs no product.
+Tile: 64 query rows per warpgroup, from `64 // heads` tokens. The query rows are the left operand
+and stay in registers, so a product reads only keys from shared memory. With both operands in shared
+memory, the traffic would double. With 16 heads each warp has one token, and with fewer heads 2 to 8
+tokens. Once per step, lanes exchange values to sum over heads. The warpgroups share the ring buffer
+of keys and refill it in turn.
 
-Four warpgroups run on an SM, at 128 registers per thread. Three run if four would spill
-registers. Some warpgroups multiply while another warpgroup computes probabilities. The kernel
-is bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2 TFLOP = 2.2 ms;
-8.8 G exponentials at 16 per clock and SM = 2.4 ms; the query, read once, 1.1 GB = 0.33 ms.
+An SM runs four warpgroups at 128 registers per thread, or three if four would spill registers. Some
+warpgroups multiply while another warpgroup computes probabilities. The kernel is bound by issue
+slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an
+H100: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM = 2.4 ms; the query, read once,
+1.1 GB = 0.33 ms.
 
-More heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2). The sum
-over the heads of a group runs along a row of registers. During a product, the warpgroup
-computes the probabilities of the previous product. The score rows of a tile stay in shared
-memory. One warp per token then selects the best blocks that are not forced.
+With more than 16 heads per group, the operands A and B of the product are swapped. Algorithm: P^T =
+exp2(scale * log2(e) * K Q^T - lse_log2). The sum over the heads of a group runs along a row of
+registers. During a product, the warpgroup computes the probabilities of the previous product. The
+score rows of a tile stay in shared memory. One warp per token then selects the best blocks that are
+not forced.
 
 Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. The loops are
 those of the kernel for up to 16 heads.
@@ -71,8 +74,8 @@ from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 def tile_of_cta(spec: Scores, refs) -> tuple:
     """Return the batch row and the key/value head of a CTA, and the index of its tile among the
-    tiles of all batch rows. Also return the tile's first token, the end of the tile's tokens (T
-    without `query_tiles`), and the first block of the sequence that contains the first token.
+    tiles of all batch rows. Also return the first token and the end of the tile's tokens, and the
+    first block of the sequence that contains the first token. Without `query_tiles`, the end is T.
     """
     b, g = div_rem(refs.cta.bg, spec.Hkv)
     tiles = refs.sizes.tiles
@@ -325,9 +328,10 @@ def best_blocks_qk(kernel: Kernel):
 
 
 def _queries(spec: Scores, query, b, g, token, length):
-    """Load the query rows of a warpgroup into registers, `[64, D]`. `token` is the first token
-    of the warpgroup. The rows of padding heads repeat other heads. The repetition has no
-    effect, since the `lse` of padding heads is +inf. Tokens from T on repeat the last token,
+    """Load the query rows of a warpgroup into registers, `[64, D]`.
+
+    `token` is the first token of the warpgroup. The rows of padding heads repeat other heads, which
+    has no effect, since the `lse` of padding heads is +inf. Tokens from T on repeat the last token,
     and their selection is not written.
     """
     dtype = jnp.dtype(spec.dtype)
@@ -369,8 +373,8 @@ def _queries(spec: Scores, query, b, g, token, length):
 def _product(buffers: operands.Buffers, queries, ring, stage):
     """Return `queries @ keys.T`, float32 `[64, 64]`, for the keys in a stage of `ring`.
 
-    `mgpu.wgmma` would fence its left operand, and ptxas would then copy the whole operand for
-    each product. Here the left operand never changes and needs no fence.
+    `mgpu.wgmma` would fence its left operand, and ptxas would then copy the whole operand for each
+    product. Since the queries never change, this function needs no fence.
     """
     if buffers.interpret:
         return buffers.start_product(queries.astype(jnp.float32), (ring, stage))
@@ -418,8 +422,9 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
 
 
 def _fold(probs, interpret):
-    """Add pairs of rows at a distance of 8, which are in the same lane. `probs` `[64, 64]`
-    gives a result `[32, 64]`.
+    """Add pairs of rows at a distance of 8, which are in the same lane.
+
+    The result for `probs` `[64, 64]` is `[32, 64]`.
     """
     if interpret:
         return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)

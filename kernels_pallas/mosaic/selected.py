@@ -1,17 +1,17 @@
 """Computes selected attention, forward and dq. Each tile of queries loops over its block list.
 
 Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
-(`mainloop.py`). For a block that a token did not select, the rows of the token have P = 0 and
-an unchanged maximum in forward, and shift = +inf in dq.
+(`mainloop.py`). If a token did not select a block, forward uses P = 0 and an unchanged maximum for
+the rows of the token. In dq, shift = +inf makes P = 0 in these rows.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The loop includes every
 block that a token of the tile selected (`lists.py`). The rows of tokens that did not select the
 block are masked. There is no producer: the warpgroup itself starts the copies of its blocks. A
 stage of a ring buffer is refilled as soon as all four warps have read it.
 
-Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an
-SM has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each).
-Batch and key/value head are the slowest grid axis. The keys of one head therefore stay in L2.
+Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an SM
+has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each). Batch
+and key/value head are the slowest grid axis, so that the keys of one head stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..              full_blocks      ..       blocks
@@ -21,8 +21,8 @@ far blocks.
 
 With `specs.selected.overlap_pv`, forward computes P V of a block during the work on the next
 block.
-Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec, from
-`forward_stages`, `FP8_STAGES` (for e4m3) and `dq_stages` in `specs.selected`.
+Tiles: 64 rows x one selection block. Stages: `specs.selected` computes `key_stages` and
+`value_stages` with `forward_stages`, `FP8_STAGES` (for e4m3) and `dq_stages`.
 
 Bound: the latency of a block's steps (wait for the keys, S, softmax). On random selections the
 bound is the traffic from L2 to shared memory. Each block of a tile's list is copied once
@@ -83,10 +83,11 @@ class LoopBlocks(NamedTuple):
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Return whether `specs/gathered.py` computes the far blocks of a tile. The far blocks are
-    gathered if the block list of the previous tile is longer than `gather_limit`. The tile's
-    own list cannot decide, since an output must not depend on later tokens, and the tile's own
-    list includes the blocks of later tokens.
+    """Return whether `specs/gathered.py` computes the far blocks of a tile.
+
+    The far blocks are gathered if the block list of the previous tile is longer than
+    `gather_limit`. The tile's own list cannot decide, since it includes blocks of later tokens, on
+    which an output must not depend.
 
     Args:
       block_counts: int32 `[lists, 6]`, the array of all tiles.
@@ -242,8 +243,10 @@ def _build(
 
 
 def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
-    """Return the blocks of a tile's loop. For a gathered tile these are the near blocks of its
-    list, and otherwise all blocks of the list.
+    """Return the blocks of a tile's loop.
+
+    A gathered tile loops over the near blocks of its list, and any other tile loops over all blocks
+    of its list.
     """
     counts = refs.block_counts
     index = refs.cta.head * refs.sizes.tiles + tile.index

@@ -55,15 +55,16 @@ def initial_state(width: int) -> SoftmaxState:
 
 
 def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float = 0.0):
-    """Return P `[64, keys]` of a block, and the new maximum of each row. P is relative to the
-    new maximum.
+    """Return P `[64, keys]` of a block, and the new maximum of each row.
+
+    P is relative to the new maximum.
 
     Args:
       row_max: Maximum over the previous blocks, `[64]`.
       scores: S, `[64, keys]`.
       c: scale * log2(e), a number or one per row.
       visible: Keys that each row sees, `[64, keys]`; None means all.
-      row_mask: Mask of the rows that have this block, `[64]`. None means all.
+      row_mask: Mask of the rows that use this block, `[64]`. None means all.
       offset: P is multiplied by 2^offset.
     """
     if visible is not None:
@@ -80,8 +81,10 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
-    """Return `state` relative to a new maximum. The returned sum includes `p` of the new block.
-    The returned `acc` does not include the new block yet.
+    """Rescale `state` to a new maximum of each row.
+
+    The returned sum includes `p` of the new block. The returned `acc` does not include the new
+    block yet.
     """
     acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]

@@ -1,11 +1,12 @@
-"""Defines the memory layout of dS, and the kernel that computes dq from dS. The kernel `dkv`
-writes dS.
+"""Defines the memory layout of dS, and the kernel that computes dq from dS.
 
-`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product, and dq needs
-dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of either operand, as matrices of
-8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four such matrices, which `movmatrix`
-transposes. A lane then has eight numbers that one lane of dq needs, and stores all eight with
-one instruction:
+The kernel `dkv` writes dS.
+
+`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product. The dq kernel
+needs dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of a left operand, as matrices
+of 8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four matrices of 8 x 8, which `movmatrix`
+transposes. After the transposition, a lane has eight numbers that one lane of the dq kernel needs.
+The lane stores all eight with one instruction:
 
     slot of a token   [group_rows / 16, 4, 32, 8]
 
@@ -15,26 +16,26 @@ one instruction:
     2      lane l
     3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
 
-With a group of eight heads the layout is `[4, 32, 4]`. The 16 rows of a warp then belong to two
-tokens, and each token has its own slot.
+With a group of eight heads the layout is `[4, 32, 4]`. With eight heads, the 16 rows of a warp
+belong to two tokens, and each token has its own slot.
 
 In Pallas' interpreter, a slot is `[group_rows, 64]` in row-major order.
 
-The kernel of dq adds dS K over the blocks of a token, from the dS that `dkv` wrote.
+The dq kernel reads the dS that `dkv` wrote, and adds dS K over the blocks of a token.
 
-Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The CTA reads the
-blocks of the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16
-rows. The 16 rows of a warp belong to one token, or to two tokens if groups have eight heads.
-The warp reads dS from global memory two blocks ahead. If a token did not select a block, dS is
-zero. The kernel needs no masks and no exponentials.
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The CTA reads the blocks of
+the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16 rows. The 16
+rows of a warp belong to one token, or to two tokens if groups have eight heads. The warp reads dS
+from global memory two blocks ahead. The kernel needs no masks, since dS is zero if a token did not
+select a block. The kernel computes no exponentials, since dS is stored.
 
     K of block i    TMA, a ring in shared memory ─┐
                                                   ├─► dQ += dS K
     dS of block i   global memory ─► registers ───┘
 
 Bound: the traffic from L2 to shared memory, which is half of the traffic of the kernel
-`selected_dq`. dS is read once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K if
-selections are random, and 8.6 GB of dS.
+`selected_dq`. dS is read once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16, the kernel reads 54
+GB of K on random selections, and 8.6 GB of dS.
 """
 
 from typing import Any, NamedTuple
@@ -84,9 +85,7 @@ class StoredDs(NamedTuple):
 
     @property
     def _by_lane(self):
-        """Return the shape and layout, by thread, of an array with one number per token of a
-        warp.
-        """
+        """Return shape and thread layout of an array with one number per token of a warp."""
         shape = (WARPS * LANES * self.tokens_of_warp,)
         return shape, plgpu.Layout.WG_STRIDED(shape, self.tokens_of_warp)
 
@@ -119,14 +118,13 @@ class StoredDs(NamedTuple):
         warp.each(put, [ds], places, [transposed], MATRIX)
 
     def blocks_of_tile(self, indices, places, b, kv_head, first, length):
-        """Return the blocks that the tokens of a tile of 64 rows selected and to which the
-        tokens attend. The function `read` needs these blocks.
+        """Return the selected blocks to which the tokens of a tile of 64 rows attend.
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
-          places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. If
-            `key_start` is given, a block is identified by the index of its first key in the row,
-            otherwise by its index in the sequence.
+          places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. With
+            `key_start`, a block is identified by the index of its first key in the row. Without
+            `key_start`, a block is identified by its index in the sequence.
           b, kv_head: Batch row and key/value head.
           first: First token.
           length: T.
@@ -141,7 +139,7 @@ class StoredDs(NamedTuple):
             return wgmma.fragments(np.array([held], object), layout.to_mgpu(), True)
 
         def slots(warp, arrays, words):
-            """Return, for each token of the warp, the block in the slot with the lane's index."""
+            """For each token of the warp, return the block in the slot with the lane's index."""
             b, kv_head, first, length = words
             own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
             return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]
@@ -183,12 +181,13 @@ class StoredDs(NamedTuple):
         return warp.each(load, arrays, scalars, result=result)
 
     def read(self, ds, blocks, block, token):
-        """Return dS `[64 rows, 64 keys]` of a block. The result is zero for tokens that did not
-        select the block or do not attend to the block.
+        """Return dS `[64 rows, 64 keys]` of a block.
+
+        The result is zero for tokens that did not select the block or do not attend to the block.
 
         Args:
           blocks: The result of `blocks_of_tile`.
-          block: A block as in `blocks`.
+          block: A block in the form of `blocks`.
           token: Index in ds of the first token of the 64 rows: `row * T + first`.
         """
         if self.interpret:
@@ -238,7 +237,8 @@ class StoredDs(NamedTuple):
 
     def _address(self, ds, place, part, keys):
         """Return the address of the numbers that a lane has of 16 keys and of 8 or 16 heads.
-        `part` is the index of this group of heads in the tile.
+
+        `part` is the index of these 8 or 16 heads in the tile.
         """
         lane_bytes = HALF_BYTES * self._halves
         keys_bytes = LANES * lane_bytes
@@ -272,8 +272,8 @@ def dq(kernel: Kernel):
             plgpu.copy_gmem_to_smem(source, refs.starts.at[chunk], refs.list_ready)
 
         def heads_of(array, t):
-            """Return a function of a slice of columns. The function returns these columns of
-            token `t` of the tile.
+            """Return a function that maps a slice of columns to these columns of token `t` of the
+            tile.
             """
             heads = pl.ds(kv_head * tile.group, tile.group)
             return lambda columns: array.at[b, pl.ds(first + t, 1), heads, columns]

@@ -1,8 +1,9 @@
-"""The instructions of a warp on words. A word has a value per lane, of 32 bits except for
-addresses in global memory. The instructions are for bodies of `plgpu.inline_mgpu`, since Pallas
-has neither shuffles nor votes. Addresses are in bytes. A program of a warp receives the
-instructions as an argument. In the Pallas interpreter, the program receives an object with the
-same functions (`interpreter.py`).
+"""The instructions of a warp on words.
+
+A word is one value per lane, of 64 bits for addresses in global memory and of 32 bits for all other
+values. The instructions are for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles
+nor votes. Addresses are in bytes. A program of a warp receives the instructions as an argument. In
+the Pallas interpreter, the program receives an object with the same functions (`interpreter.py`).
 
 Programs on clusters of CTAs also use asynchronous copies, products of 16 rows, and stores to
 the shared memory of another CTA:
@@ -32,7 +33,10 @@ type Number = "Word | int | float"
 
 
 def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Callable:
-    """Return a binary operator of `Word`. Without `of_floats` it supports only integers."""
+    """Return a binary operator of `Word`.
+
+    Without `of_floats` the operator supports only integers.
+    """
 
     def apply(self, other: Number) -> "Word":
         return _apply(of_floats if of_floats and self.real else of_integers, self, other)
@@ -45,10 +49,11 @@ def _comparison(kind: str) -> Callable[[Any, Any], "Word"]:
 
 
 class Word:
-    """An integer, a float32, a truth value or a 64-bit address in each lane. A Python number is a
-    constant.
+    """An integer, a float32, a truth value or a 64-bit address in each lane.
 
-    Comparisons of integers are signed; `//` and `%` are for integers from 0; `>>` fills with
+    A Python number becomes a constant.
+
+    Comparisons of integers are signed. `//` and `%` need non-negative integers. `>>` fills with
     zeros.
     """
 
@@ -112,7 +117,7 @@ def number(condition: Word) -> Word:
 
 
 def bit(place: Number) -> Word:
-    """Return the integer with only this bit set, `place` from 0 to 31."""
+    """Return the integer in which only bit `place` is set, from 0 to 31."""
     return word(1) << place
 
 
@@ -122,7 +127,10 @@ def ones(x: Word) -> Word:
 
 
 def bits(x: Word) -> Word:
-    """Return the bits of a float32 as an integer. Non-negative numbers keep their order."""
+    """Return the bits of a float32 as an integer.
+
+    The bits of non-negative numbers have the same order as the numbers.
+    """
     return Word(arith.bitcast(i32(), x.value))
 
 
@@ -178,8 +186,9 @@ def warp_of_cta() -> Word:
 
 
 def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads=False) -> Any:
-    """Emit an instruction. Return its result as a word, or as a list of words if `result` is a
-    list of types.
+    """Emit an instruction.
+
+    Return the instruction's result as a word, or as a list of words if `result` is a list of types.
 
     Args:
       together: Whether all lanes execute the instruction together.
@@ -220,7 +229,7 @@ def _listed(first: int, count: int) -> str:
 
 
 def exchange(x: Word, distance: int) -> Word:
-    """Return the float32 of the lane whose index differs by XOR with `distance`, a power of two."""
+    """Return the float32 of lane `lane ^ distance`, where `distance` is a power of two."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return _ptx(text, x, result=ir.F32Type.get(), together=True)
 
@@ -290,8 +299,9 @@ def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
 
 
 def element(ref, *places: tuple[Number, int]):
-    """Return the address in global memory of an element of `ref`. Each argument in `axes` is a
-    pair: the index along an axis, and the stride of the axis in bytes.
+    """Return the address in global memory of an element of `ref`.
+
+    Each argument in `axes` is a pair of an index along an axis and the axis's stride in bytes.
     """
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
@@ -355,11 +365,13 @@ def when(condition: Word, body) -> None:
 
 
 def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
-    """Compute `state = body(i, *state)` for `i` below `times`. `state` has words, numbers, and
-    nested lists of them. If the state has one value, this value is returned instead of a list.
+    """Compute `state = body(i, *state)` for `i` below `times`.
 
-    `times` must be the same in all lanes. Otherwise the lanes diverge, and instructions that
-    all lanes execute together deadlock. `unrolled` allows the compilers to unroll the loop.
+    `state` has words, numbers, and nested lists of words and numbers. If the state has one value,
+    this value is returned instead of a list.
+
+    `times` must be the same in all lanes, since diverging lanes deadlock in instructions that all
+    lanes execute together. `unrolled` allows the compilers to unroll the loop.
     """
     tree, before = jax.tree.structure(state), _values(state)
     if not unrolled:
@@ -397,10 +409,10 @@ def even_and_odd(x: Word) -> Word:
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
     """Return `acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
-    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has these numbers. Of A, it has
-    the pairs of columns from 2 c and from 2 c + 8 on, in rows r and r + 8. Of B, it has the
-    pairs of rows from 2 c and from 2 c + 8 on, in column r. Of the result, it has columns 2 c
-    and 2 c + 1, in rows r and r + 8.
+    The layout is that of the PTX ISA, "Matrix Fragments for mma.m16n8k16". Lane `4 r + c` has pairs
+    of columns of A, from 2 c and from 2 c + 8 on, in rows r and r + 8. Lane `4 r + c` has pairs of
+    rows of B, from 2 c and from 2 c + 8 on, in column r. Lane `4 r + c` has columns 2 c and 2 c + 1
+    of the result, in rows r and r + 8.
     """
     kind = TYPES[dtype]
     names = [_listed(*each) for each in ((0, 4), (4, 4), (8, 2), (10, 4))]
@@ -418,8 +430,9 @@ def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
 
 def read_transposed(address: Word, offset: int = 0) -> list[Word]:
     """Read four matrices of 8 rows of 16 bytes from shared memory, and transpose each matrix.
-    Lane `l` has the address of row `l % 8` of matrix `l // 8`, and receives the 16-bit column
-    `l // 4` of rows `2 (l % 4)` and `2 (l % 4) + 1` of each matrix.
+
+    Lane `l` passes the address of row `l % 8` of matrix `l // 8`. Of each matrix, lane `l` receives
+    the 16-bit column `l // 4` of rows `2 (l % 4)` and `2 (l % 4) + 1`.
     """
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
     text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
@@ -463,7 +476,7 @@ def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0)
 
 
 def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:
-    """Return the address in global memory `steps * size + more` bytes after `address`."""
+    """Return the address `address + steps * size + more` in global memory, in bytes."""
     text, values = "mad.wide.s32 $0, $2, $3, $1;", [address, steps, size]
     if more is not None:
         text = "{ .reg .b64 t, u; mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; "
@@ -474,8 +487,9 @@ def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> W
 def copy(
     to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
 ) -> None:
-    """Start a copy of 16 bytes from global to shared memory, if `only` holds. The copy bypasses
-    L1, and therefore reads data that other multiprocessors have written.
+    """Start a copy of 16 bytes from global to shared memory, if `only` holds.
+
+    The copy bypasses L1, so it also reads data that other multiprocessors have written.
     """
     text = "cp.async.cg.shared.global.L2::128B"
     _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address, only=only)
@@ -487,7 +501,7 @@ def end_copies() -> None:
 
 
 def wait_for_copies(left: int) -> None:
-    """Wait until all of a lane's groups except the last `left` have arrived."""
+    """Wait until at most the last `left` groups of the lane's copies are pending."""
     _do(f"cp.async.wait_group {left};")
 
 
@@ -514,8 +528,9 @@ def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False
 
 
 def wait_for_cluster() -> None:
-    """Wait until all CTAs of the cluster have initialized their barriers. Afterwards a warp may
-    call `push`.
+    """Wait until all CTAs of the cluster have initialized their barriers.
+
+    A warp may call `push` only after `wait_for_cluster`.
     """
     _do("barrier.cluster.wait.aligned;", together=True)
 
@@ -523,10 +538,9 @@ def wait_for_cluster() -> None:
 def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
-    """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if
-    `only` holds. The barrier in CTA `cta` counts the bytes of the words. `barrier` and
-    `address` are addresses in this CTA. `push` translates both addresses to addresses in the
-    CTA `cta`.
+    """Write 2 or 4 neighbouring words to the shared memory of CTA `cta` of the cluster, if `only`
+    holds. The barrier in CTA `cta` counts the bytes of the words. `barrier` and `address` are
+    addresses in this CTA, which `push` translates to addresses in CTA `cta`.
     """
     to, its_barrier = (
         _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)

@@ -1,16 +1,16 @@
-"""Builds kernels in which each warp runs a program. The first axis of the grid counts rows, and
-the second axis counts the CTAs of a row.
+"""Builds kernels in which each warp runs a program.
+
+The first axis of the grid counts rows, and the second axis counts the CTAs of a row.
 
     program(instructions, spec, sizes, refs)
 
-`instructions` is the module `warp`, which emits PTX. In interpret mode, `instructions` is an
-object with the same functions (`interpreter.py`), so one program serves kernels and the
-interpreter. `sizes` has the numbers of `Kernel.sizes`, as integers or as words that the kernel
-reads at launch. `refs` has the arrays of the kernel and the arrays in shared memory by name.
-`refs` also has the indices of the CTA. `refs.row` is the index of the CTA's row. With
-`by_head`, `refs` has the batch row `b` and the key/value head `g` instead of `row`.
-`refs.group` is the index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has the
-index `WARPS * group + w` in the row.
+`instructions` is the module `warp`, which emits PTX. In interpret mode, `instructions` is an object
+with the same functions (`interpreter.py`), so one program serves kernels and the interpreter.
+`sizes` has the numbers of `Kernel.sizes`, as integers or as words that the kernel reads at launch.
+`refs` has the arrays of the kernel and the arrays in shared memory by name. `refs.row` is the index
+of the CTA's row. With `by_head`, `refs` has the batch row `b` and the key/value head `g` instead of
+`row`. `refs.group` is the index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has
+the index `WARPS * group + w` in the row.
 """
 
 from collections.abc import Callable
@@ -38,19 +38,19 @@ def warp_kernel(
 ) -> Callable[[Kernel], Callable]:
     """Return the body of a kernel that runs `program` in every warp of the kernel's grid.
 
-    The kernel's description determines inputs, outputs, sizes and the grid. The grid is the
-    result of `specs.tile.warp_grid`. With `in_clusters`, the grid has one cluster per row
-    instead. With `spec.interpret`, `interpreter.machine` runs the warps on the host, on NumPy
-    or JAX arrays, also in `jit`.
+    The kernel's description determines inputs, outputs, sizes and the grid. Without `in_clusters`,
+    the grid is the result of `specs.tile.warp_grid`. With `in_clusters`, the grid has one cluster
+    per row. With `spec.interpret`, `interpreter.machine` runs the warps on the host, on NumPy or
+    JAX arrays, also in `jit`.
 
     Args:
       program: The program, as the module's docstring describes. Lanes without work must not
         write.
       shared: Function of a spec that returns names and shapes of a CTA's int32 arrays in shared
         memory.
-      by_head: Whether the rows of the grid are the rows of `[B, spec.Hkv]`.
-      in_clusters: Whether the program uses the instructions of clusters. `group` is then the
-        CTA's index in its cluster.
+      by_head: Whether a row of the grid is a batch row and a key/value head, `[B, spec.Hkv]`.
+      in_clusters: Whether the program uses the instructions of clusters. With `in_clusters`,
+        `refs.group` is the CTA's index in its cluster.
       warps: Function of a spec that returns the number of warps per CTA, a multiple of 4.
     """
 

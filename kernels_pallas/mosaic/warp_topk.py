@@ -1,5 +1,6 @@
-"""Selects the blocks with the highest scores of a token. One warp repeatedly extracts the
-maximum from the token's scores.
+"""Selects the blocks with the highest scores of a token.
+
+One warp repeatedly extracts the maximum from the token's scores.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
@@ -7,18 +8,17 @@ Scores of a token are in its score row in shared memory, in stripes of 32 entrie
     then            scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-Each lane has a column of the score row, and stores the best entry or the best two entries of
-its column in registers. To extract a winner, a warp finds the maximum over its lanes (`redux`),
-and the lowest entry among equal ones. Then all lanes read the winner's column again, one stripe
-each, to find the best remaining entry of the column. If a lane stores two entries, the column
-is read again only after both entries are extracted.
+Each lane has a column of the score row, and stores the best entry or the best two entries of its
+column in registers. To extract a winner, a warp finds the maximum over its lanes (`redux`), and the
+lowest entry among equal ones. After an extraction, all lanes read the winner's column again, one
+stripe each, to find the best remaining entry of the column. If a lane stores two entries, the
+column is read again only after both entries are extracted.
 
-A warp extracts the winners of up to four tokens at once, to hide latency. If there is a single
-chunk and each token that the warp handles at once has at most `free` candidate blocks, the
-tokens select all candidate blocks without reading scores. Finding the first entries of the
-lanes costs a read and a few instructions per stripe, and more if a lane stores two entries.
-Each winner costs two reductions. Reading a column again costs a read, and a reduction and a
-vote per stored entry.
+A warp extracts the winners of up to four tokens at once, to hide latency. With a single chunk, a
+warp reads no scores if each token that it handles at once has at most `free` candidate blocks.
+These tokens select all their candidate blocks. Finding the first best entries of all columns costs
+a read and a few instructions per stripe, and more if a lane stores two entries. Each winner costs
+two reductions. Reading a column again costs a read, and a reduction and a vote per stored entry.
 
 A warp never waits for other warps (`warp.py`). Scores are not negative, and are compared as
 integers. The value -1.0 is below all scores.
@@ -41,8 +41,8 @@ TOGETHER = 4  # maximum number of tokens whose winners a warp extracts at once
 class WarpTopK(NamedTuple):
     """The operations of the warps of a CTA on their score rows.
 
-    In all functions: `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]` are
-    in shared memory; `wg` is the index of the warpgroup, which has its own tokens; `k` is the index
+    In all functions, `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]` are
+    in shared memory. `wg` is the index of the warpgroup, which has its own tokens. `k` is the index
     of the chunk.
 
     Attributes:
@@ -235,8 +235,8 @@ class WarpTopK(NamedTuple):
     def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
         """Add the forced blocks to the winners and write all selected blocks to `selection` in
         ascending order. Blocks are distinct, so the slot of a block is the number of selected
-        blocks with a lower index. `selection` is `[B, T, Hkv, n]`, and `length` is T. The tile
-        has at most the tokens `first .. end - 1`.
+        blocks with a lower index. `selection` is `[B, T, Hkv, n]`, and `length` is T. The tokens of
+        the tile are among `first .. end - 1`.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -368,9 +368,10 @@ class _Columns(NamedTuple):
 
 
 def _take(warp, hits, known, values, entries):
-    """Extract the next winner of a score row. Return the winner's entry and score, and the
-    stored entries that remain. Also return the updated `values` and `entries`. The lane in
-    which an element of `hits` is true stores the winner there.
+    """Extract the next winner of a score row.
+
+    Return the winner's entry and score, and the stored entries that remain. Also return `values`
+    and `entries`, in which the winner replaces the elements whose `hits` are true in the lane.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()

@@ -1,19 +1,20 @@
-"""Starts asynchronous products on the tensor cores of Hopper, as wgmma instructions in inline
-PTX. `plgpu.wgmma` requires accumulators that were set to zero, and adds the offset of every
-step to a 64-bit descriptor in registers. In this module a new sum needs no zeroed accumulator
-(scale-d 0), and offsets are constants in the text of the instruction.
+"""Starts asynchronous products on the tensor cores of Hopper, as wgmma instructions in inline PTX.
 
-A product is pending from `product` or `added` until `wait` returns its registers. While a
-product is pending, no instruction may access its registers or the registers of its left
-operand, and no iteration of a loop may begin. Registers that a later product reads may be
-computed while another product is pending only if the same iteration fences and starts the later
-product. If a kernel breaks these rules, ptxas waits after every instruction, and reports
-remarks C7510 to C7514 (`Cubin.remarks`). ptxas deletes a product whose result is unused.
+`plgpu.wgmma` requires accumulators that were set to zero, and adds the offset of every step to a
+64-bit descriptor in registers. In this module a new sum needs no zeroed accumulator (scale-d 0),
+and offsets are constants in the text of the instruction.
 
-An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory.
-Each slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For
-`P V`, V is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a
-column. Operands in e4m3 are never read transposed, since the instruction does not support this.
+A product is pending from `product` or `added` until `wait` returns its registers. While a product
+is pending, no instruction may access its registers or the registers of its left operand. While a
+product is pending, no iteration of a loop may begin. While a product is pending, a loop may compute
+registers for a later product only if the same iteration fences and starts the later product. If a
+kernel breaks these rules, ptxas waits after every instruction, and reports remarks C7510 to C7514
+(`Cubin.remarks`). ptxas deletes a product whose result is unused.
+
+An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
+slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For `P V`, V
+is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a column.
+Operands in e4m3 are never read transposed, since wgmma cannot transpose e4m3.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
@@ -38,13 +39,14 @@ MAX_COLUMNS = 256
 
 
 class Operand(NamedTuple):
-    """A matrix in shared memory. In the tiling of Mosaic, the matrix has the shape `[slabs,
-    rows / 8, 1, 8, columns per slab]`.
+    """A matrix in shared memory.
+
+    In the tiling of Mosaic, the matrix has the shape `[slabs, rows / 8, 1, 8, columns per slab]`.
 
     Attributes:
       ref: The memory of the matrix.
-      transposed: Whether products read the matrix as `[width, rows]`. Only right operands
-        support this.
+      transposed: Whether products read the matrix as `[width, rows]`. Only a right operand may be
+        transposed.
       some: First row and number of rows that are used, multiples of 8; None means all.
     """
 
@@ -107,8 +109,9 @@ class Operand(NamedTuple):
 
 
 def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
-    """Start `left @ right.T`. `left` may be in registers. The product sums over the number of
-    columns of the narrower operand.
+    """Start `left @ right.T`.
+
+    `left` may be in registers. The sum is over the columns of the narrower operand.
 
     Returns:
       Pending registers, in the order of `registers`.
@@ -163,8 +166,7 @@ def _start(
 
     Args:
       total: Registers to which the product is added, or empty.
-      words: Registers of the left operand, or a list of one word, `Operand.word()` of the left
-        operand.
+      words: Registers of the left operand, or `[left.word()]` for a left operand in shared memory.
       of_step: Function that returns the PTX before the instruction of a step, and the left
         operand in this instruction. The function's arguments are the step and the first of
         `words`.

@@ -1,10 +1,11 @@
-"""Binds a kernel to the sizes of a problem. A launch then needs only the addresses of the
-arrays.
+"""Binds a kernel to the sizes of a problem.
+
+A launch of a bound kernel needs only the addresses of the arrays.
 
 `BoundKernel` computes everything that does not depend on addresses. The first launch with given
-addresses encodes the tensor maps and lays out the parameters. Allocators return the same
-addresses repeatedly. A later launch with these addresses reuses the tensor maps and the
-parameters, and is a single call of the driver.
+addresses encodes the tensor maps and lays out the parameters. Allocators return the same addresses
+repeatedly. A later launch with the same addresses reuses the tensor maps and the parameters, and is
+a single call of the driver.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ class _Bound(NamedTuple):
 
 
 class BoundKernel:
-    """A loaded kernel with the sizes of a problem. Any thread may launch it.
+    """A loaded kernel with the sizes of a problem. Any thread may launch a `BoundKernel`.
 
     Args:
       cubin: The kernel's machine code.

@@ -1,10 +1,10 @@
 """Compiles kernels to machine code for Hopper in child processes. No GPU is needed.
 
-A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's
-plugin. In the child process, a recorder replaces the CUDA driver. Processes are faster than
-threads, since with threads only the plugin would run in parallel. On two cores of a server, 21
-kernels take 20 s in two processes and 25 s in two threads. Of these 25 s, Python code takes 15
-s, and more cores would not shorten this time.
+A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's plugin.
+In the child process, a recorder replaces the CUDA driver. Processes are faster than threads, since
+in threads only the plugin runs in parallel. On two cores of a server, 21 kernels take 20 s in two
+processes and 25 s in two threads. In two threads, Python code takes 15 s, and more cores would not
+shorten this time.
 """
 
 import base64
@@ -48,9 +48,9 @@ class Built(NamedTuple):
 
 def progress(waited_for: bool = False) -> Progress | None:
     """Return a function that prints to stderr how many kernels are done, and an estimate of the
-    remaining time. On a terminal, the function overwrites one line. If stderr is no terminal
-    but someone waits for the result (`waited_for`), the function prints a line per kernel. In
-    all other cases return None.
+    remaining time. On a terminal, the function overwrites one line. Without a terminal, the
+    function prints a line per kernel if `waited_for` is true. Without a terminal and with
+    `waited_for` false, return None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()
 
@@ -149,9 +149,7 @@ def _read(child: Child) -> Built | str:
 
 
 def why_not() -> str | None:
-    """Return a sentence that names the tool that this machine lacks to build kernels, or
-    None.
-    """
+    """Return a sentence that names a missing tool that building kernels needs, or None."""
     if _compiler() is None:
         return "a C compiler is missing, which is needed to build kernels; install gcc"
     if not has_plugin():

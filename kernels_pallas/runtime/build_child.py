@@ -1,11 +1,12 @@
-"""A child process that compiles kernels to machine code. In the child process, a library called
-the recorder replaces the CUDA driver.
+"""A child process that compiles kernels to machine code.
+
+In the child process, a library called the recorder replaces the CUDA driver.
 
 `build.py` starts the child process with the names of the modules that may describe kernels. For
-each kernel the child reads one line of JSON and writes one line of JSON as a reply. Mosaic does
-not return the launch parameters of a kernel. The launcher of JAX's CUDA plugin therefore runs
-with addresses that identify the arguments, and the recorder logs the launcher's calls of the
-driver.
+each kernel the child reads one line of JSON and writes one line of JSON as a reply. Mosaic does not
+return the launch parameters of a kernel. To find the launch parameters, the child runs the launcher
+of JAX's CUDA plugin with addresses that identify the arguments. The recorder logs the launcher's
+calls of the driver.
 """
 
 import base64
@@ -136,7 +137,7 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
 
 
 def compile_kernel(kernel: Kernel) -> Compiled:
-    """Compile `kernel`. The launcher is not run."""
+    """Compile `kernel`. This function does not run the launcher."""
     code = lowering.lower(kernel)
     for name in PLUGINS:
         with contextlib.suppress(ModuleNotFoundError):
@@ -192,7 +193,7 @@ def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dic
 
 
 def expect(layout: Sequence[int]) -> None:
-    """Tell the recorder the sizes of the parameters of the next launches, in bytes."""
+    """Pass the sizes of the parameters of the next launches, in bytes, to the recorder."""
     recorder().recorder_expect(len(layout), (ctypes.c_int * len(layout))(*layout))
 
 
@@ -243,8 +244,8 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """Return the statistics in a log of ptxas: the maximum number of registers of a kernel's
-    functions, the sums of their bytes, and the remarks.
+    """Return the statistics in a log of ptxas: the maximum number of registers over a kernel's
+    functions, the sums of stack and spill bytes, and the remarks.
 
     Raises:
       RuntimeError: The log has no statistics, or statistics of a GPU other than Hopper.

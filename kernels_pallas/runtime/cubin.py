@@ -1,8 +1,7 @@
 """Describes the launch parameters of a kernel's machine code, which are stored as JSON.
 
-A kernel is compiled for shapes, but a cubin contains no shapes. A tensor map names the axis of
-an argument for each of its dimensions, and a launch adds the sizes
-(`bound_kernel.BoundKernel`).
+A cubin contains no shapes. For each dimension of a tensor map, the stored parameters name the axis
+of an argument. A launch adds the size of the axis (`bound_kernel.BoundKernel`).
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class TensorMap(NamedTuple):
         whose elements are adjacent in memory. Axes that are not listed have size 1.
       enums: The values of type, interleave, swizzle, l2 and oob for the driver.
       box: Number of elements per copy, by dimension.
-      steps: Stride between these elements, by dimension.
+      steps: Stride between the elements of a copy, by dimension.
     """
 
     argument: int
@@ -36,7 +35,8 @@ class TensorMap(NamedTuple):
 
 
 class Cubin(NamedTuple):
-    """A kernel's machine code, without its image.
+    """The launch parameters of a kernel's machine code, without the machine code itself (the
+    image).
 
     Attributes:
       name: Name of the kernel.
@@ -47,10 +47,10 @@ class Cubin(NamedTuple):
       shared_bytes: Dynamic shared memory per CTA.
       attributes: Number (a CUfunction_attribute) and value of each attribute that is set before
         the first launch.
-      parameters: Parameters of the function, in order. A number stands for the address of an
-        argument: inputs, then outputs, without scalar arguments. A name is one of `Kernel.sizes`,
-        passed as an address: `value << 8`. All other parameters are consecutive tensor maps,
-        which are passed by value.
+      parameters: Parameters of the function, in order. A number is the index of an argument among
+        inputs and outputs, without scalar arguments. The parameter is the address of this argument.
+        A name is one of `Kernel.sizes`. The parameter is the address `value << 8`. All other
+        parameters are consecutive tensor maps, which are passed by value.
       registers: Number of registers per thread.
       stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas,
         summed over the functions of the image.

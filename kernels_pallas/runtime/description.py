@@ -1,8 +1,11 @@
-"""Describes a kernel in JSON. The description determines the key of the kernel in the store,
-and other processes build the kernel from its description.
+"""Describes a kernel in JSON.
 
-A function describes a kernel from its spec. `Kernel.source` names that function, and the spec
-is stored as its class and fields. Only names that modules of `PLACES` define are resolved.
+The description determines the key of the kernel in the store, and other processes build the kernel
+from its description.
+
+A function describes a kernel from its spec. `Kernel.source` names that function, and the spec is
+stored as its class and fields. A description may use only names that the modules in `PLACES`
+define.
 """
 
 import dataclasses
@@ -31,8 +34,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def kernel_of(description: dict[str, Any]) -> Kernel:
-    """Return the kernel of a description, by a call of the description's source with the
-    description's spec.
+    """Return the kernel that the source of a description returns for the spec of the description.
 
     Raises:
       ValueError: No module of `PLACES` defines a name in the description.

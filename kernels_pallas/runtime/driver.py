@@ -59,8 +59,9 @@ class Function(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the driver library for calls that may block. Such calls release Python's global
-    lock.
+    """Return the driver library for calls that may block.
+
+    Calls through this library release Python's global lock.
 
     Raises:
       RuntimeError: No driver is installed.
@@ -73,8 +74,10 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """Return the driver library for calls that return immediately. Such calls keep Python's
-    global lock, which is cheaper than releasing it.
+    """Return the driver library for calls that return immediately.
+
+    Calls through this library keep Python's global lock, since keeping it is cheaper than releasing
+    it.
     """
     library()
     return ctypes.PyDLL(DRIVER)
@@ -103,10 +106,11 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
 
 def load(cubin: Cubin, image: bytes, device: int) -> Function:
     """Load machine code into the primary context of a GPU, which the frameworks also use.
+
     Another thread may capture a CUDA graph at the same time.
 
-    Loaded code stays loaded until the process ends. CUDA graphs and queued launches may refer
-    to the code, and it is not known when they end.
+    Loaded code stays loaded until the process ends, since CUDA graphs and queued launches may still
+    refer to the code.
 
     Raises:
       RuntimeError: The driver reports an error. If the driver is older than the compiler of the

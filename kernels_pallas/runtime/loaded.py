@@ -2,8 +2,8 @@
 
     Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
 
-Loaded code stays loaded, and its kernel object stays alive, until the process ends. CUDA graphs
-and queued launches may refer to the machine code, and it is not known when they end.
+Loaded code and its kernel object stay alive until the process ends, since CUDA graphs and queued
+launches may still refer to the code.
 """
 
 import functools
@@ -43,8 +43,9 @@ def bound(
 
 
 def is_loaded(kernel: Kernel, device: int) -> bool:
-    """Return whether `kernel` is loaded on the GPU `device`. `kernel` must be in its form that
-    serves all lengths (`Kernel.for_any_length`).
+    """Return whether `kernel` is loaded on the GPU `device`.
+
+    `kernel` must serve all lengths (`Kernel.for_any_length`).
     """
     return (kernel, device) in _loaded
 
@@ -58,7 +59,7 @@ def load(
     """Load kernels, and build those that are not stored.
 
     Args:
-      kernels: Kernels in their form that serves all lengths (`Kernel.for_any_length`).
+      kernels: Kernels that serve all lengths (`Kernel.for_any_length`).
       device: Index of the GPU.
       jobs: Number of processes that build. Defaults to one per core.
       prefetch: The same as in `bound`.
@@ -86,8 +87,10 @@ def load(
 
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
-    """Return whether `kernel` is stored, on disk or in memory. `kernel` must be in its form that
-    serves all lengths (`Kernel.for_any_length`). The first answer for a kernel is cached.
+    """Return whether `kernel` is stored, on disk or in memory.
+
+    `kernel` must serve all lengths (`Kernel.for_any_length`). The first answer for a kernel is
+    cached.
     """
     return store().get(kernel) is not None
 

@@ -8,16 +8,16 @@ from kernels_pallas.kernel import Kernel
 
 
 def lower(kernel: Kernel) -> bytes:
-    """Return the MLIR bytecode of `kernel` for Hopper. The compiler of JAX's CUDA plugin
-    accepts this bytecode.
+    """Return the MLIR bytecode of `kernel` for Hopper.
+
+    The compiler of JAX's CUDA plugin accepts this bytecode.
 
     Lowering needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU
     or a Hopper GPU, since Mosaic reads the size of shared memory from this device.
 
     Raises:
-      ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments
-        in order, does not write to them and returns all results in order, or the results are
-        not `kernel.outputs`.
+      ValueError: `kernel.call` is not one Mosaic GPU kernel that reads all arguments in order and
+        returns `kernel.outputs` in order. The kernel must not write to its arguments.
     """
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
     traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)

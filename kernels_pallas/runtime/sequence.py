@@ -1,8 +1,8 @@
 """Runs consecutive launches as one CUDA graph if their addresses repeat.
 
-A launch costs the host several microseconds. A graph of many launches costs as much as one
-launch. Allocators return the same addresses repeatedly, and a graph contains the addresses of
-its launches:
+A launch costs the host several microseconds, and a graph of many launches costs no more than one
+launch. A graph contains the addresses of its launches, and allocators return the same addresses
+repeatedly:
 
     addresses new          launch, launch, ..
     ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels
@@ -35,8 +35,9 @@ FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 
 class LaunchSequence:
-    """A sequence of kernels on one device that run one after the other. Any thread may launch
-    it.
+    """A sequence of kernels on one device that run one after the other.
+
+    Any thread may launch a `LaunchSequence`.
 
     Args:
       kernels: Two or more kernels.

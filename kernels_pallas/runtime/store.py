@@ -1,15 +1,15 @@
 """Stores the machine code of kernels on disk, so that each kernel is compiled once per machine.
 
-A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The
-name of the file contains a key, which is a hash of the kernel (source and spec), of the sources
-that determine its machine code, of the architecture and of the file format. Any change of these
-sources, even of a comment, rebuilds all kernels. A damaged file counts as missing, so its
-kernel is compiled again. A file from another version of JAX also counts as missing, if this
-machine can rebuild the kernel. Kernels that are part of the package may have been built with
-any version of JAX. These kernels run with any version of JAX, or without JAX.
+A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The name
+of the file contains a key. The key is a hash of the kernel (source and spec), of the sources that
+determine its machine code, of the architecture and of the file format. Any change of these sources,
+even of a comment, rebuilds all kernels. A damaged file counts as missing, so its kernel is compiled
+again. A file from another version of JAX counts as missing if this machine can rebuild the kernel.
+Kernels that are part of the package may have been built with any version of JAX. Kernels that are
+part of the package run with any version of JAX, or without JAX.
 
-A folder is refused if other users may write to it or if it belongs to another user, since its
-contents are executed. If the folder cannot be used, kernels stay in memory.
+Since stored code is executed, a folder is refused if it belongs to another user or if other users
+may write to it. If the folder cannot be used, kernels are stored only in memory.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ def key_of(kernel: Kernel) -> str:
     """Return the key of a kernel's machine code: 64 hexadecimal digits.
 
     Raises:
-      ValueError: `description.describe` raises the error, or the kernel's name is not valid as
-        part of a file name.
+      ValueError: The kernel cannot be described (`description.describe`), or its name is not valid
+        in a file name.
     """
     if not re.fullmatch(r"[\w.-]+", kernel.name):
         raise ValueError(
@@ -87,10 +87,10 @@ class Store:
     """A folder of kernels. Any thread and any number of processes may use a store at once.
 
     Args:
-      folder: Folder, created before the first kernel is built or stored. Defaults to one in the
-        user's cache directory.
+      folder: Folder, created before the first kernel is built or stored. Defaults to a folder in
+        the user's cache directory.
       presets: Read-only folder of kernels that is searched first. Defaults to the folder in the
-        package. None means no such folder.
+        package. None means that no such folder is searched.
     """
 
     def __init__(
@@ -142,13 +142,15 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """Return the machine code of `kernels`. Kernels that are not stored are built. Of
-        several processes on the machine, only one builds a kernel.
+        """Return the machine code of `kernels`.
+
+        Kernels that are not stored are built. If several processes on the machine need a kernel,
+        only one process builds it.
 
         Raises:
           ValueError: The same as in `description.describe`.
           RuntimeError: This machine lacks a tool to build kernels, or some kernels could not be
-            built. All other kernels were then built and stored.
+            built. If some kernels could not be built, all other kernels were built and stored.
         """
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}

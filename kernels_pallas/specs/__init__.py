@@ -1,3 +1,4 @@
-"""Describes the Mosaic kernels by static sizes, arguments and results. No module here imports
-JAX.
+"""Describes the Mosaic kernels by static sizes, arguments and results.
+
+No module of `specs` imports JAX.
 """

@@ -1,8 +1,9 @@
-"""Describes the kernel that writes new tokens to the pages of a cache, and the compressed
-tokens that the new tokens complete.
+"""Describes the kernel that writes new tokens, and the compressed tokens that they complete, to the
+pages of a cache.
 
-`specs.decode` describes the layout of pages. A token is read from the call, or from its page if it
-was appended before. The launch does not read anything that it writes.
+`specs.decode` describes the layout of pages. To compute a compressed token, the kernel reads new
+tokens from the call and older tokens from their pages. A launch does not read any memory that it
+writes.
 """
 
 import dataclasses

@@ -41,8 +41,9 @@ class AttentionSizes(Spec):
         return self.H // self.Hkv
 
     def rows(self, width: int, tokens: int | None = None) -> Array:
-        """Describe a query, an output or a gradient of one, `[B, tokens, H, width]`. `tokens`
-        defaults to T.
+        """Describe queries, outputs or their gradients, `[B, tokens, H, width]`.
+
+        `tokens` defaults to T.
         """
         return Array((self.B, self.T if tokens is None else tokens, self.H, width), self.dtype)
 
@@ -53,7 +54,7 @@ class AttentionSizes(Spec):
         return float32(self.B, self.T if tokens is None else tokens, self.H)
 
     def keys(self, width: int) -> Array:
-        """Describe a key, a value or a gradient of one, `[B, S, Hkv, width]`."""
+        """Describe keys, values or their gradients, `[B, S, Hkv, width]`."""
         return Array((self.B, self.S, self.Hkv, width), self.dtype)
 
     @property

@@ -78,7 +78,7 @@ class BlockQueryLists(Spec):
 
     @cached_property
     def has_token_bits(self) -> bool:
-        """Whether an entry must also state its tokens and its block, in token bits."""
+        """Whether the token bits of an entry must state its tokens and its block."""
         return self.tokens > 1 or self.clipped
 
     @cached_property

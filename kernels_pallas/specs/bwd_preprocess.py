@@ -1,15 +1,16 @@
-"""Describes the row statistics that the backward kernels read. The statistics are those of
-FlashAttention's backward preprocess. A row is a query head of a token. The rows of a query tile
-are contiguous. A row has four float32:
+"""Describes the row statistics that the backward kernels read.
+
+The statistics are those of FlashAttention's backward preprocess. A row is a query head of a token.
+The rows of a query tile are contiguous. A row has four float32:
 
     shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
     delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
     first_key, key_end                       gP = 0 before first_key and from key_end on
 
-where delta_c = rowsum(dO * O_c) uses the branch's own output (`specs.combine.deltas`). The gate
-g_c is part of the exponent, so no loop multiplies by the gate. The last bit of `shift`, at most
-2^-23 of its value, is 1 if the gate is negative. Without a gate, g_c is 1. The log-sum-exp may
-have a gradient dlse only if there is no gate.
+The formulas use delta_c = rowsum(dO * O_c) with the branch's own output (`specs.combine.deltas`).
+The gate g_c is part of the exponent, so no loop multiplies by the gate. The last bit of `shift` is
+1 if the gate is negative. This bit is at most 2^-23 of the value of `shift`. Without a gate, g_c is
+1. The log-sum-exp may have a gradient dlse only if there is no gate.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class RowStats(Spec):
 
 @described
 def row_stats(spec: RowStats) -> Kernel:
-    """Inputs, float32 `[B, T, H]` but for the bounds of keys:
+    """Inputs, float32 `[B, T, H]` except the bounds of keys `key_end` and `first_key`:
 
       lse: Natural log-sum-exp of a branch, -inf if a query has no keys.
       delta: delta_c = rowsum(dO * O_c).

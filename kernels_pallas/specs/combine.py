@@ -40,8 +40,10 @@ class Combine(Spec):
 
     @cached_property
     def per_row(self) -> Array:
-        """The shape and dtype of a gate g_c and of delta_c. The first and last axis are those
-        that `row_io.TileRows` needs.
+        """The shape and dtype of a gate g_c and of delta_c.
+
+        The first and the last axis have size 1, since `row_io.TileRows` reads arrays with three
+        axes.
         """
         return float32(1, self.rows, 1)
 
@@ -51,7 +53,7 @@ def gated_sum(spec: Combine) -> Kernel:
     """Describe the kernel that computes O = sum_c g_c O_c.
 
     Inputs: `branches` gates, float32 `[1, rows, 1]`, then `branches` outputs `[rows, width]`.
-    Output: their gated sum `[rows, width]`.
+    Output: the gated sum `[rows, width]`.
     """
     inputs = {f"gate_{c}": spec.per_row for c in range(spec.branches)}
     inputs |= {f"out_{c}": spec.out for c in range(spec.branches)}
@@ -62,7 +64,7 @@ def gated_sum(spec: Combine) -> Kernel:
 def deltas(spec: Combine) -> Kernel:
     """Describe the kernel that computes delta_c = rowsum(dO * O_c).
 
-    Inputs: dO, then `branches` outputs, all `[rows, width]`. Outputs: `branches` times float32
+    Inputs: dO, then `branches` outputs, all `[rows, width]`. Outputs: `branches` arrays, float32
     `[1, rows, 1]`.
     """
     inputs = {"do": spec.out} | {f"out_{c}": spec.out for c in range(spec.branches)}

@@ -32,15 +32,14 @@ class TokenWords:
 
     @cached_property
     def words(self) -> tuple[int, int]:
-        """The number of 32-bit words that a token's keys have, and the number that its values
-        have.
-        """
+        """The numbers of 32-bit words per token, for keys and for values."""
         return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
 
     @cached_property
     def columns(self) -> tuple[int, int]:
-        """The number of adjacent warps that have the words of a token's keys, and the number
-        for its values. Each lane has one word.
+        """The numbers of adjacent warps that have the words of one token, for keys and for values.
+
+        Each lane has one word.
         """
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
         return key, value
@@ -54,7 +53,7 @@ class Means(TokenWords, Spec):
     Attributes:
       block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
       others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
-      placed: Number of branches, the first ones, whose gradients are stored by slot.
+      placed: Number `n` such that the gradients of the first `n` branches are stored by slot.
       multiple: The number of compressed tokens is a multiple of this number. Zeros follow the
         last window.
       places, unit: The number of slots of packed rows, and the divisor of each sequence's
@@ -87,7 +86,7 @@ class Means(TokenWords, Spec):
 
     @cached_property
     def C(self) -> int:
-        """The number of windows. The number must be at least one."""
+        """The number of windows. The number of windows must be at least one."""
         return (self.S - self.block) // self.stride + 1
 
     @cached_property
@@ -157,10 +156,10 @@ def compress_means(spec: Means) -> Kernel:
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
     """Inputs: `compressed_dk` `[B, rows, Hkv, D]` and `compressed_dv` `[B, rows, Hkv, Dv]`, in
-    which slots without a window have zeros. The next inputs are the `dk` of each of the
-    `others`, `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` for the first `placed` branches. After
-    these come the `dv` of the same branches, with Dv in place of D. For packed rows,
-    `tile_first` and `tile_end` are further inputs.
+    which slots without a window have zeros. The next inputs are the `dk` of each of the `others`,
+    `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` for the first `placed` branches. The `dv` of the same
+    branches follow, with Dv in place of D. For packed rows, `tile_first` and `tile_end` are further
+    inputs.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the gradients dk and dv of the tokens.
     """
@@ -181,8 +180,9 @@ def _key_tiles(spec: Means) -> dict[str, Array]:
 
 
 def _kernel(spec: Means, inputs, outputs, parts: int) -> Kernel:
-    """Return the kernel in which each lane of a warp has a word of one of `parts` parts of a
-    sequence.
+    """Return a kernel that divides each sequence into `parts` parts.
+
+    Each lane of a warp has one word of a part.
     """
     count = {"key_tiles": spec.key_tiles} if spec.packed else {"C": spec.C}
     return Kernel.named(

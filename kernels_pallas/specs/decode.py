@@ -1,9 +1,10 @@
-"""Describes one decode step over a paged cache. One launch computes the three branches, their
-gated sum and the selection.
+"""Describes one decode step over a paged cache.
 
-A page is a selection block. A page has `block` raw tokens and `block / stride` compressed
-tokens. Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s`
-is at index `s % per_page` of page `s // per_page`, the page of its last raw token.
+One launch computes the three branches, their gated sum and the selection.
+
+A page holds one selection block. A page has `block` raw tokens and `block / stride` compressed
+tokens. Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at
+index `s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
 warp handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`,
@@ -83,9 +84,10 @@ HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Spec):
-    """Static sizes. `B`, `pages`, `table_pages` and `rings` are not compiled into the kernel. A
-    launch passes `pages`, `table_pages` and `rings` as arguments, and `B` by the size of the
-    grid.
+    """Static sizes.
+
+    `B`, `pages`, `table_pages` and `rings` are not compiled into the kernel. A launch passes
+    `pages`, `table_pages` and `rings` as arguments, and `B` by the size of the grid.
 
     Attributes:
       B: Number of rows.
@@ -97,14 +99,14 @@ class Decode(Spec):
       num_initial, num_local: Numbers of forced blocks at the begin of the row, and up to the
         block of the query token.
       window: Number of keys of the sliding branch. 0 means none.
-      pages: Pages of the pool.
-      table_pages: Columns of the page table.
+      pages: Number of pages in the pool.
+      table_pages: Number of columns of the page table.
       dtype: Dtype of the query, the output and pages that are not in fp8.
       scale: Factor of the logits.
-      gate_dtype: float32 or a 16-bit dtype.
+      gate_dtype: Dtype of the gates, float32 or a 16-bit dtype.
       variant: The resources of the compiled kernel.
       append: Whether the step writes its new tokens to their pages.
-      fp8: Whether pages are in 8 bits with scales. Pages of compressed keys are never in 8
+      fp8: Whether pages store 8-bit numbers with scales. Pages of compressed keys are never in 8
         bits.
       rings: Number of ring buffers for the newest tokens of rows, if a step appends to pages in
         fp8.
@@ -179,9 +181,7 @@ class Decode(Spec):
 
     @cached_property
     def scales_at(self) -> int:
-        """Offset in a stage of the scales of a strip. The scales follow the tokens of the
-        strip.
-        """
+        """Offset of a strip's scales in a stage. The scales follow the tokens of the strip."""
         return STRIP * max(self.D, self.Dv)
 
     @cached_property
@@ -217,8 +217,10 @@ class Decode(Spec):
 
     @cached_property
     def kept_strips(self) -> int:
-        """The number of strips whose logits a warp stores. The compressed strips come first,
-        and the sliding strips follow. Selected strips later overwrite compressed strips.
+        """The number of strips whose logits a warp stores.
+
+        The compressed strips come first, and the sliding strips follow. The logits of selected
+        strips later overwrite the logits of compressed strips.
         """
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
@@ -246,7 +248,7 @@ class Decode(Spec):
 
     @property
     def offsets(self) -> dict[str, int]:
-        """The offset of each part of shared memory, and the end of all.
+        """The byte offset of each part of shared memory, and the end of all parts.
 
         `found` reuses the memory of the scores, which the warps of the CTA have already read.
         The statistics of the selected branch reuse the memory of the statistics of the
@@ -281,8 +283,9 @@ class Decode(Spec):
 
     @cached_property
     def resident(self) -> int:
-        """The number of clusters that an H100 runs at once. An SM runs two CTAs if registers
-        and shared memory allow it.
+        """The number of clusters that an H100 runs at once.
+
+        An SM runs two CTAs if registers and shared memory suffice.
         """
         shared = self.variant.warps == 4 and self.offsets["end"] <= HALF_SM
         return CLUSTERS[self.variant.cluster] * (2 if shared else 1)
@@ -336,32 +339,32 @@ def why_not(spec: Decode) -> str | None:
 
 @described
 def decode(spec: Decode) -> Kernel:
-    """Describe the kernel of one decode step. Below, `length` is `lengths[b]`, but at most the
-    capacity of the page table.
+    """Describe the kernel of one decode step.
+
+    In the list of inputs, `length` is `lengths[b]`, but at most the capacity of the page table.
 
     Inputs:
     - `query` `[tokens, H, D]`: token `t` of row `b` has index `q_len * b + t` and position
       `length - q_len + t`.
     - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
     - `page_table` int32 `[B, table_pages]`: entries past a row's pages may have any value.
-    - `lengths` int32 `[B]`: 0 is padding.
+    - `lengths` int32 `[B]`: the number of tokens of each row; 0 is padding.
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
     - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
       `sliding_value`, which may be the same arrays.
-    - With `fp8`: these arrays except `compressed_key` are float8_e4m3fn. These arrays are followed
-      by float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
+    - With `fp8`, all pages except `compressed_key` are float8_e4m3fn. With `fp8`, the next inputs
+      are float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
       Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
     - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the
-      new tokens. The step writes these tokens to the pages, and also the means of raw tokens that
-      these tokens complete. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
-      same arrays as `selected_key` and `selected_value`. A token without a page is not written.
-      With `fp8`, the kernel also reads `raw_key_scale` and `raw_value_scale`, the rings
-      `recent_key` and `recent_value` of shape `[rings, 2 l, Hkv, .]` each, and int32 `slots` `[B]`
-      with the ring of each row.
+      new tokens. The step writes the new tokens, and the means of raw tokens that they complete, to
+      the pages. `raw_key` and `raw_value` are the pages of raw tokens, and may be the same arrays
+      as `selected_key` and `selected_value`. A token without a page is not written. With `fp8`, the
+      kernel also reads `raw_key_scale` and `raw_value_scale`, and the rings `recent_key` and
+      `recent_value` `[rings, 2 l, Hkv, .]`. The ring of each row is in int32 `slots` `[B]`.
 
-    Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
-    each token selected, ascending, -1 in empty slots. A token before position 0 has zeros and
-    -1.
+    Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that each
+    token selected, ascending, -1 in empty slots. For a token before position 0, the outputs are
+    zeros and -1.
 
     Raises:
       NotImplementedError: No kernel supports these sizes (`why_not`).
@@ -422,9 +425,9 @@ def decode(spec: Decode) -> Kernel:
 def with_variant(spec: Decode) -> Decode:
     """Return `spec` with the variant for its batch and its page table.
 
-    Among the variants with the smallest sufficient capacity, the first variant with the fewest
-    rounds of concurrent clusters is chosen. If no capacity is sufficient, the variant with the
-    largest capacity is chosen, and `why_not` then returns the reason.
+    Among the variants with the smallest sufficient capacity, this function returns the first one
+    with the fewest rounds of concurrent clusters. If no capacity is sufficient, the variant with
+    the largest capacity is chosen, and `why_not` then returns the reason.
     """
     for _, variants in itertools.groupby(VARIANTS, lambda x: x.capacity):
         each = [dataclasses.replace(spec, variant=x) for x in variants]

@@ -1,31 +1,35 @@
-"""Describes the kernels for gradients of keys and values. The first kernel is key-stationary,
-and computes partial sums per work item. The second kernel merges the partial sums.
+"""Describes the kernels for gradients of keys and values.
+
+The first kernel is key-stationary, and computes partial sums per work item. The second kernel
+merges the partial sums.
 
 A work item is a tile of keys, and some consecutive query tiles that attend to the tile of keys.
-`partials` sums over the queries of one work item. `merge` adds the float32 partials of a tile
-of keys in a fixed order. The result therefore has the same bits in every run.
+`partials` sums over the queries of one work item. `merge` adds the float32 partials of a tile of
+keys in a fixed order, so the result has the same bits in every run.
 
-| branch              | query tiles of a work item                       | rows of a query tile |
-|---------------------|--------------------------------------------------|----------------------|
-| compressed, sliding | an interval: `begin .. end - 1`                  | 64                   |
-| selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64; G, one |
-|                     | list of the tile (`specs/block_query_lists.py`)  | token, if single     |
+| branch              | query tiles of a work item                        | rows of a query tile |
+|---------------------|---------------------------------------------------|----------------------|
+| compressed, sliding | the interval `begin .. end - 1`                   | 64                   |
+| selected            | entries `begin .. end - 1` of a tile's query list | 16, 32 or 64         |
+
+`specs/block_query_lists.py` describes query lists. If the entries of a list are single tokens, a
+query tile of the selected branch has G rows.
 
 A work item has eight int32, or sixteen for an interval:
 
-| int      | content                                                                       |
-|----------|-------------------------------------------------------------------------------|
-| 0        | row of `[B, Hkv]`; a negative number is an empty row of the table             |
-| 1        | first key                                                                     |
-| 2, 5     | begin and end of its query tiles, or list entries                             |
-| 3, 4     | lists: begin and end of the entries that see all keys of the tile, for which  |
-|          | no key is compared; with token bits, tokens that did not select the block     |
-|          | have shift = +inf                                                             |
-| 6        | index of the partial that it writes                                           |
-| 7        | unused                                                                        |
-| 8 to 11  | intervals: the same as 2 to 5 for the first 64 keys of the tile, clipped to   |
-|          | the range of 2 and 5                                                          |
-| 12 to 15 | intervals: the same for the second 64 keys of a tile of 128                   |
+| int      | content                                                                           |
+|----------|-----------------------------------------------------------------------------------|
+| 0        | row of `[B, Hkv]`; a negative number is an empty row of the table                 |
+| 1        | first key                                                                         |
+| 2, 5     | begin and end of the work item's query tiles or list entries                      |
+| 3, 4     | for lists, begin and end of the entries that attend to all keys of the tile       |
+| 6        | index of the partial that the work item writes                                    |
+| 7        | unused                                                                            |
+| 8 to 11  | for intervals, 2 to 5 of the first 64 keys of the tile, clipped to 2 and 5        |
+| 12 to 15 | for intervals, 2 to 5 of the second 64 keys of a tile of 128 keys                 |
+
+No key is compared for the list entries from 3 to 4. With token bits, the tokens of these entries
+that did not select the block have shift = +inf.
 """
 
 import dataclasses
@@ -98,16 +102,18 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def consumers(self) -> int:
-        """The number of warpgroups that compute. Each of these warpgroups has 64 keys, and all
-        of them read the same query tiles in shared memory.
+        """The number of warpgroups that compute.
+
+        Each of these consumer warpgroups has 64 keys, and all consumers read the same query tiles
+        in shared memory.
         """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
     @cached_property
     def keys_in_registers(self) -> bool:
-        """Whether the first two products read their left operands K and V from registers
-        instead of shared memory. The operands need registers in addition to the registers of
-        the sums.
+        """Whether the first two products read their left operands K and V from registers instead of
+        shared memory. Operands in registers need registers in addition to the registers of the
+        sums.
         """
         return self.D + self.Dv <= 128
 
@@ -170,8 +176,10 @@ class Dkv(AttentionSizes):
 
     @property
     def passes(self) -> list[Self]:
-        """The specs of the kernels. One kernel computes dk and dv together, or one kernel
-        computes each gradient. If there are two kernels, the kernel of dk writes dS.
+        """The specs of the kernels that compute dk and dv.
+
+        Either one kernel computes dk and dv together, or each gradient has its own kernel. If there
+        are two kernels, the kernel of dk writes dS.
         """
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
@@ -180,9 +188,7 @@ class Dkv(AttentionSizes):
 
     @property
     def gradients(self) -> list[Self]:
-        """One spec for each gradient that is computed. The kernel of each of these specs
-        computes a single gradient.
-        """
+        """One spec per computed gradient, for a kernel that computes only this gradient."""
         wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
         return [dataclasses.replace(self, **want) for want in wanted]
 
@@ -274,12 +280,12 @@ def partials(spec: Dkv) -> Kernel:
 def merge(spec: Dkv) -> Kernel:
     """Describe the kernel that adds up the partials of each tile of keys, which gives dk and dv.
 
-    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv *
-    key_tiles]`. `first` and `count` have the index of the first partial and the number of
-    partials of each tile of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and
-    `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B,
-    Hkv]` in the chunk are written. All other rows keep their values. Outputs are dk `[B, S,
-    Hkv, D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
+    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`.
+    `first` and `count` have the index of the first partial and the number of partials of each tile
+    of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and `before`, the gradient
+    (dk or dv) that the kernel updates in place. Only the rows of `[B, Hkv]` in the chunk are
+    written, and all other rows keep their values. Outputs are dk `[B, S, Hkv, D]` and dv `[B, S,
+    Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

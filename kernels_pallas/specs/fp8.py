@@ -8,14 +8,14 @@ two, one per head and column. The kernels multiply the query by the scale of key
 output by the scale of values.
 
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
-over the columns of keys, and P V sums over the keys in a column of values. Both axes of
-summation are permuted in groups of 16. The result of a product then becomes a left operand
-without a shuffle (`mosaic/fp8.py`):
+over the columns of keys, and P V sums over the keys in a column of values. Both axes of summation
+are permuted in groups of 16. The permutation makes the result of a product a left operand without a
+shuffle (`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 
 Keys are indexed by slot. In packed rows each sequence begins at a multiple of 64
-(`nsa_core.varlen`). In other rows the slot of a key is its index.
+(`nsa_core.varlen`). In unpacked rows the slot of a key is its index.
 """
 
 import dataclasses
@@ -113,13 +113,15 @@ def sum_tokens(spec: Rounding) -> Kernel:
 
 @described
 def round_tokens(spec: Rounding) -> Kernel:
-    """Inputs: the inputs and outputs of `sum_tokens`. For packed rows, `tile_first` and
-    `tile_end` of `varlen.KeyTiles` follow, int32 `[B, places / 64]`.
+    """Inputs: the inputs and outputs of `sum_tokens`.
+
+    For packed rows, `tile_first` and `tile_end` of `varlen.KeyTiles` follow, int32 `[B, places /
+    64]`.
 
     Outputs, `rounded`:
       key: int16 `[B, places, Hkv, D / 2]`.
-      value: int16 `[B, Hkv, Dv, places / 2]`. Like `key`, it is 0 for slots without a key, and for
-        keys from `end` on.
+      value: int16 `[B, Hkv, Dv, places / 2]`. `key` and `value` are 0 for slots without a key, and
+        for keys from `end` on.
       key_scale, value_scale: float32 `[B, Hkv, D]`, `[B, Hkv, Dv]`.
       key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`. Keys that are not
         finite count as 0.
@@ -138,8 +140,9 @@ def round_tokens(spec: Rounding) -> Kernel:
 def _kernel(
     name: str, function: str, spec: Rounding, inputs, outputs, sizes, parts: int
 ) -> Kernel:
-    """Return the kernel in which each lane of a warp has a word of one of `parts` parts of a
-    row.
+    """Return a kernel that divides each row into `parts` parts.
+
+    Each lane of a warp has one word of a part.
     """
     return Kernel.named(
         spec,

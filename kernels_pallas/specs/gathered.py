@@ -1,17 +1,17 @@
-"""Describes selected attention block by block. For each block, the kernels gather the queries
-that selected the block. The kernels process gathered tiles
-(`mosaic.selected.tile_is_gathered`). The block list of a gathered tile is long, since the
+"""Describes selected attention block by block.
+
+For each block, the kernels gather the queries that selected the block. The kernels process gathered
+tiles (`mosaic.selected.tile_is_gathered`). The block list of a gathered tile is long, since the
 tile's tokens selected different blocks. The kernels of `specs/selected.py` loop over the near
-blocks of a gathered tile, which the tile's tokens share. The kernels described here process the
-far blocks. Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_dq`,
-`merge_dq`):
+blocks of a gathered tile. The kernels described here process the far blocks of a gathered tile.
+Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block
     merge      a result for each token, from the result of the loop and the partials of the
                token's far blocks, in a fixed order
 
-Partials need memory, so the kernels process one segment of the tokens after the other. Bodies:
-`mosaic/gathered.py`.
+To limit the memory of the partials, the kernels process the tokens in segments, one after the
+other. Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ class GatheredAttention(AttentionSizes):
         return float32(self.B, self.Hkv, self.n * self.tiles * ROWS)
 
     def partial_rows(self, width: int) -> Array:
-        """Return `[B, (token, kv_head, slot), G, width]`."""
+        """Describe an array of partials, `[B, (token, kv_head, slot), G, width]`."""
         count = self.segment_tokens * self.Hkv * self.n
         return Array((self.B, count, self.group, width), self.dtype)
 
@@ -150,8 +150,8 @@ class GatheredAttention(AttentionSizes):
 
 @described
 def partials(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes O_j = softmax(scale Q K_j^T) V_j for each token and
-    each far block j that the token selected.
+    """Describe the kernel that computes O_j = softmax(scale Q K_j^T) V_j for each token and each
+    far block j that the token selected.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -159,7 +159,7 @@ def partials(spec: GatheredAttention) -> Kernel:
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`. A `WorkItem` is a block and some of the entries that
         selected the block. In each row, empty items follow all other items. The tokens of the
-        entries attend to the whole block. Keys are counted in units of `parts`.
+        entries attend to the whole block. Keys are counted in units of `parts` keys.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`, with the index of the segment, its first token and its first tile.
 
@@ -251,9 +251,10 @@ def merge(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """Describe the kernel that computes dQ for the tokens of a segment. dQ is the result of the
-    loop over blocks. In gathered tiles, the kernel adds the sum of dQ_j over the far blocks j
-    to the result of the loop.
+    """Describe the kernel that computes dQ for the tokens of a segment.
+
+    In tiles that are not gathered, dQ is the result of the loop over blocks. In gathered tiles, dQ
+    is the result of the loop plus the sum of dQ_j over the far blocks j.
 
     Inputs:
       partials: The output of `partial_dq`.

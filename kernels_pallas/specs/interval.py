@@ -1,8 +1,8 @@
-"""Describes attention of every query to one interval of keys, for the compressed and the
-sliding branch.
+"""Describes attention of every query to one interval of keys, for the compressed and the sliding
+branch.
 
-Token `t` attends to the keys `first_key[t] <= i < key_end[t]`. Neither bound decreases along
-`t`.
+Token `t` attends to the keys `first_key[t] <= i < key_end[t]`. `first_key` and `key_end` never
+decrease along `t`.
 Bodies: `mosaic/interval.py`.
 """
 
@@ -122,7 +122,9 @@ class IntervalAttention(AttentionSizes):
         return ("",) if self.second_keys is None else ("", SECOND)
 
     def has_room(self, *widths: int) -> bool:
-        """Return whether tiles of rows of these widths fit next to the ring buffer."""
+        """Return whether tiles of rows of these widths fit next to the ring buffer in shared
+        memory.
+        """
         ring = self.stages * self.block * (self.D + self.Dv) * (1 if self.fp8 else 2)
         rows = 2 * self.consumers * ROWS * sum(widths)
         return ring + rows <= SMEM_BYTES - 1024
@@ -168,7 +170,7 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Maximum number of keys per query. None means no maximum. A query then has many
+      window: Maximum number of keys per query. None means no maximum, so that a query has many
         blocks.
       fp8: Whether keys and values are in e4m3.
     """
@@ -237,8 +239,8 @@ def dq(spec: IntervalAttention) -> Kernel:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.
-      added: `[B, T, H, D]`, if `added`. If `before`, the last input is instead `before`, the
-        array to which dq is written.
+      added: `[B, T, H, D]`, if `added`. With `before`, the last input is the array `before`, to
+        which dq is written, instead of `added`.
 
     Output:
       dq: `[B, T, H, D]`, plus `added`.

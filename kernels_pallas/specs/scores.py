@@ -1,5 +1,5 @@
-"""Describes the kernel that computes the scores of the selection blocks (Eqs. 8 to 10) and
-selects the n best blocks (Eq. 11).
+"""Describes the kernel that computes the scores of the selection blocks (Eqs. 8 to 10) and selects
+the n best blocks (Eq. 11).
 
 With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of
 block `j` has phase `c`. The token is counted `min(cover, r - c)` times for its block (Eq. 9),
@@ -15,8 +15,8 @@ and cover = 2:
     next[j]  = sum_c (cover - min(cover, r - c)) * p[r * j + c]
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
-A product computes one phase of 64 blocks. The sum over phases is therefore a sum of registers.
-Groups of up to 16 heads use the product Q K^T, and larger groups use K Q^T.
+A product computes one phase of 64 blocks, so the sum over phases is a sum of registers. Groups of
+up to 16 heads use the product Q K^T, and larger groups use K Q^T.
 """
 
 import dataclasses
@@ -106,8 +106,9 @@ class Scores(Spec):
 
     @property
     def nominal(self) -> dict[str, Any]:
-        """The nominal values of the lengths. The nominal number of candidates is the largest
-        number with the same tiling.
+        """Placeholder values of the lengths, for kernels that serve all lengths.
+
+        The placeholder number of candidates is the largest number with the same tiling.
         """
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
         query_tiles = NOMINAL_LENGTH if self.query_tiles else 0
@@ -115,7 +116,7 @@ class Scores(Spec):
 
     @cached_property
     def most_candidates(self) -> int:
-        """`candidates`, rounded up to a power of two. Few kernels then serve all lengths."""
+        """`candidates`, rounded up to a power of two so that few kernels serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
         # All lengths that need several chunks have the same chunk size.
         return most if self.swap_ab else min(most, 4 * self.held)
@@ -153,7 +154,7 @@ class Scores(Spec):
 
     @cached_property
     def chunks(self) -> int:
-        """The number of chunks of `most_candidates`."""
+        """The number of chunks that `most_candidates` blocks need."""
         return cdiv(self.most_candidates, self.tiling.chunk)
 
 
@@ -161,17 +162,21 @@ class Scores(Spec):
 def best_blocks(spec: Scores) -> Kernel:
     """Describe the kernel that selects the blocks of each token.
 
-    Inputs: query `[B, T, H, D]`, and key `[B, blocks, ratio, Hkv, D]`, the compressed keys, in
-      which each sequence begins with a new block;
-      lse: float32 `[B, T, H]`, natural, -inf if a query has no keys;
-      key_begin, key_end: int32 `[B * tiles, rows]`, the interval of keys `ratio * block +
-        phase` to which a row attends; neither bound decreases;
-      own_block, base_block: int32 `[B * tiles, score_rows]`, each token's own block, counted
-        from the begin of its sequence (-1 is padding), and the first block of the token's
-        sequence;
-      span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
-        the last candidate;
-      first_token, end_token: with `query_tiles`, int32 `[B * tiles]`, the tokens of a tile.
+    Inputs, in order:
+      query: `[B, T, H, D]`.
+      key: `[B, blocks, ratio, Hkv, D]`, the compressed keys. Each sequence begins with a new block.
+      lse: float32 `[B, T, H]`, natural, -inf if a query has no keys.
+      key_begin: int32 `[B * tiles, rows]`, the first key `ratio * block + phase` of each row.
+      key_end: int32 `[B * tiles, rows]`, the end of the keys of each row.
+      own_block: int32 `[B * tiles, score_rows]`, each token's own block, counted from the begin of
+        its sequence. -1 is padding.
+      base_block: int32 `[B * tiles, score_rows]`, the first block of each token's sequence.
+      span: int32 `[B * tiles]`, the number of blocks from `base_block` of the tile's first token to
+        the end of the last candidate.
+      first_token: With `query_tiles`, int32 `[B * tiles]`, the first token of each tile.
+      end_token: With `query_tiles`, int32 `[B * tiles]`, the end of the tokens of each tile.
+
+    `key_begin` and `key_end` never decrease.
 
     Output: int32 `[B, T, Hkv, n]`, ascending, -1 in empty slots.
     """
@@ -211,9 +216,11 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Return the tiling of Q K^T. A token has two rows if its group has at most two heads and
-    the scores of all candidates then fit at once. Otherwise the number of rows is the number of
-    heads, rounded up to a power of two, and at least four.
+    """Return the tiling of Q K^T.
+
+    A token has two rows if its group has at most two heads and the scores of all candidates then
+    fit in shared memory at once. In all other cases the number of rows is the number of heads,
+    rounded up to a power of two and to at least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -224,8 +231,10 @@ def tiling_qk(spec: Scores) -> Tiling:
 
 
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
-    """Return the tiling with `heads` rows per token. Of all tilings that fit in shared memory,
-    it has the fewest chunks, and among those the most stages.
+    """Return the tiling with `heads` rows per token.
+
+    Among all tilings that fit in shared memory, this tiling has the fewest chunks. Among the
+    tilings with the fewest chunks, it has the most stages.
     """
     sm_bytes = 228 * 1024  # shared memory per SM, of which the system uses 1 KB per CTA
     # Four warpgroups on an SM have 128 registers per thread. The warpgroups are in two CTAs if
@@ -258,9 +267,9 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Return the tiling of K Q^T. The number of heads is rounded up to a multiple of 8, the
-    columns of a register, that divides the 64 rows of a load. The number of score rows is a
-    multiple of the number of warps, since each warp handles one score row at a time.
+    """Return the tiling of K Q^T. The number of heads is rounded up to a multiple of 8 that divides
+    64. A register has 8 columns, and a load has 64 rows. The number of score rows is a multiple of
+    the number of warps, since each warp handles one score row at a time.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)

@@ -1,5 +1,6 @@
-"""Describes the sections that one launch writes for a packed row
-(`kernels_pallas.triton.tables`). A section is a table, or a part of one.
+"""Describes the sections that one launch writes for a packed row (`kernels_pallas.triton.tables`).
+
+A section is a table, or a part of a table.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,11 @@
-"""Describes attention of every query to its selected blocks. A tile of queries loops over the
-tile's block list.
+"""Describes attention of every query to its selected blocks.
+
+A tile of queries loops over the tile's block list.
 
 A tile is gathered if the block list of the previous tile is longer than `gather_limit`. For a
-gathered tile, the kernels described here loop only over the near blocks, which the tile's
-tokens share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0 and
-all blocks from the block before the tile's first token on:
+gathered tile, the kernels described here loop only over the near blocks, which the tile's tokens
+share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0, the block
+before the block of the tile's first token, and all later blocks:
 
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
@@ -155,17 +156,19 @@ class SelectedAttention(BlockListSizes):
 
 
 def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
-    """Return the spec for `n` selection blocks per token. The spec counts the parts into which
-    the kernels split blocks. `sizes` has the fields of `AttentionSizes`.
+    """Return the spec for `n` selection blocks per token.
+
+    The spec counts parts of blocks, since the kernels may split a block. `sizes` has the fields of
+    `AttentionSizes`.
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
 
 
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
-    """Return whether forward of the selected branch computes P V of a block during the work on
-    the next block. With overlap, a thread holds Dv / 2 numbers of the output, block / 2 numbers
-    of S, and block / 4 registers of P for each of two blocks. A CTA needs one more stage of
+    """Return whether forward of the selected branch computes P V of a block during the work on the
+    next block. With overlap, a thread holds Dv / 2 numbers of the output, block / 2 numbers of S,
+    and block / 4 registers of P for each of two blocks. With overlap, a CTA needs one more stage of
     values and one less stage of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
@@ -175,9 +178,10 @@ FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # stages of `forward` in e4m3
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the numbers of stages of keys and of values for `forward`. With these numbers,
-    three CTAs fit on an SM at D = Dv = 128. A loop that overlaps P V releases keys early and
-    values late.
+    """Return the numbers of stages of keys and of values for `forward`.
+
+    With the returned numbers, three CTAs fit on an SM at D = Dv = 128. A loop that overlaps P V
+    releases keys early and values late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
@@ -185,10 +189,11 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Return the numbers of stages of keys and of values for `dq`. The numbers are 2 and 2 if
-    two CTAs then fit on an SM. Otherwise the numbers are 2 or 1 for keys and 1 for values. The
-    longest block list is included only when the size of a single CTA is checked, since a long
-    list (small G, large n) may leave room for only one CTA.
+    """Return the numbers of stages of keys and of values for `dq`.
+
+    The result is (2, 2) if two CTAs then fit on an SM, and otherwise (2, 1) or (1, 1). The longest
+    block list counts only in the check of a single CTA, since a long list (small G, large n) may
+    leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:
@@ -207,11 +212,11 @@ def forward(spec: SelectedAttention) -> Kernel:
     Inputs:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
-      value: `[B, S, Hkv, Dv]`. With pages, the keys are `[1, S, Hkv, .]`, and these follow:
+      value: `[B, S, Hkv, Dv]`. With pages, the keys are `[1, S, Hkv, .]`, and these inputs follow:
         page_table: int32 `[B * pages]`, the pages of each row.
         lengths: int32 `[B]`, keys of each row.
-        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, in which keys
-          after those of the row are finite.
+        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, which has finite
+          numbers after the keys of the row.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32` is
         set if the tile's token `i` selected the block.
@@ -243,8 +248,8 @@ def forward(spec: SelectedAttention) -> Kernel:
 def dq(spec: SelectedAttention) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K, the gradient of `forward`'s query.
 
-    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift).
-    shift, which includes the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
+    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). shift
+    includes the gate. shift and delta are in `row_stats` (`specs/bwd_preprocess.py`).
 
     The first inputs are the first seven inputs of `forward`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.

@@ -1,5 +1,6 @@
-"""Describes the layout in memory of dS of the selected branch. `dkv` writes dS, and `dq`
-multiplies dS with the keys.
+"""Describes the memory layout of dS of the selected branch.
+
+`dkv` writes dS, and `dq` multiplies dS with the keys.
 
     ds  [rows * T * n, group_rows, 64]    at index (row * T + token) * n + slot: heads of the
                                           group x keys of the block in this slot of the
@@ -74,9 +75,10 @@ class StoredDsQuery(BlockListSizes):
 
 @described
 def dq(spec: StoredDsQuery) -> Kernel:
-    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk. Rows
-    outside the chunk are not written. If the kernel runs in place, these rows keep the values
-    of `added`.
+    """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk.
+
+    Rows outside the chunk are not written. If the kernel runs in place, rows outside the chunk keep
+    the values of `added`.
 
     Inputs:
       key: `[B, S, Hkv, D]`.

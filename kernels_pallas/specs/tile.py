@@ -1,7 +1,7 @@
 """Defines tiles of query rows, and the constants that kernels and descriptions share.
 
-A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head.
-Row `token * G + head` is one head of a token. Padding heads therefore have no rows.
+A tile has up to 64 rows, for `64 // G` tokens times the `G` query heads of one key/value head. Row
+`token * G + head` is one head of a token, so padding heads have no rows.
 """
 
 import dataclasses
@@ -65,13 +65,13 @@ def gathered_tile(group: int, slab: int) -> Tile:
 
 
 def cdiv(a: Any, b: int) -> Any:
-    """Return `a / b`, rounded up, of integers, words of a kernel or arrays of integers."""
+    """Return `ceil(a / b)` of integers, words of a kernel or arrays of integers."""
     return (a + (b - 1)) // b
 
 
 def parts_of_block(block: int, entries: int) -> int:
     """Return the number of parts into which kernels split each of a token's `entries` selection
-    blocks. A block of 128 keys is split in two parts. An SM then holds more CTAs, and dS can be
+    blocks. A block of 128 keys is split in two parts, so that an SM holds more CTAs and dS can be
     stored.
     """
     return 2 if block == 2 * ROWS and 2 * entries <= SELECTED else 1

@@ -1,5 +1,6 @@
-"""Describes the kernel that builds the block lists of tiles. The block list of a tile of query
-rows has the blocks that the tile's tokens selected.
+"""Describes the kernel that builds the block lists of tiles.
+
+The block list of a tile of query rows has the blocks that the tile's tokens selected.
 
 Query-stationary selected attention loops over the block list (`specs.selected`). For each tile
 `[B, Hkv, tiles]`:
@@ -8,10 +9,10 @@ Query-stationary selected attention loops over the block list (`specs.selected`)
     members  [words, entries]  bit `token % 32` of word `token // 32`: the token selected it
     counts   [6]               `specs.selected.BlockCounts`
 
-The members of a block are the tokens that selected the block. The blocks of a list need no mask
-by key, up to the first block that ends after the last key of one of its members. Block 0, the
-block with the tile's first token, the block before that block, and all later blocks are near.
-All other blocks are far. After the last block of a list, `starts` and `members` are zero.
+The members of a block are the tokens that selected the block. The first block of a list that ends
+after the last key of one of its members, and all later blocks, need a mask by key. Block 0, the
+block with the tile's first token, the block before that block, and all later blocks are near. All
+other blocks are far. After the last block of a list, `starts` and `members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32

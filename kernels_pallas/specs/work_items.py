@@ -1,9 +1,10 @@
-"""Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`). A
-work item is a tile of keys and some of its queries. In the compressed and the sliding branch,
-the queries are an interval of query tiles. In the selected branch, they are entries of a query
-list. A tile of keys with many queries has several work items. CTAs then have similar amounts of
-work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a tile
-in order.
+"""Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`).
+
+A work item is a tile of keys and some of its queries. In the compressed and the sliding branch, the
+queries are an interval of query tiles. In the selected branch, the queries are entries of a query
+list. A tile of keys with many queries has several work items, so that CTAs have similar amounts of
+work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a tile in
+order.
 
 Tokens are divided into segments. Items of one segment run together and read the same queries,
 which therefore stay in L2. With `streams`, items of a segment that read the same queries are
@@ -69,8 +70,8 @@ class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
     For intervals, queries are counted in query tiles. For lists, queries are counted in entries
-    from the begin of all lists. In the table of intervals, the columns `PART_COLUMNS` follow
-    for each 64 keys of the tile. `PART_COLUMNS` replace `unmasked_begin` and `unmasked_end`.
+    from the begin of all lists. In the table of intervals, the columns `PART_COLUMNS` follow, once
+    per 64 keys of the tile. `PART_COLUMNS` replace `unmasked_begin` and `unmasked_end`.
     """
 
     row: Any  # row of [B, Hkv]; a negative row means that there is no work item
@@ -93,7 +94,7 @@ def part_column(part: Any) -> Any:
 
 def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
     """Return the maximum number of entries of a work item, given the number of entries of all
-    lists. Few entries are spread over `items` work items.
+    lists. If the lists have few entries, the entries are spread over `items` work items.
     """
     return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
@@ -109,8 +110,8 @@ class IntervalSplit:
       segments: Segments of the tokens.
       tiles: Maximum number of key tiles to which the tokens of a segment attend.
       partials: Maximum number of partials per row of `[B, Hkv]`.
-      streams: Whether the order of work items is `[tile of a segment, segment, row]`. If not,
-        the order is `[segment, tile, row]`, with the last segment first.
+      streams: Whether the order of work items is `[tile of a segment, segment, row]`. If False, the
+        order is `[segment, tile, row]`, with the last segment first.
     """
 
     segments: int
@@ -160,10 +161,11 @@ def split_causal(
 def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
-    """Return the split for queries that attend to a window. Each segment has one SM for each
-    tile of keys to which a query attends. The tiles of a segment then follow one another as a
-    stream. Tiles that run together read the same queries at about the same time, and these
-    queries therefore stay in L2.
+    """Return the split for queries that attend to a window.
+
+    Each segment has one SM for each tile of keys to which a query attends. The tiles of a segment
+    then follow one another as a stream. Tiles that run together read the same queries at about the
+    same time, so the queries stay in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -266,22 +268,22 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 class WorkItems:
     """The work items of query lists, as static sizes.
 
-    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple
-    of the query tiles of a chunk. With `halving`, segments are cut from the end: the last
-    segment is the second half of all tokens, the segment before it is the second half of the
-    remaining tokens, and so on. The first segment has at least `segment` query tiles. The lists
-    of a segment then have similar lengths. There is a single segment if `halving` and not
-    `square`, since the last key of a token is not known.
+    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple of
+    the query tiles of a chunk. With `halving`, segments are cut from the end: the last segment is
+    the second half of all tokens, the segment before it is the second half of the remaining tokens,
+    and so on. The first segment has at least `segment` query tiles. With `halving`, the lists of a
+    segment have similar lengths. There is a single segment if `halving` and not `square`, since the
+    last key of a token is not known.
 
     Attributes:
       lists: The query lists.
-      segment: Number of query tiles per segment. With `halving`, the minimum number.
+      segment: Number of query tiles per segment. With `halving`, the minimum number of query tiles.
       longest: Maximum number of entries of a work item.
       halving: Whether the tokens are divided into halves. The value is True for `dkv` and False
         for `gathered`.
-      first_query: Key index of the first query, if the lists are indexed by slots of packed
-        rows (`nsa_core.varlen`). `first_key` then has the keys of the slots. None means that
-        the lists are indexed by keys.
+      first_query: Key index of the first query, if the lists are indexed by slots of packed rows
+        (`nsa_core.varlen`). With `first_query`, `first_key` has the keys of the slots. None means
+        that the lists are indexed by keys.
       gap: With `first_query`, the number of keys between the first and the second half of the
         queries.
     """
@@ -302,7 +304,7 @@ class WorkItems:
         return self.lists.interpret
 
     def for_any_length(self) -> Self:
-        """A copy of the spec with nominal lengths of the lists and nominal `segment` and
+        """A copy of the spec with placeholder values of the lengths of the lists, `segment` and
         `longest`.
         """
         lists = self.lists.for_any_length()
@@ -371,7 +373,7 @@ class WorkItems:
 
     @property
     def outputs(self) -> dict[str, Array]:
-        """`table`; if `halving` also `first` and `count`."""
+        """The arrays `table` and, with `halving`, `first` and `count`."""
         lists = self.lists
         by_tile = int32(lists.B, lists.Hkv, lists.key_tiles)
         table = {"table": int32(lists.rows * sum(self.capacities), WORK_ITEM_INTS)}

@@ -7,9 +7,9 @@
                It scores all blocks, selects the best, attends to the blocks of its part and adds
                the outputs of its share of the splits. The last part to finish adds up the parts.
 
-The kernels use split-K. A split has a fixed number of keys. The order of sums therefore depends
-only on the length of a row, and not on the batch or the page table. The step is bandwidth bound.
-Compressed keys and values, and those of the window, are read once per row and tile of `ROWS`
+The kernels use split-K. A split has a fixed number of keys, so the order of sums depends only on
+the length of a row, and not on the batch or the page table. The step is bandwidth bound. Compressed
+keys and values, and the keys and values of the window, are read once per row and tile of `ROWS`
 query rows. Keys and values of selected blocks are read once per query.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
@@ -95,8 +95,9 @@ def _over_split(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Compute attention of the rows to the entries `begin .. end - 1`. Of these entries, each row
-    attends only to `low .. high - 1`.
+    """Compute attention of the rows to the entries `begin .. end - 1`.
+
+    Each row attends only to the entries `low .. high - 1`.
     """
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))

@@ -21,10 +21,12 @@ def gather(
     fp8: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> TritonKernel:
-    """Describe the launch that gathers pages. The arrays of the launch are the pages of keys and
-    of values, the scales of both, page_table and lengths. If there are no scales, pass any arrays
-    instead. The results are keys and values `[rows, S, heads, width]`. S is the number of entries
-    in the pages of a row. The scores read whole blocks, and with this S they need no copy.
+    """Describe the launch that gathers pages.
+
+    The arrays of the launch are the pages of keys and of values, the scales of both, page_table and
+    lengths. If there are no scales, pass any arrays instead. The results are keys and values
+    `[rows, S, heads, width]`. S is the number of entries in the pages of a row. With this S, the
+    scores read whole blocks without a copy.
 
     Args:
       key, value: The pages.
@@ -32,8 +34,8 @@ def gather(
       dtype: Dtype of the results, and of pages that are not in `fp8`.
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: Number of last tokens of a row whose entries are copied; other entries are zeros.
-      margin: Number of tokens before the copied ones whose entries are zeros; earlier entries are
-        not written. Defaults to all tokens.
+      margin: Number of tokens before the copied tokens whose entries are set to zero. Earlier
+        entries are not written. Defaults to all tokens.
       fp8: Whether the pages of keys, and those of values, are in fp8.
       last: Whether only the last page of each row is copied, as for raw tokens. If `last` is
         true, S is the number of entries of one page.
@@ -65,11 +67,12 @@ def gather(
 def append(
     cache: Any, key: Any, value: Any, page_table: Any, *, ragged: bool, means: bool, slots: bool
 ) -> list[TritonKernel]:
-    """Describe one or two launches that append tokens in place. `paged_append.append` lists the
-    arrays. For arrays that are not read, pass any array.
+    """Describe one or two launches that append tokens in place.
 
-    If the new tokens of a row of a cache in fp8 may overwrite ring buffer slots whose tokens the
-    means still need, a separate launch writes the ring buffer.
+    `paged_append.append` lists the arrays. For arrays that are not read, pass any array.
+
+    In a cache in fp8, the new tokens of a row may overwrite ring buffer slots whose tokens the
+    means still need. In this case, a separate launch writes the ring buffer.
 
     Args:
       cache: `nsa_core.paged_layout.PagedArrays`.

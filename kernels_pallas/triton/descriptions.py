@@ -148,9 +148,11 @@ class Heads:
 def split_heads(
     heads: Heads, tokens: int, back: bool, norm_eps: float | None = None
 ) -> TritonKernel:
-    """Describe the launch that splits a projection into heads. With `back` the launch joins the
-    gradients of heads instead. The launch writes in place. `split_heads.split_heads` lists the
-    arrays. For arrays that are not read, pass any array.
+    """Describe the launch that splits a projection into heads.
+
+    With `back` the launch joins the gradients of heads into the gradient of the projection. The
+    launch writes in place. `split_heads.split_heads` lists the arrays. For arrays that are not
+    read, pass any array.
     """
     means = 0 if back else heads.means
     of_row = heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)

@@ -1,17 +1,18 @@
-"""Computes dk and dv of a branch. The kernels are key-stationary, and their products are
-transposed (keys x queries).
+"""Computes dk and dv of a branch.
+
+The kernels are key-stationary, and their products are transposed (keys x queries).
 
     S^T = scale K Q^T    P^T = exp(S^T - lse)    dS^T = P^T * (g V dO^T - g delta)
     dv = (g P)^T dO      dk = scale dS^T Q
 
-A program has one tile of keys and a segment of the query rows that attend to it. The segment is
-an interval of tokens (`of_intervals`), or a part of the list of the tokens that selected the
+A program has one tile of keys, and a segment of the query rows that attend to the tile. The segment
+is an interval of tokens (`of_intervals`), or a part of the list of the tokens that selected the
 block (`of_blocks`). If there are several segments, their sums are float32 partials, and `merge`
 adds the partials in order. The products already sum over the heads of a group.
 
-The sums of dk and dv have one term per query, and grow with the number of queries. In float32
-the sums are compensated. Without compensation one multiply-add per query row would round a
-large sum thousands of times, and the error would be up to four times that of the reference.
+The sums of dk and dv have one term per query, and grow with the number of queries. In float32 the
+sums are compensated. Without compensation, one multiply-add per query row would round a large sum
+thousands of times. The error would be up to four times the error of the reference.
 """
 
 import triton
@@ -167,9 +168,10 @@ def of_blocks(
     T, S, tiles, items, entries, scale, scale_dk,
     dk_out, dv_out, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the selected branch. Programs: B * HEADS * items * PARTS. A work item
-    is up to SEGMENT entries of the query list of a tile. A tile is a block of keys, and a program
-    has KEYS of these keys.
+    """Compute dk and dv of the selected branch.
+
+    Programs: B * HEADS * items * PARTS. A work item is up to SEGMENT entries of the query list of a
+    tile. A tile is a block of keys, and a program has KEYS of these keys.
 
     Args:
       query .. key_start: As in `selected.forward`; do .. dlse: As in `interval.dq`.
@@ -177,10 +179,12 @@ def of_blocks(
         entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
         begins after its token.
       starts: int32 `[B * HEADS, tiles + 1]`: the begin of each list.
-      ends: int32 `[B * HEADS, tiles]`: end of the work items of each tile. tile_of: int32 `[B *
-      HEADS, items]`: the tile of each item. The value `tiles` means none. COPIES: 2 if sequences
-      may begin at any key, otherwise 1. With 2, a block is part of two tiles. dk_out, dv_out:
-      float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
+      ends: int32 `[B * HEADS, tiles]`: end of the work items of each tile.
+      tile_of: int32 `[B * HEADS, items]`: the tile of each item. The value `tiles` marks an unused
+        item.
+      COPIES: 2 if sequences may begin at any key, otherwise 1. If COPIES is 2, a block is part of
+        two tiles.
+      dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS

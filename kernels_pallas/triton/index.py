@@ -1,5 +1,6 @@
-"""Computes the scores of an indexer, their maximum over each block, and the top n blocks. No
-score leaves the chip.
+"""Computes the scores of an indexer, their maximum over each block, and the top n blocks.
+
+The kernel `index_blocks` writes no scores to memory.
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the visible rows r of block j
 
@@ -10,8 +11,9 @@ represented by one 64-bit integer, its candidate. A candidate has the bits of th
 order of integers, followed by the complemented index. The greatest candidates are selected. If
 scores are equal, the lower block is selected. The best candidates so far stay in registers.
 
-If more blocks are selected than registers hold, if blocks have few keys, or if scores are added
-over heads, `index_scores` writes z instead. `paged_blocks.best` then selects the blocks.
+`index_scores` writes z to memory if more blocks are selected than registers hold, if blocks have
+few keys, or if scores are added over heads. After `index_scores`, `paged_blocks.best` selects the
+blocks.
 """
 
 import triton

@@ -68,8 +68,9 @@ def kl_targets(
     T, S, tiles, items, entries, log2_scale,
     masses, targets, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute the targets t and their sums. Programs: B * INDEX_HEADS * items. A step has TOKENS
-    entries.
+    """Compute the targets t and their sums.
+
+    Programs: B * INDEX_HEADS * items. A step has TOKENS entries.
 
     Args:
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`.
@@ -78,8 +79,8 @@ def kl_targets(
       position: int32 `[B, T]`; negative positions are padding.
       order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
-      masses: float32 `[B, T, INDEX_HEADS, N]`, output: the sum of the targets t_j over the keys
-        of each listed block. Other entries are not written.
+      masses: float32 `[B, T, INDEX_HEADS, N]`, output: the sum of the targets t_j over the keys of
+        each listed block. Entries of blocks that are not listed are not written.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, the values t of listed keys.
     """
     at_row, batch, head, tile, begin, end = _part_of(
@@ -196,8 +197,9 @@ def kl_loss(
     count,
     loss, index_lse, mass, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute the loss of each query and index head. Programs: ceil(count / QUERIES); `count`: B
-    * T * INDEX_HEADS.
+    """Compute the loss of each query and index head.
+
+    Programs: ceil(count / QUERIES), where count = B T INDEX_HEADS.
 
     Args:
       maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.

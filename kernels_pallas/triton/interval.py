@@ -1,9 +1,9 @@
 """Computes attention of each query to one interval of keys, and dq of this attention, for the
 compressed and the sliding branch.
 
-The kernels are query-stationary. A program has `ROWS` rows of one key/value head, and loops
-over all blocks of `KEYS` keys to which any of the rows attends. A block is masked only if some
-row attends to a part of the block. Blocks begin at multiples of `KEYS` of the array, so that a
+The kernels are query-stationary. A program has `ROWS` rows of one key/value head, and loops over
+all blocks of `KEYS` keys to which any of the rows attends. A block is masked only if some row
+attends to only a part of the block. Blocks begin at multiples of `KEYS` of the array, so that a
 row's sums do not depend on its tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
@@ -46,9 +46,10 @@ def _tile(first, last, T, c):
 
 @triton.jit
 def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
-    """Loop over the keys to which some row attends. Blocks before `plain` and from `tail` to
-    `end` are masked. All rows attend to the blocks in between. Return the last state of
-    `rows.start`.
+    """Loop over the keys to which some row attends.
+
+    Blocks before `plain` and from `tail` to `end` are masked. All rows attend to the blocks in
+    between. Return the last state of the softmax (`rows.start`).
     """
     origin = batch * S * c.HEADS + head
     key += origin * c.WIDTH

@@ -1,7 +1,7 @@
 """Describes a Triton kernel without importing Triton.
 
-The steps are written once for both frameworks. A framework's `ArrayOps.run` launches the described
-kernels on its own arrays.
+The steps in `nsa_core.steps` are written once for both frameworks. A framework's `ArrayOps.run`
+launches the described kernels on its own arrays.
 """
 
 import collections
@@ -45,8 +45,10 @@ class TritonKernel:
     def of(
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
-        """Return a kernel. `launch` has its numbers of warps and stages, and `constants` the
-        compiled constants. The names of these constants are the same in all launches of a function.
+        """Return a kernel.
+
+        `launch` has the numbers of warps and stages, and `constants` has the compiled constants.
+        All launches of a function have the same names of constants.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)

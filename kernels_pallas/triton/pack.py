@@ -1,9 +1,9 @@
 """Copies rows between an array and a contiguous buffer, and computes the sums that are the
-gradients of these copies. The array is `[batch, tokens, heads, width]` with any strides, and
-the buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. Three
+gradients of these copies. The array is `[batch, tokens, heads, width]` with any strides, and the
+buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. Three
 numbers describe a range: its first token, its length, and its first row in the buffer. Ranges are
 listed in the order `[batch, query, head, slot]`. A range's index in the list therefore determines
-its batch row and its head, and 24 bytes of indices move a whole block. A range of length 0 is an
+its batch row and its head, and a range needs only 24 bytes of indices. A range of length 0 is an
 empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
@@ -69,9 +69,8 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 @triton.jit
 def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
-    """Return the indices for a part of a range: the batch row, the head, the rows in the range,
-    the columns, the tokens of the rows, and a mask of the tokens that exist in the array. The
-    index of the range in the list determines its batch row and head.
+    """Return the indices for a part of a range: the batch row, the head, the rows in the range, the
+    columns, the tokens of the rows, and a mask of the tokens that exist in the array.
     """
     batch, head = item // per_batch, item // slots % heads
     row = part * c.ROWS + tl.arange(0, c.ROWS)
@@ -175,18 +174,19 @@ def sum_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of every range to its tokens, as `add_ranges` does. The result has the same
-    bits for any schedule of the programs.
+    """Add the rows of every range to its tokens, as `add_ranges` does.
+
+    The result has the same bits for any schedule of the programs.
 
     The inverse list groups the ranges of a head that begin at the same token. A group of ranges
-    that begin at the same token is called a block. A single program sums their rows in the order
-    of the list and adds the sum to `total`. Two ranges of a head must therefore begin at the same
-    token or share no token. The grid is the same as in `gather_ranges`. Only the first of the
-    ranges of a block has work.
+    that begin at the same token is called a block. A single program sums the rows of a block in the
+    order of the list and adds the sum to `total`. Two ranges of a head must therefore begin at the
+    same token or share no token. The grid is the same as in `gather_ranges`. Only the program of a
+    block's first range has work.
 
     Args:
-      block: int64, ascending: a number for the batch row, the head and the first token of the range
-        of each entry of the list, -1 if the range is empty.
+      block: int64, ascending, one number per entry of the list. The number identifies the batch
+        row, the head and the first token of the entry's range. -1 means that the range is empty.
       order: int64: the index of the range that each entry of the list refers to.
       end: int64: for each entry, the end of the entries of its block.
     """

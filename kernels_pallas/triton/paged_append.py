@@ -1,11 +1,12 @@
-"""Appends tokens to a paged cache, with the means of the windows that they complete. One launch
-writes in place.
+"""Appends tokens to a paged cache, with the means of the windows that they complete.
 
-A program has one token and one key/value head. The program writes the token to its page. If the
-token is the last one of a window, at position i d + l - 1, the program also writes the mean of
-the last `l` tokens. The program reads tokens of this call from the inputs, since other programs
-may not have written them yet. Tokens of earlier calls are read from their pages. The launch
-itself takes most of the time.
+One launch writes in place.
+
+A program has one token and one key/value head. The program writes the token to its page. A token at
+position `i d + l - 1` ends a window. The program then also writes the mean of the last `l` tokens.
+The program reads tokens of this call from the inputs, since other programs may not have written
+them yet. Tokens of earlier calls are read from their pages. Most of the time is spent on the launch
+itself.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of a cache in fp8 use the
 older tokens in the row's ring buffer, if these tokens round to the tokens in the page.

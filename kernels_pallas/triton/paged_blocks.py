@@ -238,13 +238,13 @@ def digits(
       scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
         `now_known` of the previous launch, if any, whose bits are the `BITS_BEFORE` higher
         bits. Other arguments are as in `scores`.
-      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on,
-        the number of blocks of a part with this value. Only blocks count whose higher bits equal
-        those of the least selected score.
+      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on, the
+        number of blocks of a part with this value. Only blocks with the same higher bits as the
+        least selected score are counted.
       now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the least selected score, and the
         number of blocks with these bits that are selected.
       before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger. The
-        first launch does not write it.
+        first launch does not write `before`.
     """
     places = lengths, rows, positions, queries, most
     item, part, _, order = _part(scores, blocks, places, c)
@@ -274,8 +274,10 @@ def chosen(
     queries, most, blocks,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tokens * LISTS * PARTS. Arguments as in `digits`, for its last launch, whose `BITS`
-    are the lowest, and as in `best`.
+    """Programs: tokens * LISTS * PARTS.
+
+    The arguments are those of `best` and those of the last launch of `digits`, whose `BITS` are the
+    lowest bits.
     """
     places = lengths, rows, positions, queries, most
     item, part, block, order = _part(scores, blocks, places, c)
@@ -314,8 +316,9 @@ def partials(
     maxima, sums, outputs, c: tl.constexpr,
 ):  # fmt: skip
     """Programs: tokens * PAIRS * PARTS; with `BY_PAIR` the programs of a pair are neighbours.
-    A pair is a list and one key/value head that uses it, and it has `GROUP` query heads. A token
-    has `PAIRS = max(SCOPES, HEADS)` pairs.
+
+    A pair is a list and one key/value head that uses the list. A pair has `GROUP` query heads. A
+    token has `PAIRS = max(SCOPES, HEADS)` pairs.
 
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have

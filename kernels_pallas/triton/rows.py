@@ -1,11 +1,12 @@
-"""Functions on rows of query heads. All Triton kernels share these functions on rows. The rows of
-a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r // GROUP`. A
-tile therefore has no unused row, regardless of the size of a group.
+"""Functions on rows of query heads, which all Triton kernels share.
 
-`c`, the last argument of a kernel, is the NamedTuple of compiled constants from the
-descriptions. In Triton 3.6 and 3.7 the fields of `c` are plain numbers. Functions written in
-Triton (`tl.zeros`) do not accept lists of such numbers, `tl.static_range` does not accept them as
-a bound, and functions do not accept strings.
+The rows of a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r //
+GROUP`. A tile therefore has no unused row, regardless of the size of a group.
+
+The last argument of a kernel, `c`, is the NamedTuple of compiled constants from the descriptions.
+In Triton 3.6 and 3.7 the fields of `c` are plain numbers. In these versions, functions written in
+Triton (`tl.zeros`) do not accept lists of plain numbers, and `tl.static_range` does not accept a
+plain number as a bound. Functions also do not accept strings.
 """
 
 import triton
