@@ -1,12 +1,12 @@
 """The array operations that the steps on kernels need from a framework.
 
-The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once for both
-frameworks, and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and
-`nsa_torch.torch_ops.TorchOps` run the kernels. `nsa_core.plan` has an `ArrayOps` that records
-the operations instead. This module imports neither framework.
+The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once for both frameworks,
+and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the
+kernels. `nsa_core.plan` has an `ArrayOps` that records the operations instead of running them. This
+module imports neither framework.
 
 A step computes with arrays only through the methods of `ArrayOps` that `nsa_core.plan` records,
-such as `run` and `derive`, and uses only `shape`, `dtype` and `reshape` of an array. Any other
+such as `run` and `derive`. A step uses only `shape`, `dtype` and `reshape` of an array. Any other
 computation between kernels must be a derived step (`derived`).
 """
 
@@ -23,14 +23,15 @@ type Shapes = Callable[..., Sequence[Array]]
 
 
 def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a derived step. A derived step is a function `f(ops, *arrays, **static)` that
-    returns a list of arrays, depends only on its arguments and does not modify them. The function
+    """Decorate a derived step.
+
+    A derived step is a function `f(ops, *arrays, **static)` that returns a list of arrays. The
+    results depend only on the arguments, and the step does not modify its arguments. The function
     may use all of `ArrayOps`, including `xp`.
 
     Args:
-      shapes: Function that returns the shapes and dtypes of the results. The arguments of
-        `shapes` are the same as those of the step, without `ops`. Of the arrays, `shapes` reads
-        only shapes and dtypes.
+      shapes: Function that returns the shapes and dtypes of the results. `shapes` has the arguments
+        of the step, without `ops`. `shapes` reads only the shapes and dtypes of the arrays.
     """
 
     def decorate(function):
@@ -48,8 +49,10 @@ def like(x: Any, *shape: int) -> Array:
 
 
 class Places(NamedTuple):
-    """A `QueryLayout` that has only arrays. Steps that read nothing else from the layout receive
-    it."""
+    """A `QueryLayout` that has only arrays.
+
+    A step receives `Places` if the step reads only the arrays of a layout.
+    """
 
     position: Any
     key_start: Any
@@ -93,8 +96,10 @@ class QueryLayout(Protocol):
 
     @property
     def num_keys(self) -> int | None:
-        """The number of keys of every sequence, if tables that are derived from this number are
-        constants of a program. In torch the value is None, since torch caches the tables instead.
+        """The number of keys of every sequence, or None.
+
+        JAX uses the number for tables that are constants of a program. In torch the value is None,
+        since torch caches the tables instead.
         """
 
 
@@ -104,8 +109,8 @@ class ArrayOps(Protocol):
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
-      parts_stay: whether an `in_place` kernel that receives a `part` of an array keeps the
-        elements of the part that it does not write.
+      parts_stay: whether a `part` of an array keeps its other elements if an `in_place` kernel
+        writes only some of its elements.
       has_streams: whether `run_beside` is supported.
     """
 
@@ -128,8 +133,8 @@ class ArrayOps(Protocol):
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
-        """Run a kernel concurrently with later work, until `join` is called with the second
-        result of this method. Before that call, no other step may read or write the kernel's
+        """Run a kernel concurrently with later work, until `join` is called with the second result
+        of this method. Before `join` is called, no other step may read or write the kernel's
         outputs.
         """
         raise NotImplementedError
@@ -139,8 +144,10 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` writes into its last inputs. If it does, the kernel's first
-        outputs keep the values of its last inputs in all elements that it does not write.
+        """Return whether `kernel` writes into its last inputs.
+
+        A kernel that writes in place keeps the values of its last inputs in all elements that it
+        does not write.
         """
         return bool(kernel.in_place)
 
@@ -181,11 +188,11 @@ class ArrayOps(Protocol):
         ...
 
     def cast(self, x: Any, dtype: Any) -> Any:
-        """Return `x`, or a copy of it in another dtype of `xp`."""
+        """Return `x`, or a copy of `x` in another dtype of `xp`."""
         ...
 
     def contiguous(self, x: Any) -> Any:
-        """Return `x`, or a copy of it that is stored in memory row by row."""
+        """Return `x`, or a copy of `x` in row-major order."""
         ...
 
     def take_rows(self, x: Any, index: Any) -> Any:
@@ -271,7 +278,7 @@ class ArrayOps(Protocol):
         return self.cast(x, self.xp.float32)
 
     def all_float32(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return `to_float32` of each of several arrays, which all have one shape."""
+        """Convert several arrays of one shape to float32."""
         return [self.to_float32(x) for x in arrays]
 
     def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:

@@ -46,7 +46,7 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
     """Check the shapes and dtypes of `block_attention`'s arguments.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument is invalid for every implementation.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
@@ -138,11 +138,11 @@ def check_paged(
     include: str,
     scale: float | None,
 ) -> int:
-    """Check the shapes and dtypes of the arguments of `paged_block_attention`, and the values
-    that `read` returns. Return the block size to use.
+    """Check the shapes and dtypes of the arguments of `paged_block_attention`, and the values that
+    `read` returns. Return the block size to use.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument is invalid for every implementation.
     """
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)

@@ -12,11 +12,11 @@ class PoolParams(NamedTuple):
 class MLPParams(NamedTuple):
     """The paper's MLP with an intra-block position embedding.
 
-    The MLP computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is
-    flattened token by token, gelu has its tanh form, and all key/value heads share the
-    parameters. If the keys were rotated by their positions, the result depends on the position of
-    the window. The product of a query with the compressed key then depends on both positions, not
-    only on their distance. `RopeMLPParams` avoids this.
+    The MLP computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is flattened
+    token by token, gelu has its tanh form, and all key/value heads share the parameters. If the
+    keys were rotated by their positions, the result depends on the position of the window. With
+    rotated keys, the product of a query with a compressed key depends on both positions, not only
+    on their distance. `RopeMLPParams` avoids this.
     """
 
     position: Any  # [l, D]
@@ -36,10 +36,10 @@ class MLPParams(NamedTuple):
 
 
 class RopeMLPParams(NamedTuple):
-    """`MLPParams` for unrotated keys. The compressed key is rotated by the position of the middle
+    """`MLPParams` for unrotated keys.
 
-    of its window. The middle of a window is `first token + (l - 1) / 2`, counted in its own
-    sequence.
+    The compressed key is rotated by the position of the middle of its window,
+    `first token + (l - 1) / 2`, counted in the window's own sequence.
     """
 
     position: Any  # [l, D]

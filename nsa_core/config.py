@@ -1,4 +1,4 @@
-"""`NSAConfig`, which has the sizes of Native Sparse Attention and checks them once."""
+"""Defines `NSAConfig`, the sizes of Native Sparse Attention, which are checked once."""
 
 import dataclasses
 import functools
@@ -20,12 +20,14 @@ MAX_SIZE = 2**30  # the sum of a position and a size must fit in 32 bits
 
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
-    """Sizes of the three branches. The defaults are those of the paper (arXiv 2502.11089,
-    section 4).
+    """Sizes of the three branches.
 
-    `compute_dtype="float8_e4m3"` is for inference on Hopper. The selected and the sliding branch
-    then multiply 8-bit numbers (docs/kernels/fp8.md). The selection of blocks does not change.
-    `float8_e4m3` is faster than 16 bits for groups of more than 8 query heads.
+    The defaults are those of the paper (arXiv 2502.11089, section 4).
+
+    `compute_dtype="float8_e4m3"` is for inference on Hopper. With `float8_e4m3`, the selected and
+    the sliding branch multiply 8-bit numbers (docs/kernels/fp8.md). `float8_e4m3` does not change
+    the selection of blocks. `float8_e4m3` is faster than 16 bits for groups of more than 8 query
+    heads.
 
     Raises:
       ValueError: A value is invalid. The error message names the field, the rule and the value.

@@ -26,8 +26,10 @@ def slug(device: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys. The original loader would use the last of several
-    equal keys."""
+    """A YAML loader that refuses repeated keys.
+
+    The loader of PyYAML would use the last of several equal keys.
+    """
 
     def construct_mapping(self, node, deep=False):
         _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
@@ -86,7 +88,7 @@ def load(name: str | Path, kind: type = dict) -> Any:
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `top` in place of its own, section by section."""
+    """Return `base`, in which values of `top` replace values of `base`, section by section."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)

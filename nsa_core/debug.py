@@ -12,9 +12,9 @@ Events, all off at first:
 
 A line has the form `NSA-LOG <event> key=value ...`. A line of `compare` has the form `NSA-DBG
 key=value ...` with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by
-one while `timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and
-`shapes` report once, while the call is traced. `timing` and `compare` need values. While a call
-is traced, they print the reason why they cannot run. Under `torch.compile` only `routing` is
+one while `timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and `shapes`
+report once, while the call is traced. While a call is traced, arrays have no values, and `timing`
+and `compare` print the reason why they cannot run. Under `torch.compile` only `routing` is
 reported. While an event is on, the torch functions also read `cu_seqlens` on a GPU, and raise the
 same errors as on a CPU.
 """
@@ -83,9 +83,7 @@ def enable(*events: str, limit: int = 100) -> None:
 
 
 def stepwise(backend: Backend, *arrays) -> bool:
-    """Return whether a fused path must run step by step. A fused path must do so if single steps
-    are timed or compared.
-    """
+    """Return whether a fused path must run step by step to time or compare single steps."""
     if not on or backend.silent():
         return False
     return not _left.keys().isdisjoint({"timing", "compare"}) and not backend.traced(arrays)

@@ -1,10 +1,10 @@
-"""Chooses an implementation from an ordered registry, and records why each earlier candidate
-was refused.
+"""Chooses an implementation from an ordered registry, and records why each earlier candidate was
+refused.
 
 An implementation named by the caller never falls back, unless the caller sets
 `on_unsupported="fallback"` (the flag of that name). A fallback causes a warning. The automatic
-choice is the first implementation, in the order of the registry, that can run the problem and
-that the thresholds and the policy of the device allow (`policy.py`).
+choice is the first implementation in the order of the registry that can run the problem. The
+thresholds and the policy of the device must also allow the implementation (`policy.py`).
 
 The step `attention` computes all other steps in one call. An implementation of `attention` runs
 only if the same implementation was chosen for each of the other steps.
@@ -89,8 +89,8 @@ class Implementation:
     """An implementation of one step.
 
     Attributes:
-      target: `module:function`. The module is imported at the first call. The string is empty if
-        the registry only chooses, and its caller runs the implementation.
+      target: `module:function`. The module is imported at the first call. `target` is empty if the
+        registry only chooses, and the caller of the registry runs the implementation.
       why_not: Function that returns the reason why the implementation cannot run a problem, or
         None.
     """
@@ -177,8 +177,10 @@ class Registry:
         self.table = dict(table)
 
     def names(self, step: str | None = None) -> tuple[str, ...]:
-        """Return the names of the implementations of `step` in order. If `step` is None, return
-        those of all steps."""
+        """Return the names of the implementations of `step` in order.
+
+        If `step` is None, return the names for all steps.
+        """
         rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys([entry.name for row in rows for entry in row]))
 
@@ -239,7 +241,7 @@ class Registry:
                 return choice
             refused[entry.name] = reason
         reasons = "; ".join(f"{key}: {reason}" for key, reason in refused.items())
-        raise NotImplementedError(f"no implementation of {step} can run this: {reasons}")
+        raise NotImplementedError(f"no implementation of {step} can run this call: {reasons}")
 
     def choices(
         self,
@@ -248,14 +250,15 @@ class Registry:
         on_unsupported: OnUnsupported = "error",
         step: str | None = None,
     ) -> Choices:
-        """Return the choice for every step. If `step` is given, `implementation` is a name that
-        applies only to that step. The implementations of the other steps are then chosen
-        automatically.
+        """Return the choice for every step.
+
+        If `step` is given, `implementation` is a name that applies only to that step. With `step`,
+        the implementations of all other steps are chosen automatically.
 
         A `Branches` of names has no entry for the step `scores`. Scores run on the implementation
-        of the selected branch if it supports them, otherwise on the first implementation that
-        supports them. A single name for all branches also applies to `scores`, if that
-        implementation has the step.
+        of the selected branch if it supports scores. If it does not, scores run on the first
+        implementation that supports scores. A single name for all branches also applies to
+        `scores`, if that implementation has the step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

@@ -63,7 +63,7 @@ def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -
     `read` returns. Return the `Index` to use.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument is invalid for every implementation.
     """
     validate.queries(query, "index_query", 3)
     validate.array("index_key_pages", pages, (None, None, query.shape[2]), index_query=query)
@@ -78,7 +78,7 @@ def check(query, key, index: Index, packed: bool) -> Index:
     """Check the shapes and dtypes of the arguments of `index_blocks`. Return the `Index` to use.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument is invalid for every implementation.
     """
     validate.queries(query, "index_query")
     batch, length, _, width = query.shape
@@ -99,7 +99,8 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
     Args:
       asked: One of the two names. `asked=None` means `triton` if its kernels support the call.
-      reasons: Reasons why the kernels do not support the call; empty if they support it.
+      reasons: Reasons why the kernels do not support the call. An empty value means that the
+        kernels support the call.
 
     Raises:
       ValueError: No implementation has the name `asked`.
@@ -115,8 +116,10 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
-    """Return `kv_len` in tokens. If the argument is None, return the number `rows` of keys if
-    `entry` is 1, and the number `length` of queries otherwise.
+    """Return `kv_len` in tokens.
+
+    If `kv_len` is None, return the number `rows` of keys for `entry` = 1, and the number `length`
+    of queries for a larger `entry`.
 
     Raises:
       ValueError: There are fewer tokens than queries, or more complete entries than keys.
@@ -209,9 +212,10 @@ class Teacher(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss in chunks of queries. The fields from `chunk` on are arguments for a framework's
-    function `over_queries`. With the fields as arguments, `over_queries` returns the loss `[B, T,
-    Hi]`.
+    """The loss in chunks of queries.
+
+    A framework's function `over_queries` accepts the fields from `chunk` on as arguments, and
+    returns the loss `[B, T, Hi]`.
 
     Attributes:
       parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi,
@@ -308,7 +312,7 @@ def check_loss(
     """Check the shapes and dtypes of the arguments of `indexer_kl`.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument is invalid for every implementation.
     """
     validate.queries(query)
     batch, length, heads, width = query.shape

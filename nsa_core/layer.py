@@ -40,8 +40,10 @@ FIELD_OF = SEED_NAMES | {"num_initial": "num_initial", "num_local": "num_local"}
 
 
 class Unnamed(str):
-    """A default value, which shows that the caller did not pass the argument. An `Unnamed` is
-    equal to the string, but has another type.
+    """A default value of an argument.
+
+    The type `Unnamed` shows that the caller did not pass the argument. An `Unnamed` is equal to the
+    string, but has another type.
     """
 
 
@@ -62,35 +64,33 @@ class LayerSpec:
       l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`, `num_selected`
         and `window` of `NSAConfig`.
       num_initial, num_local: the fields of `NSAConfig` with these names.
-      phi: the compressor.
-        "avg" is the mean.
-        "mlp" is a learnable depthwise convolution that starts as the mean.
-        "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs of the MLP
-        of "mlp_pe" are rotated keys. The result therefore depends on the position of the window
-        in the sequence, and a product with a query does not depend only on their distance.
-        "mlp_rope" is the same MLP for unrotated keys. The compressed key is rotated by the middle
-        of its window, so that a product with a query depends on their distance.
+      phi: the compressor. "avg" is the mean. "mlp" is a learnable depthwise convolution that starts
+        as the mean. "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs
+        of the MLP of "mlp_pe" are rotated keys. The result therefore depends on the position of the
+        window in the sequence, and the product of a compressed key with a query depends on more
+        than their distance. "mlp_rope" is the same MLP for unrotated keys. The compressed key is
+        rotated by the middle of its window, so that its product with a query depends only on the
+        distance of the query and the window.
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
         for all branches, like dense attention, so that a cache is about a third of the size.
-      gate: the source of the three gates per token.
-        "head" computes sigmoids of a linear map of the layer's input for each query head.
-        "sigmoid" and "softmax" apply an MLP to the mean rotated query of each key/value head,
-        as in older programs (docs/seed.md). With softmax the three gates add up to one.
-        "selected" uses the constant gates 0, 1, 0 without weights. Only the selected branch then
-        contributes to the output.
+      gate: the source of the three gates per token. "head" computes sigmoids of a linear map of the
+        layer's input for each query head. "sigmoid" and "softmax" apply an MLP to the mean rotated
+        query of each key/value head, as in older programs (docs/seed.md). With softmax the three
+        gates add up to one. "selected" uses the constant gates 0, 1, 0 without weights. With
+        "selected", only the selected branch contributes to the output.
       gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
         (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer loads.
       gate_temp: temperature by which the logits of the gates are divided.
       rope_base, rope_scale: parameters of the rotary embedding of query and key heads. The
         columns `2i` and `2i + 1` are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
-      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or a dictionary with its values and
-        its `rope_type`. `rope_scale` must then be 1.
+      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or a dictionary with its values and its
+        `rope_type`. With `rope_scaling`, `rope_scale` must be 1.
       qk_norm_eps: epsilon of an RMSNorm of each query head and each key head before the rotation.
-        Queries have one weight per column, and the keys of all branches share another one.
-        `qk_norm_eps=None` means no norm.
+        All queries share one weight per column, and the keys of all branches share another weight
+        per column. `qk_norm_eps=None` means no norm.
       bias: whether the projections of queries, keys, values and output have biases.
       key_taps: number of taps of a causal depthwise convolution of the keys of a sequence, at
         least 2. A projected key `k[t]` becomes `k[t] + silu(sum_j w[j] * k[t - j])`, `0 <= j <
@@ -425,7 +425,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
 
 
 def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
-    """Return the compute dtype of a layer: the one in `config`, or the argument `compute_dtype`.
+    """Return the compute dtype of a layer, from `config` or from the argument `compute_dtype`.
 
     Raises:
       ValueError: `config` has a compute dtype, and `compute_dtype` is given too.

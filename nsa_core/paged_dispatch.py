@@ -1,7 +1,7 @@
-"""Chooses, for a paged call, between kernels that read pages and `attention` on gathered rows.
+"""For a paged call, chooses between kernels that read pages and `attention` on gathered rows.
 
-Gathered rows can run on any implementation of `attention`. A paged call therefore also accepts
-the names of implementations of `attention`.
+Gathered rows can run on any implementation of `attention`, so a paged call also accepts the names
+of these implementations.
 """
 
 import dataclasses
@@ -135,9 +135,11 @@ def decide(
     max_seqlen_q: int | None,
     name: str | None,
 ) -> Decided:
-    """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at
-    their start to `max_seqlen_q` tokens, since kernels on pages need rows of equal length. If
-    both registries have `name` and rows have few queries, the kernels on pages are chosen.
+    """Choose the implementation of a paged call.
+
+    Rows of up to `QUERIES` tokens are padded at their start to `max_seqlen_q` tokens, since kernels
+    on pages need rows of equal length. If both registries have `name`, the kernels on pages are
+    chosen for rows with few queries.
 
     Raises:
       ValueError: No implementation has this name.

@@ -6,20 +6,20 @@ A page holds `l'` raw tokens and `l'/d` compressed tokens. `page_table[b]` lists
     raw token p         page_table[b, p // l'], offset p % l'
     compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
 
-The slot `s` of a compressed token is `p // d`, where `p` is the LAST raw token of its window.
-The last raw token of a window is in the same page as the compressed token. No page depends on the
-next page. Rows can therefore share their first pages.
+The slot `s` of a compressed token is `p // d`, where `p` is the LAST raw token of its window. The
+last raw token of a window is in the same page as the compressed token. No page depends on the next
+page, so rows can share their first pages.
 
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
 (`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
-Compressed tokens are computed from unrounded tokens. The newest tokens of a row are therefore
-also stored unrounded in a buffer, the ring of the row:
+Compressed tokens are computed from unrounded tokens. The newest tokens of a row are therefore also
+stored unrounded, in a buffer that is called the ring of the row:
 
     raw token p         recent[slot of the row, p % (2 l)]
 
-A ring may contain arbitrary values, including tokens of another row. A token of the ring is used
-if the token in the page may be the rounded value of that token (`rounding.is_of`). If it cannot
-be, the token in the page is used.
+A ring may contain arbitrary values, including tokens of another row. If the token in the page may
+be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. In
+all other cases, the token in the page is used.
 """
 
 import dataclasses
@@ -426,17 +426,19 @@ def check_tables(
     writes: bool = False,
 ) -> None:
     """Check page table, lengths and boundaries of a call with `count` tokens in the array `name`.
-    If the host reads the values, each of `lengths` must be 0 or include the tokens of the call,
-    and rows must have the pages that they need.
+
+    If the host reads the values, each of `lengths` must be 0 or include the tokens of the call. The
+    rows must also have the pages that their tokens need.
 
     Args:
       paged: `page_table` int32 `[B, M]`, `lengths` int32 `[B]`, `cu_seqlens_q` int32 `[B + 1]` or
         None.
-      read: Function that returns an array as a NumPy array, or None if the host does not read
-        it.
+      read: Function that returns an array as a NumPy array, or None if the host does not read the
+        array.
       pool: Number of pages in the pool, each with `size` tokens.
-      writes: Whether the call writes tokens. If tokens are written, a negative entry of the page
-        table means that there is no page, and two rows must not write to the same page.
+      writes: Whether the call writes tokens. If the call writes tokens, two rows must not write to
+        the same page. In the page table of a call that writes, a negative entry means that there is
+        no page.
     """
     page_table, lengths, cu_seqlens_q = paged
     array("page_table", page_table, 2, INDICES)

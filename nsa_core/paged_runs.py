@@ -56,8 +56,10 @@ class Run(NamedTuple):
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
-    """Return the runs of a call in the order of its rows. No run contains rows without new
-    tokens, or rows of more than `QUERIES` tokens whose length is 0.
+    """Return the runs of a call in the order of its rows.
+
+    No run contains a row without new tokens. No run contains a row of length 0 with more than
+    `QUERIES` tokens.
 
     Args:
       starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).
@@ -66,9 +68,9 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
       page_size: tokens per page (`select_block`).
 
     Raises:
-      ValueError: `starts` or `lengths` is not a list of ints, `starts` descends or does not
-        have one entry more than `lengths`, a row is shorter than its new tokens, or a size is
-        not a positive int.
+      ValueError: `starts` or `lengths` is not a list of ints, or a size is not a positive int.
+        `starts` descends, or does not have one entry more than `lengths`. A row is shorter than its
+        new tokens.
     """
     starts, lengths = _ints("starts", starts), _ints("lengths", lengths)
     if len(starts) != len(lengths) + 1:
@@ -108,9 +110,9 @@ def _ints(name: str, found: Sequence[int]) -> list[int]:
 
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
-    """Return whether a row may begin with pages that another row fills in the same call of
-    `count` tokens per row. Engines that share prefixes make calls with shared pages. If the
-    result is True, a launch that both appends and attends must not run.
+    """Return whether a row may begin with pages that another row fills in the same call of `count`
+    tokens per row. Engines that share prefixes make calls in which rows share pages. If the result
+    is True, a launch that both appends and attends must not run.
 
     Args:
       lengths: `[B]`, the length of each row including the new tokens.

@@ -2,16 +2,15 @@
 
 `configs/devices/<device>.yaml` contains the kernels that are not allowed on the device, and the
 thresholds (`Thresholds`) from which a kernel is faster. `python -m nsa_bench.tune_thresholds`
-derives the thresholds from records. The file is read once per process, and a file that cannot
-be parsed raises an error. Without a file, only kernels that require measurements
-(`MEASURED_ONLY`) are excluded. On GPUs for which there is no other kernel, even these kernels are
-chosen, with a `note`. Thresholds and policy do not affect an implementation that the caller
-names.
+derives the thresholds from records. The file is read once per process, and a file that cannot be
+parsed raises an error. Without a file, only kernels that require measurements (`MEASURED_ONLY`) are
+excluded. If a GPU has no other kernel, a kernel of `MEASURED_ONLY` is chosen with a `note`.
+Thresholds and policy do not affect an implementation that the caller names.
 
 The thresholds of FA-2 are lengths from which FA-2 is faster than one call of SDPA with a dense
-mask. In this library, however, the alternative to FA-2 is the portable path (`sdpa`, or `xla` in
-JAX). The automatic choice therefore uses the length from which FA-2 is faster than the portable
-path (`Device.limit`). The file contains both lengths.
+mask. In this library, the alternative to FA-2 is the portable path (`sdpa`, or `xla` in JAX). The
+automatic choice therefore uses the length from which FA-2 is faster than the portable path
+(`Device.limit`). The file of the device contains both lengths.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -83,8 +82,8 @@ class Rule:
     """States whether the automatic choice may choose a kernel for some steps, with the reason and
     the date of this decision.
 
-    A `provisional` rule applies until records of the device show that the kernel is faster.
-    As soon as records show this, `nsa_bench.tune_thresholds` removes the rule.
+    A `provisional` rule applies until records of the device show that the kernel is faster. When
+    records show this, `nsa_bench.tune_thresholds` removes the `provisional` rule.
     """
 
     kernel: Ours
@@ -134,8 +133,8 @@ class Device:
         return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
-        """Return the kernels to which a threshold applies: the kernel that was measured, and
-        those after it in the order of choice.
+        """Return the kernels to which a threshold applies: the kernel that was measured, and all
+        kernels after it in the order of choice.
         """
         kernels = DECIDES[threshold][1]
         measured = self.evidence.get(threshold, {}).get("kernel")
@@ -168,9 +167,9 @@ _overridden = contextvars.ContextVar("overridden", default=_NOTHING)
 
 @contextlib.contextmanager
 def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
-    """Replace the thresholds of the device with those in `thresholds` that are not None. Reasons
+    """Replace the thresholds of the device with the values in `thresholds` that are not None.
 
-    for refusals name `source`. A call that was traced before keeps its choice.
+    Reasons for refusals name `source`. A call that was traced before keeps its choice.
     """
     token = _overridden.set(InForce(thresholds, source))
     try:
@@ -191,8 +190,8 @@ def barred(device: Device, kernel: str, step: str) -> Rule | None:
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Return the reason why the automatic choice should skip an implementation, although it
-    supports `problem`, or None.
+    """Return the reason why the automatic choice should skip an implementation that supports
+    `problem`, or None.
     """
     device, step = of(problem.device), problem.step
     if device and (rule := barred(device, implementation, step)):
@@ -232,8 +231,8 @@ def note(implementation: str, problem: Any) -> str | None:
 def heads_of(
     framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
 ) -> str:
-    """Return the properties on which the length from which NSA is faster than dense attention
-    depends, as text.
+    """Return, as text, the properties that determine the length from which NSA is faster than dense
+    attention.
     """
     width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
     return f"{framework} {heads}/{kv_heads} heads of {width}"

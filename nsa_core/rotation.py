@@ -51,11 +51,13 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """The scaling YaRN (arXiv 2309.00071). Slow pairs turn at most `beta_slow` times in the
-    original length, and fast pairs at least `beta_fast` times. Between slow and fast pairs, the
-    interpolation is linear in the index of the pair. `truncate` rounds the two ends of the
-    interpolated range outwards. Rotated queries and keys are `attention_factor` times as long. By
-    default `attention_factor` is derived from `factor`, or from `mscale` and `mscale_all_dim`.
+    """The scaling YaRN (arXiv 2309.00071).
+
+    Slow pairs turn at most `beta_slow` times in the original length, and fast pairs at least
+    `beta_fast` times. Between slow and fast pairs, the interpolation is linear in the index of the
+    pair. `truncate` rounds the two ends of the interpolated range outwards. Rotation multiplies the
+    length of queries and keys by `attention_factor`. By default `attention_factor` is derived from
+    `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"
@@ -97,8 +99,9 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """Return the index, possibly fractional, of the pair that turns `turns` times in the
-        original length.
+        """Return the index of the pair that turns `turns` times in the original length.
+
+        The index may be fractional.
         """
         positions = self.original_max_position_embeddings / (2 * math.pi * turns)
         return count * math.log(positions) / math.log(base)

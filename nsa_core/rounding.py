@@ -3,9 +3,9 @@ head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
-e4m3 has 3 mantissa bits. The largest value of e4m3 is 448, and its smallest positive value is
-2^-9. The scale maps the largest element of a row to 448. The largest element is therefore exact,
-except for the rounding of float32. For every other element
+e4m3 has 3 mantissa bits. The largest value of e4m3 is 448, and its smallest positive value is 2^-9.
+The scale maps the largest element of a row to 448. The largest element is therefore exact, except
+for the rounding of float32. Every other element x satisfies
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 
@@ -37,9 +37,9 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
 
 
 def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
-    """Return whether each token of `x` may have been rounded to `found`, which was read from
-    codes and scale. The result is True if no element differs by much more than the rounding
-    error. A token with the result True may replace the token that was read, even if it comes from
+    """Return whether each token of `x` may have been rounded to `found`, which was read from codes
+    and scale. The result is True if no element differs by much more than the rounding error. If the
+    result is True, the token of `x` may replace the token that was read, even if `x` has a token of
     another row.
     """
     off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))

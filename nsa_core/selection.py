@@ -42,21 +42,23 @@ def choose(
     config: NSAConfig,
     log_scores: Callable[[], Any] | None = None,
 ) -> Any:
-    """Select `n` blocks among the blocks from 0 to `own`. The result is int32 `[..., n]`,
-    ascending, with -1 in empty slots.
+    """Select `n` blocks among the blocks from 0 to `own`.
+
+    The result is int32 `[..., n]`, ascending, with -1 in empty slots.
 
     The first `num_initial` and the last `num_local` of the blocks `0 .. own` are always selected.
     If scores are equal, the block with the lower index is selected. No framework guarantees the
-    order of equal values in a top-k. Only the values of the top-k are therefore used. Blocks with
-    scores above the n-th largest value are selected. Blocks with exactly the n-th largest value
-    fill the remaining slots, lowest indices first.
+    order of equal values in a top-k, so only the values of the top-k are used. Blocks with scores
+    above the n-th largest value are selected. Blocks with exactly the n-th largest value fill the
+    remaining slots, lowest indices first.
 
     Args:
       scores: `[..., N]`.
       own: The query's own block, broadcast to `[...]`. If `own` is negative, the query has no
         blocks to select from.
       log_scores: Function that returns the logarithms of the scores. On a CPU the logarithms
-        decide the order of inexact scores. The logarithms are computed only if an inexact score
+        decide the order of inexact scores, which are less than `LEAST_EXACT` times the smallest
+        normal number. The logarithms are computed only if an inexact score
         would be selected and not all blocks are selected.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected

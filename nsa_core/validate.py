@@ -116,8 +116,10 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Return keys and values with their names. If all branches share them, each is listed once,
-    otherwise once per branch.
+    """Return keys and values with their names.
+
+    Keys and values that all branches share are listed once, and separate keys and values are listed
+    once per branch.
     """
 
     def names(kind, each):
@@ -213,7 +215,7 @@ def length(
         raise ValueError(f"{name} must be None if segment_ids are given, got both")
     if isinstance(kv_len, bool) or not isinstance(kv_len, int):
         if not hasattr(kv_len, "shape"):
-            raise ValueError(f"{name} must be an integer or an array of them, got {kv_len!r}")
+            raise ValueError(f"{name} must be an int or an array of ints, got {kv_len!r}")
         if tuple(kv_len.shape) not in ((), (query.shape[0],)):
             raise ValueError(
                 f"{name} must have shape () or ({query.shape[0]},), got {tuple(kv_len.shape)}"
@@ -405,6 +407,6 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
     if own and cache.sliding_key is None:
         raise ValueError(
             "key and value must be one array for the selected and sliding branches of this "
-            "cache, got Branches; make it with init_cache(separate=True)"
+            "cache, got Branches; make the cache with init_cache(separate=True)"
         )
     phi_pair(compress_params, key.compressed, value.compressed, config, "compress_params")

@@ -1,5 +1,6 @@
-"""Computes the tables with the positions of sequences in packed rows, which kernels read. The
-tables are computed once per batch.
+"""Computes tables of the positions of sequences in packed rows, for the kernels.
+
+The tables are computed once per batch.
 
 Each key has a slot ("place") in a layout in which every sequence begins at the start of a block
 and of a tile. A sequence begins at a multiple of `unit`. 64 and `select_block` are divisors of
@@ -14,12 +15,12 @@ sequence.
 `place / compress_stride` the slot of a compressed token. Of all arrays, only compressed tokens and
 gradients of keys are stored by slots.
 
-| table | shape | |
+| table | shape | contents |
 |---|---|---|
-| `Sequences` | `[B, sequences]` | the position of each |
-| `Tokens` | `[B, T]` | the position of each query, and the keys that it sees |
-| `KeyTiles` | `[B, key_tiles]` | of each 64 places, the first key and the end of its sequence |
-| `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
+| `Sequences` | `[B, sequences]` | the position of each sequence |
+| `Tokens` | `[B, T]` | the position of each query, and the keys to which the query attends |
+| `KeyTiles` | `[B, key_tiles]` | for each 64 slots, the first key, and the end of its sequence |
+| `QueryTiles` | `[B, tiles]` | tiles of neighbouring queries of one sequence |
 
 All tables are int32. Functions of this module are derived steps (`array_ops.derived`), so that
 JAX and torch share them. Padding after the last sequence counts as a further sequence of length
@@ -235,9 +236,11 @@ class Varlen:
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
-    """Return the table `Sequences` of packed rows. Each run of equal ids is one sequence, and
-    negative ids are padding. If there are more than `capacity.sequences` runs, or if a run is
-    too long, all tokens count as padding, so that nothing is written outside the tables.
+    """Return the table `Sequences` of packed rows.
+
+    Each run of equal ids is one sequence, and negative ids are padding. If there are more than
+    `capacity.sequences` runs, or if a run is too long, all tokens count as padding. Nothing is then
+    written outside the tables.
     """
     return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
 
@@ -355,7 +358,8 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """For each entry of `at`, find the last entry of `starts` that is not larger. Sequences
-    without keys are never found.
+    """For each entry of `at`, find the last entry of `starts` that is less than or equal to it.
+
+    Sequences without keys are never found.
     """
     return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

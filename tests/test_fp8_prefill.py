@@ -181,7 +181,7 @@ for api, given, other in FRAMEWORKS.values():
         ),
         (
             lambda api=api, given=given: api.attention(*given(), config=PAPER),
-            "no implementation of selected can run this: mosaic: needs a Hopper GPU",
+            "no implementation of selected can run this call: mosaic: needs a Hopper GPU",
         ),
         (lambda api=api: api.init_cache(1, 64, 1, 16, 16, config=PAPER), OF_CACHE),
         (lambda api=api: api.PagedCache(4, 1, 16, 16, config=PAPER), OF_CACHE),

@@ -220,14 +220,17 @@ def other_kernel(path):
 
 
 FAULTS = {
-    "a bit of the image": (lambda path: flip(path, -1), "it is damaged"),
-    "a bit of the manifest": (lambda path: flip(path, 200), "it is damaged"),
-    "a bit of the checksum": (lambda path: flip(path, 10), "it is damaged"),
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "it is damaged"),
-    "empty": (lambda path: os.truncate(path, 0), "it is damaged"),
+    "a bit of the image": (lambda path: flip(path, -1), "the file is damaged"),
+    "a bit of the manifest": (lambda path: flip(path, 200), "the file is damaged"),
+    "a bit of the checksum": (lambda path: flip(path, 10), "the file is damaged"),
+    "truncated": (
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        "the file is damaged",
+    ),
+    "empty": (lambda path: os.truncate(path, 0), "the file is damaged"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "directory"),
-    "another kernel": (other_kernel, "it is damaged"),
-    "another jax": (other_jax, "it was built with jax 0.1, but jax .* is installed"),
+    "another kernel": (other_kernel, "the file is damaged"),
+    "another jax": (other_jax, "the file was built with jax 0.1, but jax .* is installed"),
 }
 
 

@@ -577,4 +577,6 @@ def check_registers(*warpgroups: int) -> None:
     if sum(warpgroups) > pool or any(
         count % 8 or not 24 <= count <= 240 for count in warpgroups
     ):
-        raise ValueError(f"{warpgroups=} registers per thread must fit the pool of {pool}")
+        raise ValueError(
+            f"warpgroups with {warpgroups} registers per thread must fit the pool of {pool}"
+        )

@@ -292,13 +292,15 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
         if head != _checksum(key, rest):
-            raise ValueError("it is damaged")
+            raise ValueError("the file is damaged")
         line, _, image = rest.partition(b"\n")
         found = cubin.Cubin.from_json(json.loads(line))
         if not preset:
             made, here = found.versions["jax"], _jax_version()
             if here not in (None, made) and building.why_not() is None:
-                raise ValueError(f"it was built with jax {made}, but jax {here} is installed")
+                raise ValueError(
+                    f"the file was built with jax {made}, but jax {here} is installed"
+                )
             with contextlib.suppress(OSError):
                 os.utime(path)
         return Built(found, image)

@@ -1,8 +1,8 @@
-"""Computes scores and selects the top n blocks of each token. No score leaves the chip.
+"""Computes scores and selects the top n blocks of each token. No score is written to memory.
 
-A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, a few
-blocks at a time. The product is transposed, `S^T = K Q^T`, so that the heads of a group are columns
-of a thread, which adds them:
+A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, a few blocks
+at a time. The product is transposed, `S^T = K Q^T`, so that one thread has all heads of a group in
+its columns and adds them:
 
     p[i] = sum_g exp(scale q_g . k_i - lse_g)                                     (Eqs. 8, 10)
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)

@@ -1,4 +1,4 @@
-"""Computes attention of each query to its selected blocks, and its dq.
+"""Computes attention of each query to its selected blocks, and dq of this attention.
 
 The kernels are query-stationary. A tile has the `GROUP` heads of `TOKENS` adjacent tokens. If a
 group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. If a tile has
@@ -32,8 +32,8 @@ KEYS_MOST = tl.constexpr(
 
 @triton.jit
 def _starts(indices, key_start, item, mask, head, c):
-    """Return the first key of each block of the tokens, `[tokens, SLOTS]`, with NONE in empty
-    slots.
+    """Return the first key of each block that the tokens selected, `[tokens, SLOTS]`, with NONE in
+    empty slots.
     """
     slot = tl.arange(0, c.SLOTS)
     at = indices + ((item * c.HEADS + head) * c.N)[:, None] + slot[None, :]
@@ -45,11 +45,10 @@ def _starts(indices, key_start, item, mask, head, c):
 
 @triton.jit
 def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.constexpr):
-    """Write the union of the selected blocks of a tile's tokens, ascending and without
-    duplicates.
+    """Write the union of the selected blocks of a tile's tokens, ascending and without duplicates.
 
     Programs: B * HEADS * ceil(T / TOKENS). The rank of an entry is the number of other blocks
-    before it. Ranks are counted for one chunk of the entries at a time.
+    before the entry. Ranks are counted for one chunk of the entries at a time.
 
     Args:
       indices: int32 `[B, T, HEADS, N]`, -1 for no block; position, key_start: int32 `[B, T]`.
@@ -100,9 +99,11 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 
 @triton.jit
 def _tile(position, key_start, T, c):
-    """Return the tile of this program. The result has its index, batch row and head, the tokens
-    of its rows, their rows of `[B, T, H]`, a mask of the rows that exist, and the end of the keys
-    to which each row may attend (0 means no keys).
+    """Return the tile of this program.
+
+    The result has the tile's index, batch row and head, the tokens of its rows, the indices of its
+    rows in `[B, T, H]`, a mask of the rows that exist, and the end of the keys of each row (0 means
+    no keys).
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
@@ -124,8 +125,9 @@ def _tile(position, key_start, T, c):
 def _attend(
     rows, key, value, indices, key_start, lists, counts, at_tile, T, S, scale, c, BACK
 ):  # fmt: skip
-    """Loop over the block list of a tile, or over the blocks of a token. Return the last state
-    of `rows.start`.
+    """Loop over the block list of a tile, or over the blocks of a token.
+
+    Return the last state of the softmax (`rows.start`).
     """
     tile, batch, head, item, there, end = at_tile
     origin = batch * S * c.HEADS + head

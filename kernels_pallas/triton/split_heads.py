@@ -75,9 +75,10 @@ def _normed(x, norm, eps, WIDTH):
 
 @triton.jit
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
-    """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of
-    `heads`. With `NORMS` and `TURN` the head is normalised by `norm`. With `TURN` it is rotated
-    if `turning` is true.
+    """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of `heads`.
+
+    With `NORMS` and `TURN` the head is normalised by `norm`. With `TURN` the head is rotated if
+    `turning` is true.
 
     In the backward pass, compute the gradient of the head in the projection from the gradient of
     the rows of `heads`. If a mean of `GROUP` heads was computed, the gradient includes a share of

@@ -1,10 +1,10 @@
-"""Computes the tables of packed rows (`nsa_core.varlen`), the bounds of kernel rows, and the
-work items of intervals, as int32 in one array `out`. The kernel `sequences` runs first. Then
-`tables` computes all sections that depend only on the output of `sequences`. The work items of
-intervals need the kernel `partials` and a second launch of `tables`.
+"""Computes the tables of packed rows (`nsa_core.varlen`), the bounds of kernel rows, and the work
+items of intervals, as int32 in one array `out`. The kernel `sequences` runs first. Then `tables`
+computes all sections that depend only on the output of `sequences`. The work items of intervals
+need the kernel `partials` and a second launch of `tables`.
 
-`kernels_pallas.specs.sections` describes the output of each launch. The results are equal to
-those of the array operations in `nsa_core`, with which tests compare them.
+`kernels_pallas.specs.sections` describes the output of each launch. Tests compare the results with
+the array operations of `nsa_core`, which give equal results.
 """
 
 from typing import NamedTuple
@@ -40,8 +40,9 @@ class Capacity(NamedTuple):
 
 @triton.jit
 def _last_before(starts, at, inside, count, steps):
-    """Return the index of the last of `count` ascending `starts` that is not larger than `at`. If
-    all are larger, return the index of the first.
+    """Return the index of the last of `count` ascending `starts` that is not larger than `at`.
+
+    If all `starts` are larger than `at`, return the index of the first.
     """
     low = at * 0
     high = low + count - 1
@@ -126,11 +127,12 @@ def sequences(
     f: tl.constexpr,
     c: tl.constexpr,
 ):
-    """Write the values of the sequences. Program 0 writes start, length, end, first slot and
-    first compressed token of `count` sequences, `[5, pitch]` at the begin of `out`. The last
-    sequence is padding. Each other program has one section, with a size of tiles. Such a program
-    writes the number of tiles before each sequence, and the first query and the end of the
-    queries of each sequence, `[3, pitch]`.
+    """Write the values of the sequences.
+
+    Program 0 writes start, length, end, first slot and first compressed token of `count` sequences,
+    `[5, pitch]` at the begin of `out`. The last sequence is padding. Each other program handles one
+    section, which has a size of tiles. The program of a section writes the number of tiles before
+    each sequence, and the first query and the end of the queries of each sequence, `[3, pitch]`.
 
     Args:
       cu_seqlens: `[given]`.
@@ -321,8 +323,9 @@ def tables(
 
 @triton.jit
 def partials(sections, out, f: tl.constexpr, ROOM: tl.constexpr):
-    """For each tile of keys of an interval, compute the number of partials before it. Also
-    compute, for each head, the first partial and the number of partials. Each program has one
+    """For each tile of keys of an interval, compute the number of partials before the tile.
+
+    For each head, also compute the first partial and the number of partials. Each program has one
     section.
     """
     section = sections + tl.program_id(0) * INTS

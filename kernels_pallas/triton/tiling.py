@@ -1,10 +1,11 @@
-"""Chooses the sizes of tiles, the number of warps and the number of stages. The first
-combination that fits in the shared memory of the architecture is used.
+"""Chooses the sizes of tiles, the number of warps and the number of stages.
+
+The first combination that fits in the shared memory of the architecture is used.
 
 The model of shared memory is an upper bound of Triton's usage for the loops of attention kernels.
-The model counts the tiles of the rows that stay in memory, one set of streamed tiles per stage,
-and one tile of products that changes its layout. A launch would fail without tiles that fit.
-`capability.why_not` therefore checks first that tiles fit.
+The model counts the tiles of the rows that stay in memory, one set of streamed tiles per stage, and
+one tile of products that changes its layout. `capability.why_not` checks first that tiles fit,
+since a launch without tiles that fit would fail.
 """
 
 import functools

@@ -348,7 +348,9 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
     got = [(math.prod(x.shape), x.dtype) for x in arrays]
     wanted = [(math.prod(x.shape), x.dtype) for x in kernel.inputs]
     if got != wanted:
-        raise ValueError(f"{kernel.name} must get elements {wanted}, got {got}")
+        raise ValueError(
+            f"the inputs of {kernel.name} must have the elements {wanted}, got {got}"
+        )
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
@@ -479,9 +481,10 @@ type Lives = Mapping[int, tuple[int, range]]
 
 
 def workspace_offsets(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Return the offset of each buffer in the workspace, and its total bytes. The workspace
-    exists during the whole call. A smaller workspace is used if less than half of it would be
-    in use at the peak of memory.
+    """Return the offset of each buffer in the workspace, and its total bytes.
+
+    The workspace exists during the whole call. If less than half of the workspace would be in use
+    at the peak of memory, a smaller workspace is used.
 
     Args:
       lives: Buffers in the order of their first steps.

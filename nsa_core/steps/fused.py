@@ -1,14 +1,15 @@
-"""Runs all steps of NSA in one function, and computes the gradient of this function. The
-functions here support both frameworks and both kinds of kernels.
+"""Runs all steps of NSA in one function, and computes the gradient of this function.
+
+The functions of this module support both frameworks and both kinds of kernels.
 
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` also stores each branch separately. The kernel of the selected branch
-then computes the sum of all branches. On Triton, and on Mosaic if tiles are gathered, a
-separate kernel (`gated_sum`) computes the sum. If residuals contain only the block indices
-(`Residuals.recomputed`), `backward` runs the branches again. The branches run one after the
-other, so that the output of only one branch exists at a time.
+`forward_with_residuals` also stores each branch separately. With stored branches, the kernel of the
+selected branch computes the sum of all branches. A separate kernel (`gated_sum`) computes the sum
+on Triton, and on Mosaic if tiles are gathered. If residuals contain only the block indices
+(`Residuals.recomputed`), `backward` runs the branches again. The branches run one after the other,
+so that the output of only one branch exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +31,8 @@ class Steps(NamedTuple):
       backward: a module with the functions of `mosaic_backward`.
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
-      narrowest: Function that returns, for a width of keys, the minimum width of values for the
-        compressed branch. Values of the minimum width are used if only the log-sum-exp is
-        needed.
+      narrowest: Function of the width of keys that returns the minimum width of values for the
+        compressed branch. Values of the minimum width are used if only the log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
@@ -268,17 +268,18 @@ def backward(
     params: Params,
     by_places: bool = False,
 ) -> Inputs:
-    """Return the gradients of the inputs, given the gradient `do` `[B, T, H, Dv]` of the
-    output. The gradients of gates are float32.
+    """Return the gradients of the inputs, given the gradient `do` `[B, T, H, Dv]` of the output.
+
+    The gradients of gates are float32.
 
     For each branch c, dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c. The kernels read dO,
     g_c and delta_c. dq is one array. The branches add their parts of dq to this array in place,
     in a fixed order.
 
     Args:
-      by_places: Whether kernels that read slots of packed rows may return the gradients of the
-        selected branch's tokens in these slots. If all branches share tokens,
-        `gradients_of_tokens` reads the slots.
+      by_places: Whether the gradients of the selected branch's tokens may be returned in slots, if
+        kernels read slots of packed rows. If all branches share tokens, `gradients_of_tokens` reads
+        the slots.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)

@@ -72,8 +72,9 @@ class VisibleCompressed:
         )
 
     def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
-        """Return an upper bound for the number of tiles of `tile` keys to which the tokens
-        `first .. end - 1` attend. The row is not packed. The arguments may be arrays.
+        """Return an upper bound for the number of tiles of `tile` keys to which the tokens `first
+        .. end - 1` attend. The bound holds for rows that are not packed. The arguments may be
+        arrays.
         """
         stride = self.config.compress_stride
         # If the number of compressed tokens is at most `tokens // stride`, fewer than

@@ -1,4 +1,5 @@
-"""Gradients of the branches on Mosaic kernels, for either framework (`array_ops.ArrayOps`).
+"""Computes the gradients of the branches on Mosaic kernels, for either framework
+(`array_ops.ArrayOps`).
 
 For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
 
@@ -9,15 +10,15 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dK_c    = scale * dS_c^T Q
     dV_c    = gP_c^T dO
 
-If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of
-dq is query-stationary and has the loop of the forward kernels. The kernel of dk and dv is
-key-stationary. The queries of a key tile are determined on the device before this kernel runs.
-In branches with intervals of keys, a search finds the queries of a key tile. In the selected
-branch, they are read from query lists. A long query list is divided into several work items,
-and another kernel merges the partial sums of the work items. For groups of 8 or more heads,
-`dkv` of the selected branch also stores dS. dq is then the product of dS with the keys
-(`mosaic_stored_ds.py`). No gradient passes through the scores and the selection of blocks.
-Every sum has a fixed order.
+If a single branch runs, there is no gate, and delta_c - dlse_c replaces delta_c. The kernel of dq
+is query-stationary and has the loop of the forward kernels. The kernel of dk and dv is
+key-stationary. The queries of a key tile are determined on the device before the kernel of dk and
+dv runs. In branches with intervals of keys, a search finds the queries of a key tile. In the
+selected branch, the queries of a key tile are read from query lists. A long query list is divided
+into several work items, and another kernel merges the partial sums of the work items. For groups of
+8 or more heads, `dkv` of the selected branch also stores dS. With stored dS, dq is the product of
+dS with the keys (`mosaic_stored_ds.py`). No gradient passes through the scores and the selection of
+blocks. Every sum has a fixed order.
 """
 
 import dataclasses

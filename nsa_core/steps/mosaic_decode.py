@@ -26,13 +26,13 @@ def attention(
     new: tuple[Branches, Branches] | None = None,
     slots: Any = None,
 ):
-    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`. Each of the B
-    rows has `N / B` queries.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`.
+
+    Each of the B rows has `N / B` queries.
 
     The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
-    `new` may have keys and values of new tokens. The step then appends these tokens before it
-    computes attention. For an fp8 cache, `slots` has the index of each row's ring
-    (`nsa_core.paged_layout`).
+    `new` may have keys and values of new tokens. The step appends the new tokens before it computes
+    attention. For an fp8 cache, `slots` has the index of each row's ring (`nsa_core.paged_layout`).
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).

@@ -3,10 +3,10 @@
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)
 
-Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its
-natural log-sum-exp `[B, T, H]` in float32. Alternatively a branch adds its output to the gated
-sum, and returns None for the log-sum-exp. The branch then scales its output by `gate` `[B, T, H]`
-and adds the output to `added` `[B, T, H, Dv]`, the sum of earlier branches, possibly in place.
+Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
+log-sum-exp `[B, T, H]` in float32. A branch that adds its output to the gated sum returns None for
+the log-sum-exp. To add its output, a branch multiplies the output by `gate` `[B, T, H]`. The branch
+then adds the product to `added` `[B, T, H, Dv]`, the sum of earlier branches, possibly in place.
 """
 
 import dataclasses
@@ -288,10 +288,11 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """Return the arrays that the kernel `scores.best_blocks` reads. The arrays have the bounds
-    of the compressed tokens per row. Per token they have the token's own block and the first
-    block of the token's sequence. Per tile they have the number of blocks that the tile's
-    tokens span.
+    """Return the arrays that the kernel `scores.best_blocks` reads.
+
+    The arrays per row have the bounds of the compressed tokens. The arrays per token have the
+    token's own block and the first block of the token's sequence. The arrays per tile have the
+    number of blocks that the tile's tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (
@@ -350,7 +351,7 @@ def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """Return `scale`, or `D**-0.5` if it is None."""
+    """Return `scale`, or `D**-0.5` if `scale` is None."""
     scale = float(width**-0.5 if scale is None else scale)
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")

@@ -1,14 +1,14 @@
-"""Computes selected attention for tiles whose tokens selected mostly different blocks. The
-module supports both frameworks.
+"""Computes selected attention for tiles whose tokens selected mostly different blocks.
 
-A tile of queries usually loops over all blocks of the tile's block list. For a gathered tile,
-the loop has only the near blocks: block 0, and all blocks from the block before the tile's
-first token on (`kernels_pallas.specs.selected`). The gathering kernel
-(`kernels_pallas.specs.gathered`) processes the other blocks of a gathered tile, which are
-called far blocks. A tile is gathered if the block list of the previous tile is long, since
-adjacent tiles select similar blocks. The tile's own list cannot decide, since no output may
-depend on later tokens. The device decides whether a tile is gathered, and the host never waits
-for the decision.
+The module supports both frameworks.
+
+A tile of queries usually loops over all blocks of the tile's block list. For a gathered tile, the
+loop has only the near blocks (`kernels_pallas.specs.selected`): block 0, the block before the block
+of the tile's first token, and all later blocks. The gathering kernel
+(`kernels_pallas.specs.gathered`) processes the other blocks of a gathered tile, which are called
+far blocks. A tile is gathered if the block list of the previous tile is long, since adjacent tiles
+select similar blocks. The tile's own list cannot decide, since no output may depend on later
+tokens. The device decides whether a tile is gathered, and the host never waits for the decision.
 
 The gathering kernel is key-stationary. For each token, the gathering kernel writes one partial
 output per far block. Another kernel merges the partial outputs of a token with the output of

@@ -2,11 +2,13 @@
 
 | structure | read by | contents |
 |---|---|---|
-| block list of a tile | `selected` | the selected blocks, and the tokens of each |
+| block list of a tile | `selected` | the selected blocks, and the tokens that selected each block |
 | query list of a block | `dkv` | the queries that selected the block |
-| the same if dS is stored | `dkv` | these queries, and the slot of the block in their selection |
-| the same for far blocks of gathered tiles | `gathered` | the same |
+| query list if dS is stored | `dkv` | the queries, and the block's slot in each selection |
+| query list of a far block | `gathered` | the queries, and the block's slot in each selection |
 | work items | `dkv`, `gathered` | segments of query lists |
+
+Only gathered tiles have far blocks.
 """
 
 import dataclasses
@@ -92,9 +94,10 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """Return the spec of the merge for the number of keys that `list_keys` returns. If
-    sequences have slots, `dkv` merges tiles of slots, since a tile of slots belongs to one
-    sequence. The last keys of a tile of keys may belong to the next sequence.
+    """Return the spec of the merge for the number of keys that `list_keys` returns.
+
+    If sequences have slots, `dkv` merges tiles of slots, since a tile of slots belongs to one
+    sequence. Without slots, the last keys of a tile of keys may belong to the next sequence.
     """
     if layout.varlen is None:
         return spec

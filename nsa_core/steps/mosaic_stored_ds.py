@@ -1,4 +1,4 @@
-"""Gradients of the selected branch with stored dS, for either framework.
+"""Computes the gradients of the selected branch with stored dS, for either framework.
 
 The kernel `dkv` computes dS for every token and each block that the token selected, and writes
 dS to memory. With stored dS, the kernel of dq computes one product per block instead of three,
@@ -9,8 +9,7 @@ and needs neither V nor dO nor exponentials:
                             ▼ dS, of some rows of [B, Hkv]
     block list of a tile ──► stored_ds_dq ──► dq of these rows, added in place
 
-dS of all rows needs several times the memory of an output. Rows are therefore processed in
-chunks.
+dS of all rows needs several times the memory of an output, so rows are processed in chunks.
 """
 
 import dataclasses
@@ -239,11 +238,12 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
     """Return dk and dv like `_merged`, but merge the partial sums of only the rows in a chunk.
+
     All other rows of dk and dv have the values of `before`.
 
     Args:
       arrays: Further inputs of the kernel.
-      before: The result of the previous chunk. For the first chunk it is empty.
+      before: The result of the previous chunk. `before` is empty for the first chunk.
     """
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).gradients:

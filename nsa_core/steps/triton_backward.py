@@ -1,10 +1,11 @@
-"""The backward steps on Triton kernels, for either framework. `mosaic_backward` is the
-counterpart for Mosaic kernels.
+"""The backward steps on Triton kernels, for either framework.
 
-Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. If a few
-tiles of keys have much more work than others, or a block has a long query list, several
-programs share the work of a tile. The partial sums of these programs, in float32, are added in
-a fixed order. A stable sort builds the query lists, so the order of every sum is fixed.
+`mosaic_backward` is the counterpart for Mosaic kernels.
+
+Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. Several programs
+share the work of a tile of keys if it has much more work than other tiles, or if its block has a
+long query list. The partial sums of these programs, in float32, are added in a fixed order. A
+stable sort builds the query lists, so the order of every sum is fixed.
 """
 
 from collections.abc import Sequence
@@ -205,7 +206,7 @@ class ListSizes(NamedTuple):
     Attributes:
       entries: The maximum number of entries.
       items: The maximum number of work items. Every tile has at least one work item.
-      packed: Whether sequences may begin at any key. If they may, a block may be in two tiles.
+      packed: Whether sequences may begin at any key. With `packed`, a block may be in two tiles.
     """
 
     tiles: int

@@ -4,8 +4,8 @@
                              interval (sliding)
 
 The functions, their arguments and their results are the same as in `mosaic_forward`, since
-`fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels. Its
-function `capability` returns the compute capability of the GPU.
+`fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels.
+`ops.capability` returns the compute capability of the GPU.
 """
 
 import math
@@ -86,8 +86,10 @@ def selected_and_sum(
 
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
-    """Return the sizes of tiles. If the heads of one token fill 16 rows or more, a tile has one
-    token. If a token has fewer heads, a tile has as many adjacent tokens as fit in 16 rows.
+    """Return the sizes of tiles.
+
+    If the heads of one token fill 16 rows or more, a tile has one token. If a token has fewer
+    heads, a tile has the largest number of adjacent tokens that fits in 16 rows.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
     slots = power(n, 1)

@@ -197,8 +197,8 @@ def _kl_tiles(
 
     Args:
       narrow: Whether the elements of the operands have 16 bits.
-      rows: Two numbers of rows. The first is for GPUs whose matrix instructions read operands
-        from shared memory, and the second for other GPUs.
+      rows: Two numbers of rows. The first number is for GPUs whose matrix instructions read
+        operands from shared memory, and the second number is for other GPUs.
       wide: Numbers of warps and of stages on GPUs whose matrix instructions read operands from
         shared memory.
     """

@@ -46,8 +46,9 @@ class Paged(NamedTuple):
         token. The number of queries per row is 0 if it differs between rows.
 
         If all rows have the same number of queries, kernels read only `lengths`, and no kernel
-        computes rows and positions. Otherwise the kernels read the row and the position of each
-        token. `most` is the number of tokens for which a row's table has pages.
+        computes rows and positions. If the number of queries differs between rows, the kernels read
+        the row and the position of each token. `most` is the number of tokens for which a row's
+        table has pages.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
