@@ -1,5 +1,5 @@
-"""Computes the cost of a run in the cloud: an upper bound before the run, and the share that was
-used after it.
+"""Computes the cost of a run in the cloud: an upper bound before the run, and the used share of the
+bound after the run.
 
     python cloud/cost.py cloud/sky/l4.yaml                     # before
     python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
@@ -37,7 +37,7 @@ def dollars(hourly: float, minutes: float) -> float:
 
 def task_minutes(task: dict) -> float:
     """Return the maximum minutes of setup, run and idle machine of a SkyPilot task. Without
-    `autostop` the machine continues to run afterwards.
+    `autostop` the machine continues to run after the task.
     """
     (limit,) = re.findall(r"timeout [^\n]*?(\d+)m ", task["run"])
     idle = task["resources"].get("autostop", {}).get("idle_minutes", 0)

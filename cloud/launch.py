@@ -5,8 +5,8 @@ machine.
     python cloud/launch.py cloud/sky/l40s.yaml --infra runpod
 
 SkyPilot shows the price and asks, unless --yes is given. `sky down` always runs at the end, on
-every cloud, also after a failure, Ctrl-C or SIGTERM. The first printed line has the maximum cost.
-If nothing would end the machine after this program was killed, that line states this as well.
+every cloud, also after a failure, Ctrl-C or SIGTERM. The first printed line has the maximum cost,
+and a warning if nothing would end the machine after this program was killed.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
     GPU=L4 modal run cloud/modal_app.py --quick     # or A100, L40S, A10G
 
-The command prints the maximum cost before the run, and the cost of the run after it. The
+The command prints the maximum cost before the run, and the cost after the run. The
 container ends when the function returns, or after `TIMEOUT_S` seconds.
 """
 

@@ -8,13 +8,14 @@
         --steps 200 --dtype bfloat16 --max_gap 1            # 12 million weights, for a GPU
 
 A prompt repeats two tokens in random order and ends with token 0. The reward of an answer is the
-share of its tokens that are one of the two. The model begins with random weights, and thus with
-a reward of about 2 / 16. The baseline is the mean reward of all --answers answers to a prompt.
+share of its tokens that are one of the prompt's two tokens. The model begins with random weights,
+and thus with a reward of about 2 / 16. The baseline is the mean reward of all --answers answers to
+a prompt.
 --seed determines weights, prompts and answers.
 
 The sampler is a copy of the model in --dtype. `generate_batch` returns the log probability of each
-token that it samples (`return_logprobs`). The trainer has float32 weights, and computes the same
-log probabilities without a cache. The script prints for each step:
+token that it samples (`return_logprobs`). The trainer has float32 weights, and computes the log
+probabilities of the same tokens without a cache. The script prints for each step:
 
     gap       absolute difference of the two log probabilities in nats, before the first update
     outside   share of tokens with a ratio p(new) / p(old) outside 0.8 .. 1.2, in the first and in
@@ -24,9 +25,9 @@ log probabilities without a cache. The script prints for each step:
     --old trainer   p(old) is the trainer's probability before the first update, so that the first
                     ratio is 1. The weight p(old) / p(sampler), at most 2, corrects the gap
 
-docs/determinism.md states when to use which. The exit status is 1 if a gap is above --max_gap, or
-if the mean reward of the last quarter of the steps is less than 0.1 above the reward before the
-first update. The script needs the extra `hf` and transformers 5.19.
+docs/determinism.md states when to use each value of --old. The exit status is 1 if a gap is above
+--max_gap, or if the mean reward of the last quarter of the steps is less than 0.1 above the reward
+before the first update. The script needs the extra `hf` and transformers 5.19.
 """
 
 import argparse
@@ -55,7 +56,7 @@ LEAST = {
 
 
 def sample(sampler, prompts: list[list[int]], flags: argparse.Namespace) -> list[torch.Tensor]:
-    """Return the tokens of each answer after those of its prompt, and their log probabilities."""
+    """Return the tokens of each prompt and its answer, and the answers' log probabilities."""
     requests = flags.prompts * flags.answers
     blocks = 2 + (flags.prompt_tokens + flags.answer_tokens) // flags.select_block
     batching = continuous_batching_config(

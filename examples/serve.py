@@ -9,11 +9,11 @@
 `nsa` and `dense` run continuous batching: the manager of transformers (`generate_batch`)
 allocates pages, shares prefixes, and mixes prefill with decode. `vllm` is NSA in vLLM's engine,
 in this process. `generate` is NSA with all requests as rows of one batch, padded on the left. On
-a GPU the cache of `generate` is in pages, and a step is a CUDA graph. `generate_dynamic` is the
-same with a cache that grows. Weights are random, and texts are the source of the standard library
-as bytes, since only speed is measured. All requests arrive at the same time. The script needs the
-extra `hf`, and transformers 5.19 for `nsa`. `vllm` needs the extra `vllm`, and was tested only on
-a CPU.
+a GPU the cache of `generate` is in pages, and a step is a CUDA graph. `generate_dynamic` is
+`generate` with a growing cache. Weights are random, and texts are the source of the standard
+library as bytes, since only speed is measured. All requests arrive at the same time. The script
+needs the extra `hf`, and transformers 5.19 for `nsa`. `vllm` needs the extra `vllm`, and was tested
+only on a CPU.
 
     start         time until the manager is ready, with the CUDA graphs that it captures. Before
                   the clock begins, other requests of the same lengths run, so that kernels are

@@ -8,7 +8,7 @@
 
 Documents are pieces of the files with up to `--document_tokens` bytes. A row packs `row_tokens //
 document_tokens` documents, and the tokens of a document attend only to that document. The model
-is saved to --out, a new folder. Ctrl-C saves a checkpoint in that folder. The script needs the
+is saved to --out, a new folder. Ctrl-C saves a checkpoint in --out. The script needs the
 extra `hf`.
 """
 

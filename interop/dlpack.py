@@ -2,30 +2,32 @@
 that make sharing safe.
 
 Both frameworks queue work on CUDA streams and return before the work has run. Each framework has
-its own memory pool, which reuses freed memory in the order of its own streams. DLPack shares only
-the memory. The following rules are needed in addition.
+its own memory pool, which reuses freed memory in the order of the framework's streams. DLPack
+shares only the memory, so programs must also follow the rules below.
 
 Order: these rules determine which stream waits for which. Pass only array objects to
 `from_dlpack`, never a capsule. A capsule has no stream, so that no stream would wait for another.
   torch -> JAX  JAX names its stream to `Tensor.__dlpack__`, which makes that stream wait for
-                torch's current stream. What the current stream has queued is visible to JAX.
+                torch's current stream. JAX sees the results of all work that torch's current stream
+                has queued.
   JAX -> torch  torch names its current stream to `Array.__dlpack__`, which makes that stream
-                wait for the array. Another torch stream must wait for that one.
+                wait for the array. Any other torch stream that reads the array must wait for the
+                current stream.
 On CUDA the host does not wait. On the CPU torch runs each operation at once, and `to_torch` waits
 until JAX has computed the array.
 
-Lifetime: these rules determine which object keeps which memory alive. Input of JAX An alias keeps
-  the tensor's storage alive, but XLA may drop the alias before its
+Lifetime: these rules determine which object keeps which memory alive.
+  Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
                 stream has read the memory. Keep tensor and array until `to_torch` has returned
-                every output that was computed from it, on the current stream. From then on, the
-                order of torch protects its memory. Call `record_stream` if another stream
-                allocated it.
+                every output that was computed from it, on the current stream. After that, torch's
+                order of streams protects the tensor's memory. If another stream allocated the
+                tensor, call `record_stream`.
   JAX's output  A torch alias keeps the array alive, but XLA does not know torch's streams. Once
-                the alias is dropped, the next XLA program may get that memory while a queued
-                torch kernel still reads it. An alias may therefore be dropped only when the
-                kernels that read it have finished. If you cannot ensure this, request a copy:
-                `to_torch(array, copy=True)` clones on the current stream into torch's memory,
-                and keeps the array until an event shows that the clone has run.
+                the alias is dropped, the next XLA program may reuse the array's memory while a
+                queued torch kernel still reads the array. Drop an alias only after the kernels
+                that read the alias have finished. If you cannot wait for these kernels, request a
+                copy: `to_torch(array, copy=True)` clones on the current stream into torch's
+                memory, and keeps the array until an event shows that the clone has run.
 
 Mutation: JAX arrays are immutable, so never write to the torch alias of a JAX array. Do not write
 to a tensor while JAX may still read it. JAX has read the tensor when `to_torch` has returned all
@@ -63,11 +65,11 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         the tensor alive and do not write to it while JAX uses it (see the module).
 
     Raises:
-      ValueError: The tensor belongs to a subclass, whose tensors may have no memory, or has a
-        dtype that JAX would convert (64-bit types without x64).
+      ValueError: The type of the tensor is a subclass of `torch.Tensor` (which may have no memory),
+        or the dtype is one that JAX would convert (64-bit types without x64).
       NotImplementedError: torch's current stream is capturing a CUDA graph.
-      BufferError, RuntimeError: torch or JAX raises these errors: the tensor requires a gradient
-        while gradients are on, or JAX does not support the device or dtype.
+      BufferError, RuntimeError: The tensor requires a gradient while gradients are on, or JAX does
+        not support the device or dtype. torch or JAX raises these errors.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"tensor must be a plain torch.Tensor, got {type(tensor).__name__}")
@@ -103,9 +105,9 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 
     Args:
       array: A JAX array on one device, which is not traced.
-      copy: With False, tensor and array share memory. Never write to a tensor that shares memory,
-        and drop it only after all reads have finished. With True, the tensor is a copy in torch's
-        memory, for which the rules of the module do not apply.
+      copy: If False, tensor and array share memory. Never write to a tensor that shares memory, and
+        drop the tensor only after all its reads have finished. If True, the tensor is a copy in
+        torch's memory, for which the rules of the module do not apply.
     """
     alias = torch.from_dlpack(array)
     if not copy:
@@ -155,8 +157,8 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
 
 
 def release_finished() -> None:
-    """Release the JAX arrays whose clone has run. If more than `HELD_BYTES` remain, the host
-    waits for the oldest.
+    """Release the JAX arrays whose clone has run. If more than `HELD_BYTES` remain, the host waits
+    for the oldest clone.
     """
     with _lock:
         _held[:] = [(event, alias) for event, alias in _held if not event.query()]

@@ -5,11 +5,11 @@ Machine code that serves every sequence length is read from disk, or is built on
 disk (`kernels_pallas.runtime`). A launch calls the CUDA driver with the sizes and tensor maps of
 the problem.
 
-Order and lifetime are the same as for any torch operator. The kernel reads and writes on the
-stream that is current when `launch` is called, and torch allocates outputs on that stream. The
-host never waits. If another stream writes to an input, the caller makes the current stream wait
-for it. If another stream allocated an input, the caller calls `record_stream` before dropping
-the tensor.
+The order of execution and the lifetime of memory are the same as for any torch operator. The kernel
+reads and writes on the stream that is current when `launch` is called, and torch allocates outputs
+on that stream. The host never waits. If another stream writes to an input, the caller makes the
+current stream wait for it. If another stream allocated an input, the caller calls `record_stream`
+before dropping the tensor.
 
 Kernels stay loaded until the process ends (`runtime.loaded`).
 """
@@ -41,22 +41,22 @@ def launch(
       kernel: The kernel. A kernel that is not stored on disk is built at its first launch, or
         earlier by `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
-        elements, in any shape. All must be contiguous, start at a multiple of 256 bytes, and be
-        on one Hopper GPU. If gradients are on, no tensor may require a gradient, since nothing is
-        recorded for autograd.
+        elements, in any shape. All tensors must be contiguous, start at a multiple of 256 bytes,
+        and be on one Hopper GPU. If gradients are on, no tensor may require a gradient, since
+        nothing is recorded for autograd.
       out: One tensor or None for each of `kernel.outputs`, under the same rules as inputs. An
-        output must not overlap any other tensor of the call, except that the first outputs of an
-        `in_place` kernel may be its last inputs. Outputs that are None are allocated. If `out` is
-        empty, all outputs are allocated.
+        output must not overlap any other tensor of the call. As an exception, the first outputs of
+        an `in_place` kernel may be its last inputs. Outputs that are None are allocated. If `out`
+        is empty, all outputs are allocated.
 
     Returns:
-      The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
+      The outputs: the tensors of `out`, or new tensors in the shapes of `kernel.outputs`.
 
     Raises:
-      ValueError: A tensor breaks one of the rules above.
+      ValueError: A tensor breaks a rule of `tensors` or `out`.
       NotImplementedError: the GPU has another compute capability than 9.0.
       RuntimeError: The kernel would be loaded for the first time while a CUDA graph is
-        captured, or it is not stored on disk and could not be built.
+        captured, or the kernel is not stored on disk and could not be built.
     """
     device, index = tensors[0].device, tensors[0].get_device()
     inputs, outputs = _arguments(kernel)

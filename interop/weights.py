@@ -1,7 +1,8 @@
 """Saves and loads the weights of a module in one safetensors file that both frameworks read.
 
 The file contains the torch module's `state_dict`, with its keys and layouts. The Flax NNX module
-has the same names. The following rule therefore maps a path in that module to a key:
+has the same names as the torch module. The following rule maps a path in the NNX module to a key of
+the file:
 
   NNX parameter           key in the file      layout
   `a.b.kernel` [in, out]  `a.b.weight`         [out, in]    transposed, as torch.nn.Linear
@@ -11,7 +12,7 @@ has the same names. The following rule therefore maps a path in that module to a
 Dtypes are unchanged, including bfloat16. The file's metadata records the result of
 `module.hyper_parameters()`, a dictionary of numbers and strings, as JSON. Additional entries
 (`LayerSpec.kind_keys`) record gate and phi of each attention layer, and kv if it is "shared". The
-names of the additional entries have the information, and their values are zero.
+additional entries have the information in their names, and their values are zero.
 """
 
 import json
@@ -68,9 +69,9 @@ def load(path: str | Path, module: Module) -> None:
     """Read the weights in `path` into `module`, in place. A loaded value gets the device or
     sharding of the parameter that it replaces.
 
-    A file without hyper-parameters is accepted if its keys, shapes and dtypes fit. Such a file
-    must also record gate and phi of each attention layer, unless gate and phi were passed to the
-    constructor of the layer.
+    A file without hyper-parameters is accepted if its keys, shapes and dtypes fit. A file without
+    hyper-parameters must also record gate and phi of each attention layer, unless gate and phi were
+    passed to the constructor of the layer.
 
     Raises:
       ValueError: The hyper-parameters, gate, phi, kv, keys, shapes or dtypes differ. The message

@@ -1,13 +1,12 @@
 """The public functions. Each function checks its arguments once and then runs the chosen
 implementation of every step.
 
-`nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Functions with the
-arguments `key` and `value` accept for each of them one array, or a `Branches` of arrays with one
-array per branch (paper section 3.3.3). `implementation` is None (automatic), a name for all
-branches, or a `Branches` of names. A named implementation never falls back to another one. Every
-function raises `ValueError` for input that no implementation supports. The error message names
-the argument, the rule and the value. If a named implementation cannot run the call, the function
-raises `NotImplementedError`.
+`nsa_core.types` explains the letters of shapes, `B T S H Hkv D Dv C N n`. Each of the arguments
+`key` and `value` is one array, or a `Branches` with one array per branch (paper section 3.3.3).
+`implementation` is None (automatic), a name for all branches, or a `Branches` of names. A named
+implementation never falls back to another one. Every function raises `ValueError` for input that no
+implementation supports. The error message names the argument, the rule and the value. If a named
+implementation cannot run the call, the function raises `NotImplementedError`.
 """
 
 import functools
@@ -77,12 +76,12 @@ def attention(
       varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Call
         `varlen_metadata` once for all layers.
       scale: factor of the logits; None means `D**-0.5`.
-      recompute: whether to save only the inputs and the block indices for the backward pass. The
-        backward pass then computes the branches again. If `recompute` is False, three more arrays
-        of the output's size are saved.
+      recompute: whether to save only the inputs and the block indices for the backward pass. If
+        `recompute` is True, the backward pass computes the branches again. If `recompute` is False,
+        three more arrays of the output's size are saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
-        (`nsa_jax.context`). With an axis, the arrays contain only the tokens of this device (`T =
-        S`), but `compressed` describes the whole sequence.
+        (`nsa_jax.context`). With `context_axis`, the arrays contain only the tokens of this device
+        (`T = S`), but `compressed` describes the whole sequence.
       context_layout: distribution of the tokens over devices, `zigzag` or `contiguous`.
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
@@ -91,8 +90,8 @@ def attention(
 
     Raises:
       ValueError: No implementation supports an argument.
-      NotImplementedError: The named implementation cannot run this call. The error is also raised
-        if no implementation supports `config.compute_dtype` on this device, in context
+      NotImplementedError: The named implementation cannot run this call. `NotImplementedError` is
+        also raised if no implementation supports `config.compute_dtype` on this device, in context
         parallelism or for a gradient.
     """
     validate.flag("recompute", recompute)
@@ -167,7 +166,8 @@ def attend(
 
     Args:
       assume_finite: Whether keys and values after `kv_len` are finite and no query is padding. If
-        `assume_finite` is true, kernels need no copies in which such tokens are zeros.
+        `assume_finite` is true, kernels need no copies of the inputs with zeros in place of
+        padding.
     """
     compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
@@ -362,7 +362,7 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Compute attention over the last `window` keys, including the query's own. Return
+    """Compute attention over the last `window` keys, including the query's own key. Return
     `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
@@ -420,7 +420,7 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: The arguments of `attention` that are in this signature. `gates` and `compressed` are
+    Args: As in `attention`. `gates` and `compressed` are
       checked, but do not affect the choice.
 
     Returns:
@@ -444,7 +444,7 @@ def explain(
 def choices_of(
     query, key, value_width, config, segment_ids, implementation, step=None
 ) -> Choices:
-    """Return the choice for each step of a call, as `Registry.choices` does.
+    """Return the choice of an implementation for each step of a call.
 
     Args:
       query, key: `[B, T, H, D]` and `[B, S, Hkv, D]`. For a step on compressed keys, `key` has
@@ -480,8 +480,8 @@ def varlen_metadata(
 
     The limits `max_segments` and `max_seqlen` are checked only if the host can read
     `segment_ids`. The host can read `segment_ids` on a CPU outside `jax.jit`, and on a GPU while
-    `nsa_jax.debug` reports events. In other cases the caller must ensure that the rows respect
-    the limits.
+    `nsa_jax.debug` reports events. If the host cannot read `segment_ids`, the caller must ensure
+    that the rows respect the limits.
 
     Args:
       segment_ids: `[B, S]`, as in `attention`.
@@ -489,8 +489,8 @@ def varlen_metadata(
       max_segments: Upper bound for the number of runs of equal ids per row, including runs of
         padding. `max_segments=None` means that no bound is known. With a bound, Mosaic kernels
         use separate tiles for each sequence, so that no tile covers two sequences.
-      max_seqlen: Upper bound for the number of tokens per sequence. Defaults to `S`. In a
-        sequence longer than the bound, blocks beyond it may be left out of the selection. With
+      max_seqlen: Upper bound for the number of tokens per sequence. Defaults to `S`. In a sequence
+        longer than the bound, blocks beyond the bound may be left out of the selection. With
         `max_segments`, Mosaic kernels treat a row that exceeds a bound as padding.
 
     Raises:

@@ -46,8 +46,8 @@ def block_attention(
     sequence. A query attends to the tokens of its listed blocks at or before its own position.
     The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
     through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
-    deterministic, since sums have a fixed order. Arguments that `jax.nn.dot_product_attention`
-    also has have the same names as in that function.
+    deterministic, since sums have a fixed order. Arguments that also exist in
+    `jax.nn.dot_product_attention` have the same names.
 
     Args:
       query: `[B, T, H, D]`, floating point.
@@ -57,7 +57,7 @@ def block_attention(
         `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
         repeated. The entries of a list may have any order, and negative entries are empty. Blocks
         after the query's own block, or beyond the last key, are masked. A list must not contain a
-        block twice, since its keys would then count twice.
+        block twice, since the keys of this block would count twice.
       block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
         supports multiples of 16 up to 128, and `triton` any size up to 128. `mosaic` and `triton`
         also support larger multiples of 64. `mosaic` and `triton` split blocks of more than 128
@@ -68,7 +68,7 @@ def block_attention(
       include: `selected` uses only the lists. `tail` also adds the query's own block, unless
         the query is the last token of that block. The lists must not contain a block that
         `tail` adds.
-      query_seq_lengths: int32 `[B]`, number of valid queries, which are the first ones of a row.
+      query_seq_lengths: int32 `[B]`, number of valid queries, which are the first queries of a row.
         `query_seq_lengths=None` means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`.
         `key_value_seq_lengths=None` means `S`. The last valid query has the position of the last
@@ -217,7 +217,7 @@ def paged_block_attention(
     Raises:
       ValueError: Shapes or dtypes do not fit. If the host reads the indices, a list that contains
         a block twice, or an index of a page that does not exist, also raises `ValueError`.
-      NotImplementedError: A gradient is required, or the named implementation cannot run this.
+      NotImplementedError: A gradient is required, or the named implementation cannot run this call.
     """
     arrays = query, key_pages, value_pages, block_indices
     if cu_seqlens_q is not None:

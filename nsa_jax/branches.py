@@ -2,8 +2,8 @@
 bounded memory.
 
 Queries are processed in chunks. The selected branch gathers only the blocks of one chunk of
-queries. The sliding branch slices the keys that its chunk can attend to. Each branch returns the
-output `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
+queries. The sliding branch slices the keys to which a chunk of queries can attend. Each branch
+returns the output `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 
 The selection of blocks (arXiv 2502.11089 v2, Eqs. 8-12) is computed in float32 and has no
 gradient. On a CPU, scores that are too small for float32 are compared by their logarithms. The
@@ -136,7 +136,7 @@ def selected_attention(
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
-    """Compute attention to the last `window` keys of the sequence, including the query's own."""
+    """Compute attention to the last `window` keys up to the query, including its own key."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
@@ -172,7 +172,7 @@ def combine(outputs, gates):
 
 
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
-    """Return the maximum number of key blocks per sequence in these arrays."""
+    """Return the maximum number of key blocks per sequence in the given arrays."""
     if segment_ids is not None:
         limit = getattr(segment_ids, "max_seqlen", None)
         kv_len = min(segment_ids.shape[1], limit or segment_ids.shape[1])

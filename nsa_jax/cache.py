@@ -1,10 +1,10 @@
 """Decoding in JAX. A call returns a new cache that includes the call's tokens, and does not
 change the given cache. If the caller donates the given cache, the call reuses its memory, and the
-given cache is invalid afterwards. The same function serves prompts, chunks and single tokens.
+given cache is invalid afterwards. `cached_attention` serves prompts, chunks and single tokens.
 
 Each row is one page (`nsa_core.paged_layout`) with memory for all tokens of the row. The
-capacity is fixed. A write beyond the capacity raises `ValueError` if the length is known. In
-traced code, where the length is unknown, the output becomes NaN instead.
+capacity is fixed. A write beyond the capacity raises `ValueError` if the length is known. In traced
+code, where the length is unknown, a write beyond the capacity makes the output NaN.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class NSACache(NamedTuple):
 
     def reset(self) -> Self:
         """Return an empty cache, without a record of how tokens were computed. The arrays of the
-        cache are zeros: kernels multiply whole tiles, so that memory after the last token must
-        not be NaN.
+        cache are zeros: kernels multiply whole tiles, so memory after the last token must not be
+        NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -138,7 +138,7 @@ def cached_attention(
     scale: float | None = None,
     implementation: api.Names = None,
 ):
-    """Append `T >= 1` tokens to a cache and attend from them. Return `(out, new cache)`.
+    """Append `T >= 1` tokens to a cache and compute their attention. Return `(out, new cache)`.
 
     The output of a token equals that of `attention` over all tokens so far. Tokens may be
     appended all at once, in chunks of any size, or one at a time. The given cache is unchanged.
@@ -213,9 +213,9 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
     """Return the `Contents` of a cache after a write with `facts`. Also return a mask `[B]` of
     the rows that become invalid, or False if no row does.
 
-    If compressed tokens are means and there are no other facts, empty contents stay empty. The
-    pytree structure of the cache then stays the same. The carry of a `scan` may therefore begin
-    with an empty cache.
+    If compressed tokens are means and there are no other facts, empty contents stay empty. With
+    empty contents, the pytree structure of the cache is unchanged, so the carry of a `scan` may
+    begin with an empty cache.
 
     Raises:
       ValueError: One of the `facts` contradicts the contents of the cache.

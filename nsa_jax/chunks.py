@@ -25,9 +25,9 @@ def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | No
     padded with -1, a position that attends to no key.
 
     In the backward pass each chunk is computed again instead of being stored. Every query adds to
-    the gradients of `shared`, and these gradients accumulate in float32. In the backward pass
-    `body` therefore receives the shared arrays in float32. `body` must cast the parts that it
-    reads to the dtype of the queries. `body` must not close over traced arrays.
+    the gradients of `shared`. To accumulate these gradients in float32, `body` receives the shared
+    arrays in float32 in the backward pass. `body` must cast the parts that it reads to the dtype of
+    the queries. `body` must not close over traced arrays.
     """
     budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
     most = max(1, budget // max(row_bytes, 1))
@@ -77,9 +77,7 @@ _mapped.defvjp(_forward, _backward)
 
 
 def _split(tree, count):
-    """Split each leaf `[B, T, ...]` into chunks `[count, B, size, ...]`, and pad the last
-    one.
-    """
+    """Split each leaf `[B, T, ...]` into chunks `[count, B, size, ...]`, and pad the last chunk."""
 
     def split(x):
         size = -(-x.shape[1] // count)

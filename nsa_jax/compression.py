@@ -91,8 +91,9 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """Return the windows of `block` tokens that begin at `starts`. Unused slots contain zeros.
-    Otherwise a NaN in padding would reach the gradients of parameters, even multiplied by zero.
+    """Return the windows of `block` tokens that begin at `starts`. Unused slots contain zeros, so
+    that a NaN in padding does not reach the gradients of parameters. A product of NaN and zero
+    would be NaN.
 
     The gradient of a token is the sum over the windows that contain it, in a fixed order. If JAX
     differentiated a gather, the gradient would be a scatter, which adds in any order on a GPU.

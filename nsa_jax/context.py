@@ -4,16 +4,17 @@ sequence.
 Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys
 and values are gathered for a group of key/value heads at a time (`head_groups`), by
 `lax.all_gather`. The gather of the next group does not depend on the computation of the current
-group. XLA may therefore overlap the two. Attention of a chunk of queries is then an ordinary
-call, whose queries are the last of the first `kv_len` tokens. `kv_len` is a traced value, so that
-all devices run the same program. Gathered keys and values are not saved, since the backward pass
-gathers them again. `lax.psum_scatter` sums the gradients over the devices in float32.
+group, so XLA may overlap communication and computation. After the gather, attention of a chunk of
+queries is an ordinary call, whose queries are the last of the first `kv_len` tokens. `kv_len` is a
+traced value, so that all devices run the same program. Gathered keys and values are not saved,
+since the backward pass gathers them again. `lax.psum_scatter` sums the gradients over the devices
+in float32.
 
 Each device computes the compressed tokens of those windows that begin in its own tokens. Windows
 extend beyond the device's chunks. The tokens that follow a chunk and belong to its windows are
 the halo of the chunk. All devices then gather the compressed tokens.
 
-Shapes: `T` is the number of tokens of one device, and `S` that of the whole sequence.
+Shapes: `T` and `S` are the numbers of tokens of one device and of the whole sequence.
 """
 
 import dataclasses
@@ -274,8 +275,8 @@ def tokens_before(x, count: int, *, context_axis: str, context_layout: Layout = 
 
 
 def _with_halo(shard, x, halo):
-    """Return each chunk of `x` `[B, T, ...]`, followed by its `halo` next tokens. After the end
-    of the sequence there are zeros.
+    """Return each chunk of `x` `[B, T, ...]`, followed by its `halo` next tokens. Entries after the
+    end of the sequence are zeros.
     """
     own = jnp.split(x, len(shard.own), axis=1)
     width = min(halo, shard.chunk)

@@ -5,9 +5,9 @@
     compile  XLA compiles the rest of the program; the kernel exists already, or is built meanwhile
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
-For a new shape JAX therefore only traces the call. The process that runs a program needs only
-the store of kernels (`kernels_pallas.runtime.store`), even if the program comes from JAX's
-persistent cache. The host reads the call frame in Python (`xla_call`).
+For a new shape JAX only traces the call, since the machine code serves every length. The process
+that runs a program needs only the store of kernels (`kernels_pallas.runtime.store`), even if the
+program comes from JAX's persistent cache. The host reads the call frame in Python (`xla_call`).
 """
 
 import collections
@@ -82,7 +82,7 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
 def _starts_aligned(x: Any) -> bool:
     """Return whether every contiguous slice of this shape starts at a multiple of `ALIGNMENT`.
 
-    If a slice of a larger array starts at a multiple of 128 bytes, XLA passes it to a custom
+    If a slice of a larger array starts at a multiple of 128 bytes, XLA passes the slice to a custom
     call without a copy. A barrier between the slice and the call forces a copy.
     """
     inner = next((i for i, size in enumerate(x.shape) if size > 1), len(x.shape)) + 1

@@ -5,9 +5,9 @@ array. The metadata of packed rows is computed once for all layers:
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
-The result of `varlen_metadata` is a pytree of arrays `[B, ..]`. Make the metadata outside of a
-scan over layers and of `jax.checkpoint`. The metadata is then computed once per training step,
-and no backward pass computes it again.
+The result of `varlen_metadata` is a pytree of arrays `[B, ..]`. Make the metadata outside of a scan
+over layers and of `jax.checkpoint`, so that a training step computes the metadata only once, and
+not again in backward passes.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ class QueryLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """`segment_ids` and the arrays that are derived from them. `nsa_jax.varlen_metadata` makes
-    such an object once. Functions of this module accept either the array `segment_ids` or this
-    object. The arrays are int `[B, S]`, and a transform of JAX may replace them.
+    """`segment_ids` and the arrays that are derived from them. `nsa_jax.varlen_metadata` makes a
+    `PackedRows` once. Functions of this module accept either the array `segment_ids` or a
+    `PackedRows`. The arrays are int `[B, S]`, and a transform of JAX may replace them.
     """
 
     segment_ids: Any
@@ -72,7 +72,7 @@ Segments = Int[Array, "B S"] | PackedRows
 
 
 def ids_of(segment_ids: Any) -> Any:
-    """Return the array of segment ids. The argument is that array or a `PackedRows`."""
+    """Return the array of segment ids. The argument is the array itself or a `PackedRows`."""
     return segment_ids.segment_ids if isinstance(segment_ids, PackedRows) else segment_ids
 
 

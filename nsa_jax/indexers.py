@@ -48,15 +48,15 @@ def index_blocks(
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
     The scores are computed in float32. A list contains the first `num_initial` blocks, the last
-    `num_local` blocks up to the query's own, and the blocks with the highest z. If scores are
+    `num_local` blocks up to the query's own block, and the blocks with the highest z. If scores are
     equal, the block with the lower index is chosen. No array of size queries times keys is
     allocated. The implementation `xla` processes chunks of queries.
 
     Args:
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
       index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
-        * r + entry - 1`. Only queries at or after the last of these tokens use key `r`.
-      pool: number of index keys per block. A block therefore has `pool * entry` tokens.
+        * r + entry - 1`. Only queries at or after token `entry * r + entry - 1` use key `r`.
+      pool: number of index keys per block. A block has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.
       num_initial, num_local: numbers of blocks that every list contains, as in `NSAConfig`.
@@ -70,10 +70,10 @@ def index_blocks(
         packed rows, block indices count from the start of each sequence.
       implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
         Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
-        power of two up to 256, and no packed rows. If `activation` and `reduce` are None,
-        `num_selected` is at most 64 and `pool` is at least 16, `triton` writes no scores to
-        memory. In other calls `triton` supports up to 32768 blocks per row, and
-        writes up to 256 MiB of scores at a time.
+        power of two up to 256, and no packed rows. `triton` writes no scores to memory if
+        `activation` and `reduce` are None, `num_selected <= 64` and `pool >= 16`. If `triton`
+        writes scores, it supports up to 32768 blocks per row, and writes up to 256 MiB of scores at
+        a time.
 
     Returns:
       The selected blocks, int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the
@@ -230,9 +230,9 @@ def indexer_kl(
 
     With `block_indices` the sum is over the keys of the listed blocks, as in the sparse stage of
     training. Without `block_indices` the sum is over all keys up to the query, as in dense
-    warm-up. Only `index_query` and `index_key` receive gradients. The loss needs neither values
-    nor the gradient of the attention's output, so that it also works if the attention is frozen.
-    Neither the forward nor the backward pass allocates an array of size queries times keys.
+    warm-up. Only `index_query` and `index_key` receive gradients. The loss reads no values and
+    needs no gradient of the attention's output, so the attention may be frozen. Neither the forward
+    nor the backward pass allocates an array of size queries times keys.
 
     Sources: the indexer loss comes from DeepSeek-V3.2. The mean over the heads of a group comes
       from MiniMax-M3.
@@ -256,8 +256,8 @@ def indexer_kl(
         of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads. An index
         head may serve up to 64 query heads. Attention and indexer must have the same dtype and
         widths of at most 128. In float32 a block may have at most 4096 elements. `triton` stores
-        one number per query, index head and listed key. The number has 32 bits in float32 and
-        otherwise 16 bits.
+        one number per query, index head and listed key. The stored number has 32 bits if inputs are
+        float32, and 16 bits for other dtypes.
 
     Returns:
       The loss, float32 `[B, T, Hi]`. The loss is 0 for padding. The loss is not negative if `lse`
@@ -285,8 +285,8 @@ def indexer_kl(
 
 def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
     """Return the positions of queries, and the index queries and index keys with zeros in place
-    of padding. A NaN in padding would otherwise spread, since the gradient of index queries is a
-    product with index keys, and vice versa.
+    of padding. Without the zeros, a NaN in padding would spread, since the gradient of index
+    queries is a product with index keys, and vice versa.
     """
     at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)

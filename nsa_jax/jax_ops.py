@@ -148,8 +148,8 @@ JAX_OPS = JaxOps()
 def _triton_call():
     """Return `jax_triton.triton_call`, wrapped so that every version of jax-triton accepts the
     outputs as `outputs`. jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported.
-    Without the variable, Triton's cache would be disabled in the whole process. This function
-    therefore restores it. FP fusion is requested explicitly, since newer versions of Triton warn
+    Without the variable, Triton's cache would be disabled in the whole process, so this function
+    restores the variable. FP fusion is requested explicitly, since newer versions of Triton warn
     otherwise.
     """
     import triton

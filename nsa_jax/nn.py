@@ -1,7 +1,7 @@
 """`NSAAttention` in Flax NNX, with projections, rotary embedding, compression, gates and a cache.
 
-The attribute names are the same as in the state_dict of the torch module. `nsa_interop.weights`
-can therefore load a checkpoint of one framework in the other.
+The attribute names are the same as in the state_dict of the torch module, so `nsa_interop.weights`
+can load a checkpoint of one framework in the other framework.
 """
 
 import functools
@@ -179,8 +179,8 @@ class KeyConvolution(nnx.Module):
 
 
 class Mark(nnx.Variable):
-    """A scalar in the state that records a property of the layer. The scalar's name records it,
-    and its value is not used.
+    """A scalar in the state that records a property of the layer. The scalar's name records the
+    property, and the scalar's value is not used.
     """
 
 
@@ -223,14 +223,14 @@ class NSAAttention(nnx.Module):
       implementation: as in `nsa_jax.attention`.
       dense_below: whole sequences with fewer tokens than this number use dense attention.
         `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. In
-        sequences below that bound all blocks are selected, and dense attention therefore computes
-        the same function. If times were measured on the device, `nsa_jax.explain` reports the
-        length from which NSA is faster than dense attention. Attention to a cache does not use
+        sequences of at most `n_sel * l_sel` tokens, all blocks are selected, so dense attention
+        computes the same function. If times were measured on the device, `nsa_jax.explain` reports
+        the length from which NSA is faster than dense attention. Attention to a cache does not use
         dense attention.
       compute_dtype: as in `NSAConfig`, for inference on whole sequences. You may also set the
         attribute `compute_dtype` later. Attention to a cache computes in `dtype`.
-      context_axis, context_layout: as in `nsa_jax.attention`. With an axis, the inputs `x` and
-        `segment_ids` have only the tokens of this device.
+      context_axis, context_layout: as in `nsa_jax.attention`. With `context_axis`, the inputs `x`
+        and `segment_ids` have only the tokens of this device.
       rngs: random number generators for the initial parameters.
       fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
 
@@ -304,8 +304,8 @@ class NSAAttention(nnx.Module):
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
-        """Report which implementations run whole sequences of `seq_len` tokens. The report has
-        one choice per step, like that of `nsa_jax.explain`. With `gate="selected"`, and without
+        """Report which implementations run whole sequences of `seq_len` tokens. The report has one
+        choice per step, like the report of `nsa_jax.explain`. With `gate="selected"`, and without
         `implementation` and `context_axis`, the layer computes only the scores and the selected
         branch. Sequences shorter than `dense_below` use dense attention.
         """
@@ -424,11 +424,12 @@ class NSAAttention(nnx.Module):
             the returned `kv` is None. A given cache is unchanged by the call, or invalid if it is
             donated.
           prefill: False declares that `x` continues a cache, which must then contain tokens
-            (not checked in traced code). Chunks of any length may be appended in either case.
+            (not checked in traced code). Chunks of any length may be appended with both values of
+            `prefill`.
           segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). `segment_ids` must be None
             if a cache is given.
-          varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make one such
-            object for all layers.
+          varlen: the result of `varlen_metadata`, which replaces `segment_ids`. Make this metadata
+            once for all layers.
           attention_mask: must be None. Mark padding by negative `segment_ids`. Rows of a cache
             have no padding.
 

@@ -27,7 +27,7 @@ def wide(dtype):
 
 def product(subscripts: str, x, y):
     """Compute `jnp.einsum` of two arrays of the same dtype. The result has the dtype that `wide`
-    returns, and the precision is that of `precision_of`.
+    returns, and the precision that `precision_of` returns.
     """
     exact = precision_of(y.dtype)
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
@@ -70,8 +70,8 @@ def rotated(x, cos, sin):
 
 def put(x, index, values):
     """Return `x` with `values` at `index`, an array or a tuple of arrays. Writes beyond the end
-    are dropped. If the index is a constant, XLA for GPUs (as of JAX 0.11) would instead clamp it
-    to the last position. An optimization barrier hides the constant from XLA.
+    are dropped. XLA for GPUs (as of JAX 0.11) would clamp a constant index to the last position. An
+    optimization barrier hides a constant index from XLA.
     """
     return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
 

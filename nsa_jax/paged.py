@@ -1,10 +1,10 @@
 """A paged cache for decoding and serving in JAX. `append` writes tokens to the cache, and
 `paged_attention` reads them. The counterpart in torch is `nsa_torch.paged`. `append` returns a
 new cache and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so
-that XLA reuses the memory of the cache. All sizes are static. One compilation therefore serves
-growing lengths. If each row has few queries, as in decoding with or without draft tokens, kernels
-read the pages directly. For rows with more queries, the keys and values of each row are gathered
-from the pages, and the steps of `attention` run on the gathered rows.
+that XLA reuses the memory of the cache. All sizes are static, so one compilation serves growing
+lengths. If each row has few queries, as in decoding with or without draft tokens, kernels read the
+pages directly. For rows with more queries, the keys and values of each row are gathered from the
+pages, and the steps of `attention` run on the gathered rows.
 """
 
 import dataclasses
@@ -146,14 +146,15 @@ def append(
 
     A token is not written if it is beyond the end of the row's page table or if its entry of
     the table is negative. Rows of length 0 write nothing. If a token's entry of the table is
-    beyond the pool of pages, the call raises an error on a CPU outside traced code. Elsewhere a
-    token whose entry is beyond the pool is not written. Two rows must not write to the same page.
+    beyond the pool of pages, the call raises an error on a CPU outside traced code. On other
+    devices and in traced code, a token whose entry is beyond the pool is not written. Two rows must
+    not write to the same page.
 
     Args:
       cache: the cache, which the call does not change. If you donate the cache, it is invalid
         afterwards.
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the new tokens of all rows, one row after the
-        other. If the cache is `separate`, they are `Branches`.
+        other. If the cache is `separate`, `key` and `value` are `Branches`.
       page_table: int32 `[B, M]`; entries that a row does not need may have any value.
       lengths: int32 `[B]`, tokens per row including the new ones. A row of length 0 is padding.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first new token, then the end of the
@@ -165,8 +166,8 @@ def append(
 
     Raises:
       ValueError: Shapes or dtypes do not fit the cache, or the cache was filled with parameters
-        of another kind. In traced code it is unknown whether a row already has tokens of another
-        kind. If a row has such tokens, its outputs are NaN.
+        of another kind. In traced code, where the kind of a row's tokens is unknown, a row with
+        tokens of another kind has outputs NaN.
     """
     paged_layout.check_cache(cache)
     key, value = map(Branches.each, (key, value))
@@ -211,9 +212,9 @@ def paged_attention(
     the cache must already have the tokens of the queries. The output of a row is independent of
     the other rows. The output is 0 for rows of length 0 and for tokens that belong to no row. If
     the page table names a page that does not exist, the call raises an error on a CPU outside
-    traced code. Elsewhere the nearest existing page is used. A length beyond the page table is
-    clamped to the table's capacity. Under `jax.vmap` the kernels run once per index of the mapped
-    axis, one after the other.
+    traced code. On other devices and in traced code, the nearest existing page is used. A length
+    beyond the page table is clamped to the table's capacity. Under `jax.vmap` the kernels run once
+    per index of the mapped axis, one after the other.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -225,9 +226,9 @@ def paged_attention(
       max_seqlen_q: Upper bound of the queries per row. `max_seqlen_q` is also limited to the
         capacity of the page table. Defaults to `N`. If `max_seqlen_q` is at most 8, rows are
         padded to this length and run on kernels that read pages.
-      implementation: `mosaic` or `triton` for kernels that read pages, which support rows of 1 to
-        8 queries, or an implementation of `attention`, which runs on gathered pages.
-        `implementation=None` means that the implementation is chosen automatically.
+      implementation: `mosaic` or `triton` for kernels that read pages (rows of 1 to 8 queries), or
+        an implementation of `attention`, which runs on gathered pages. `implementation=None` means
+        that the implementation is chosen automatically.
 
     Raises:
       ValueError: Shapes or dtypes do not fit.

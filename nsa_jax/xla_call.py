@@ -1,9 +1,9 @@
 """Reads with ctypes the call frame that XLA passes to a foreign function.
 
 Constants and rules follow `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
-the interface. Every structure begins with its size and a pointer, and nearly every field is a
-word of 8 bytes. The constants of this module are therefore indices of words. Later versions of
-the interface add fields at the end of a structure.
+the interface. Every structure begins with its size and a pointer, and nearly every field is a word
+of 8 bytes, so the constants of this module are indices of words. Later versions of the interface
+add fields at the end of a structure.
 
 A call frame is read for each kernel that a program runs. To save time, only a few fields are
 read, and a number identifies the kernel (`Call.key`).
@@ -98,7 +98,7 @@ def _asked(frame: Sequence[int], which: int) -> int | None:
 def _call(frame: Sequence[int]) -> Call:
     kinds = tuple((c_int * frame[ATTRS]).from_address(frame[ATTRS + 1]))
     if kinds != (STRING, SCALAR):
-        raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
+        raise ValueError(f"a call must have the attributes kernel and key, got kinds {kinds}")
     kernel, key = (c_size_t * 2).from_address(frame[ATTRS + 3])  # sorted by name
     number = c_int64.from_address(_word(key, VALUE)).value
     addresses = [
@@ -110,7 +110,7 @@ def _call(frame: Sequence[int]) -> Call:
     if stream is not None:
         found = _asked(frame, DEVICE_GET)
         if found is None:
-            raise RuntimeError("XLA does not report its device")
+            raise RuntimeError("XLA does not report the GPU of a call")
         device = c_int32(found).value
     text = lambda: ctypes.string_at(_word(kernel), _word(kernel, 1)).decode()
     return Call(number, addresses, stream, device, text)
@@ -140,8 +140,9 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def _answers_metadata_query(extension: int) -> bool:
-    """If XLA asks only for the metadata of the handler, fill them in. Return whether XLA does
-    so."""
+    """Fill in the metadata of the handler if XLA asks only for the metadata. Return whether XLA
+    asks only for the metadata.
+    """
     if c_int.from_address(extension + TYPE * WORD).value != METADATA:
         return False
     facts = _word(extension, FACTS)
