@@ -94,8 +94,8 @@ class Kernel:
       grid: Number of CTAs along each of at most two axes.
       cluster: Number of CTAs per cluster. The CTAs of a cluster are neighbours on the grid's
         last axis, run together, and access each other's shared memory.
-      source: `module:function` that describes the kernel from its spec. A kernel of a test may have
-        no source. The kernel is then compiled for its own lengths only.
+      source: `module:function` that describes the kernel from its spec. Tests may omit `source`,
+        and the kernel is then compiled for its own lengths only.
     """
 
     name: str
@@ -157,9 +157,9 @@ class Kernel:
 
         The arrays of the returned kernel have the placeholder length `NOMINAL_LENGTH`. The body
         must not compute addresses from `NOMINAL_LENGTH`. The kernel gets one more input per entry
-        of `sizes`, before the arrays. The address of this input is the size times `SCALAR_STEP`.
-        The kernel does not read memory at an address that carries a size. A size that is passed as
-        an address needs no copy to the GPU, and is stored in CUDA graphs.
+        of `sizes`, before the arrays. The address of an input for a size is the size times
+        `SCALAR_STEP`, and the kernel reads no memory there. A size that is passed as an address
+        needs no copy to the GPU, and is stored in CUDA graphs.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)

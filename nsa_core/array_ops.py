@@ -3,7 +3,7 @@
 The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once for both frameworks,
 and receive an `ArrayOps`. `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the
 kernels. `nsa_core.plan` has an `ArrayOps` that records the operations instead of running them. This
-module imports neither framework.
+module imports neither JAX nor torch.
 
 A step computes with arrays only through the methods of `ArrayOps` that `nsa_core.plan` records,
 such as `run` and `derive`. A step uses only `shape`, `dtype` and `reshape` of an array. Any other
@@ -26,7 +26,7 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a derived step.
 
     A derived step is a function `f(ops, *arrays, **static)` that returns a list of arrays. The
-    results depend only on the arguments, and the step does not modify its arguments. The function
+    results depend only on the arguments, and the step does not modify its arguments. A derived step
     may use all of `ArrayOps`, including `xp`.
 
     Args:
@@ -244,8 +244,9 @@ class ArrayOps(Protocol):
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """Write `new` to those entries of `pages` that `at` (`paged_layout.Places`) marks as
-        valid. In torch the write is in place.
+        """Write `new` to the entries of `pages` that `at` (`paged_layout.Places`) marks as valid.
+
+        In torch the write is in place.
         """
         raise NotImplementedError
 

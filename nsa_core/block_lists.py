@@ -86,9 +86,10 @@ def with_tail(xp: Any, indices, position, block_size: int):
 
 
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
-    """Return `(lists, tokens)`. The lists `[N, G, n]` include the query's own block if `include`
-    requires it. `tokens` are the `paged_layout.Tokens` of the queries. `paged` has page_table,
-    lengths and cu_seqlens_q.
+    """Return `(lists, tokens)`.
+
+    The returned lists `[N, G, n]` include the query's own block if `include` requires it. `tokens`
+    are the `paged_layout.Tokens` of the queries. `paged` has page_table, lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged
     lengths = ops.xp.clip(lengths, None, page_table.shape[1] * page)

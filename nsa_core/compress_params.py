@@ -13,10 +13,10 @@ class MLPParams(NamedTuple):
     """The paper's MLP with an intra-block position embedding.
 
     The MLP computes `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`. The window is flattened
-    token by token, gelu has its tanh form, and all key/value heads share the parameters. If the
-    keys were rotated by their positions, the result depends on the position of the window. With
-    rotated keys, the product of a query with a compressed key depends on both positions, not only
-    on their distance. `RopeMLPParams` avoids this.
+    token by token, gelu has its tanh form, and all key/value heads share the parameters. If keys
+    are rotated before the MLP, a compressed key depends on the position of its window. With rotated
+    keys, the product of a query with a compressed key depends on both positions, not only on their
+    distance. `RopeMLPParams` avoids this.
     """
 
     position: Any  # [l, D]

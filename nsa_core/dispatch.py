@@ -2,7 +2,7 @@
 refused.
 
 An implementation named by the caller never falls back, unless the caller sets
-`on_unsupported="fallback"` (the flag of that name). A fallback causes a warning. The automatic
+`on_unsupported="fallback"` (flag `--on_unsupported`). A fallback causes a warning. The automatic
 choice is the first implementation in the order of the registry that can run the problem. The
 thresholds and the policy of the device must also allow the implementation (`policy.py`).
 
@@ -89,8 +89,8 @@ class Implementation:
     """An implementation of one step.
 
     Attributes:
-      target: `module:function`. The module is imported at the first call. `target` is empty if the
-        registry only chooses, and the caller of the registry runs the implementation.
+      target: `module:function`. The module of `target` is imported at the first call. `target` is
+        empty if the registry only chooses, and the caller of the registry runs the implementation.
       why_not: Function that returns the reason why the implementation cannot run a problem, or
         None.
     """
@@ -188,7 +188,7 @@ class Registry:
         """Return the implementation of `step` with this `name`, or None.
 
         Raises:
-          ValueError: no implementation has this name.
+          ValueError: No implementation is called `name`.
         """
         if name is not None and name not in self.names():
             known = self.names()
@@ -201,12 +201,14 @@ class Registry:
         name: str | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Choice:
-        """Return the implementation called `name`. If `name` is None, return the first
-        implementation that can run `problem` and that the policy of the device allows
-        (`policy.why_not`). If `compute_dtype` applies to the step, the policy is not asked.
+        """Return the implementation called `name`.
+
+        If `name` is None, return the first implementation that can run `problem` and that the
+        policy of the device allows (`policy.why_not`). If `compute_dtype` applies to the step, the
+        policy does not apply.
 
         Raises:
-          ValueError: No implementation has this name.
+          ValueError: No implementation is called `name`.
           NotImplementedError: The named implementation cannot run the problem and
             `on_unsupported` is "error", or all implementations are refused.
         """
@@ -256,9 +258,9 @@ class Registry:
         the implementations of all other steps are chosen automatically.
 
         A `Branches` of names has no entry for the step `scores`. Scores run on the implementation
-        of the selected branch if it supports scores. If it does not, scores run on the first
-        implementation that supports scores. A single name for all branches also applies to
-        `scores`, if that implementation has the step.
+        of the selected branch if it supports scores. If that implementation does not support
+        scores, scores run on the first implementation that does. A single name for all branches
+        also applies to `scores`, if that implementation has the step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

@@ -85,7 +85,7 @@ def implementation(registry: Registry, problem: Problem) -> Branches[str]:
     """Return the names that the flags select for `problem`, as the argument `implementation=`.
 
     Raises:
-      ValueError: The framework has no implementation of this name.
+      ValueError: The framework does not have an implementation that a flag names.
       NotImplementedError: A named implementation cannot run `problem`, and `--on_unsupported`
         is `error`.
     """

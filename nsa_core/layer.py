@@ -66,11 +66,11 @@ class LayerSpec:
       num_initial, num_local: the fields of `NSAConfig` with these names.
       phi: the compressor. "avg" is the mean. "mlp" is a learnable depthwise convolution that starts
         as the mean. "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs
-        of the MLP of "mlp_pe" are rotated keys. The result therefore depends on the position of the
-        window in the sequence, and the product of a compressed key with a query depends on more
-        than their distance. "mlp_rope" is the same MLP for unrotated keys. The compressed key is
-        rotated by the middle of its window, so that its product with a query depends only on the
-        distance of the query and the window.
+        of the MLP of "mlp_pe" are rotated keys, so the compressed key depends on the position of
+        its window. With "mlp_pe", the product of a query and a compressed key depends on more than
+        the distance of the query and the window. "mlp_rope" is the same MLP for unrotated keys.
+        With "mlp_rope", the compressed key is rotated by the middle of its window, so that the
+        product with a query depends only on the distance of the query and the window.
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
       kv: "separate" projects keys and values for each branch. "shared" has one key and one value
@@ -337,10 +337,9 @@ class LayerSpec:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values that are not None and that determine the function of the layer, for
-        the metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included
-        only if they differ from their defaults. A checkpoint that does not record such a value
-        has the default.
+        """Return the values that are not None and that determine the function of the layer, for the
+        metadata of a checkpoint. `num_initial`, `num_local`, `bias` and `kv` are included only if
+        they differ from their defaults. A value that a checkpoint does not record has its default.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
@@ -403,7 +402,7 @@ RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 
 
 def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
-    """Make a `LayerSpec` from those of `values` that are not None.
+    """Make a `LayerSpec` from the entries of `values` that are not None.
 
     Args:
       config: An `NSAConfig`, which replaces the sizes in `FIELD_OF`. With `config`, `gate` and

@@ -40,14 +40,15 @@ def append(
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
     """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache.
+
     Return the arrays by name. In torch the arrays are modified in place. The shapes of the arrays
     determine the number of tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.
-      key .. slots: the checked arguments of `nsa_torch.append`. wrong: bool `[B]`, the rows whose
-      compressed tokens become NaN. `wrong=None` means that
-        there are no such rows.
+      key .. slots: the checked arguments of `nsa_torch.append`.
+      wrong: bool `[B]`, the rows whose compressed tokens become NaN. `wrong=None` means that no
+        compressed token becomes NaN.
       raw_is_there: whether the new tokens are already in their pages.
     """
     config, arrays, count = cache.config, cache.tensors(), key.selected.shape[0]

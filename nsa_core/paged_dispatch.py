@@ -142,7 +142,7 @@ def decide(
     chosen for rows with few queries.
 
     Raises:
-      ValueError: No implementation has this name.
+      ValueError: No implementation is called `name`.
       NotImplementedError: The named implementation cannot run the problem.
     """
     of_tokens, starts = None, inputs.cu_seqlens_q

@@ -316,8 +316,10 @@ def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
 
 
 class Finished(NamedTuple):
-    """The tokens that complete a compressed token. `token` `[K]` is the index of each such token
-    in the call, and `there` is False for unused entries.
+    """The tokens that complete a compressed token.
+
+    `token` `[K]` is the index in the call of each token that completes a compressed token, and
+    `there` is False for unused entries.
     """
 
     token: Any
@@ -325,8 +327,9 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """Return those tokens of the call whose positions are `i d + l - 1`, in order. The result has
-    room for the maximum number of such tokens in a call.
+    """Return the tokens of the call whose positions are `i d + l - 1`, in order.
+
+    The result has room for the maximum number of tokens that complete compressed tokens in a call.
     """
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
@@ -616,8 +619,9 @@ def check_queries(cache: PagedArrays, query, gates, scale) -> None:
 
 
 def check_cache(cache, config: NSAConfig | None = None) -> None:
-    """Check that `cache` is a paged cache, and that it has the configuration `config` if one is
-    given."""
+    """Check that `cache` is a paged cache, and that it has the configuration `config` if `config`
+    is given.
+    """
     if not isinstance(cache, PagedArrays):
         raise ValueError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if config is not None and config != cache.config:

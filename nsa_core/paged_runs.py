@@ -29,7 +29,7 @@ class Run(NamedTuple):
       tokens: The slice of tokens of the call.
       queries: Number of queries of the row with the most queries.
       columns: Number of columns of the page table that the longest row uses.
-      whole: whether the rows have no tokens other than those of the call.
+      whole: whether the rows have no tokens except the tokens of the call.
     """
 
     rows: slice
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether kernels on pages support this number of queries per row."""
+        """Whether kernels on pages support `queries` queries per row."""
         return self.queries <= QUERIES
 
     @property
@@ -68,9 +68,9 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
       page_size: tokens per page (`select_block`).
 
     Raises:
-      ValueError: `starts` or `lengths` is not a list of ints, or a size is not a positive int.
-        `starts` descends, or does not have one entry more than `lengths`. A row is shorter than its
-        new tokens.
+      ValueError: An argument is invalid. `starts` and `lengths` must be lists of ints, and sizes
+        must be positive ints. `starts` must ascend and have one entry more than `lengths`, and each
+        row must be at least as long as its new tokens.
     """
     starts, lengths = _ints("starts", starts), _ints("lengths", lengths)
     if len(starts) != len(lengths) + 1:

@@ -9,8 +9,9 @@ Thresholds and policy do not affect an implementation that the caller names.
 
 The thresholds of FA-2 are lengths from which FA-2 is faster than one call of SDPA with a dense
 mask. In this library, the alternative to FA-2 is the portable path (`sdpa`, or `xla` in JAX). The
-automatic choice therefore uses the length from which FA-2 is faster than the portable path
-(`Device.limit`). The file of the device contains both lengths.
+automatic choice uses the length from which FA-2 is faster than the portable path (`Device.limit`).
+The file of the device contains the length compared with SDPA and the length compared with the
+portable path.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -83,7 +84,8 @@ class Rule:
     the date of this decision.
 
     A `provisional` rule applies until records of the device show that the kernel is faster. When
-    records show this, `nsa_bench.tune_thresholds` removes the `provisional` rule.
+    records show that the kernel is faster, `nsa_bench.tune_thresholds` removes the `provisional`
+    rule.
     """
 
     kernel: Ours
@@ -152,8 +154,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InForce:
-    """The active thresholds and their source. The identity of this object is part of the key
-    under which the choice for a call is cached.
+    """The active thresholds and their source.
+
+    The identity of an `InForce` object is part of the key under which the choice for a call is
+    cached.
     """
 
     thresholds: Thresholds = Thresholds()
@@ -292,8 +296,8 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 @functools.cache
 def of(device: str | None) -> Device | None:
-    """Return the contents of the file for the device with this driver name, or None if there is
-    no file.
+    """Return the contents of the file for the device with the given driver name, or None if there
+    is no file.
     """
     path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None

@@ -112,12 +112,13 @@ SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn
 
 
 def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """Return the scaling that a dictionary describes. The dictionary has the form of
-    `rope_parameters` in transformers, without the base.
+    """Return the scaling that a dictionary describes.
+
+    The dictionary has the form of `rope_parameters` in transformers, without the base.
 
     Raises:
-      ValueError: There is no such scaling, or one of its parameters is missing, unknown or out
-        of range.
+      ValueError: The scaling is unknown, or one of its parameters is missing, unknown or out of
+        range.
     """
     if given is None or isinstance(given, Llama3 | Yarn):
         return given

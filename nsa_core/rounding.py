@@ -4,8 +4,8 @@ head.
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
 e4m3 has 3 mantissa bits. The largest value of e4m3 is 448, and its smallest positive value is 2^-9.
-The scale maps the largest element of a row to 448. The largest element is therefore exact, except
-for the rounding of float32. Every other element x satisfies
+The scale maps the largest element of a row to 448, which is exact except for the rounding of
+float32. The error of every other element x is bounded:
 
     |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
 

@@ -24,8 +24,10 @@ RESIDUAL = "nsa_residual"
 
 
 class Branches[X](NamedTuple):
-    """One value for each branch, always in the order of these fields. In JAX a `Branches` is a
-    pytree."""
+    """One value for each branch, always in the order of the fields.
+
+    In JAX a `Branches` is a pytree.
+    """
 
     compressed: X
     selected: X
@@ -33,6 +35,8 @@ class Branches[X](NamedTuple):
 
     @classmethod
     def each(cls, value: Any) -> "Branches[Any]":
-        """Return `value` if it is a `Branches`. If it is not, return a `Branches` with `value`
-        for every branch."""
+        """Return `value` if it is a `Branches`.
+
+        If `value` is not a `Branches`, return a `Branches` with `value` for every branch.
+        """
         return value if isinstance(value, cls) else cls(value, value, value)

@@ -1,5 +1,4 @@
-"""Checks of the arguments of public functions. Each error names the argument, the rule and the
-value.
+"""Checks the arguments of public functions. Each error names the argument, the rule and the value.
 
 The checks read only the `shape` and the `dtype` of an array, so that both frameworks can use
 them. A caller that has read the values of an array passes them to `numbers` or `borders`.
@@ -251,7 +250,7 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
 
 
 def most_tokens(config: NSAConfig, compressed: int) -> int:
-    """Return the largest sequence length that has this number of compressed tokens."""
+    """Return the largest sequence length that has the given number of compressed tokens."""
     return compressed * config.compress_stride + config.compress_block - 1
 
 

@@ -2,10 +2,9 @@
 
 The tables are computed once per batch.
 
-Each key has a slot ("place") in a layout in which every sequence begins at the start of a block
-and of a tile. A sequence begins at a multiple of `unit`. 64 and `select_block` are divisors of
-`unit`. Tiles and blocks are therefore aligned in packed rows in the same way as in rows of one
-sequence.
+Each key has a slot ("place") in a layout in which every sequence begins at the start of a block and
+of a tile. A sequence begins at a multiple of `unit`. 64 and `select_block` are divisors of `unit`.
+Tiles and blocks are aligned in packed rows in the same way as in rows of one sequence.
 
     key       | 0            69 | 70        133 | 134 ..
     slot      | 0 ..  127       | 128 ..    191 | 192 ..
@@ -139,7 +138,7 @@ class Capacity:
 
     @property
     def unit(self) -> int:
-        """The number of slots per sequence is a multiple of this number."""
+        """The divisor of each sequence's number of slots."""
         return math.lcm(ROWS, self.config.select_block)
 
     @property
@@ -183,9 +182,11 @@ class Varlen:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """Compute the table `Sequences`. `borders` is int32 or int64 `[B, n + 1]`, where n is
-        at most `max_sequences`. The first entry is 0, and the others are the ends of the
-        sequences. An end beyond S counts as S.
+        """Compute the table `Sequences`.
+
+        `borders` is int32 or int64 `[B, n + 1]`, where n is at most `max_sequences`. The first
+        entry is 0, and the other entries are the ends of the sequences. An end beyond S counts as
+        S.
         """
         return Sequences(*self._made(_sequences, self.borders))
 
@@ -238,8 +239,8 @@ class Varlen:
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
     """Return the table `Sequences` of packed rows.
 
-    Each run of equal ids is one sequence, and negative ids are padding. If there are more than
-    `capacity.sequences` runs, or if a run is too long, all tokens count as padding. Nothing is then
+    Each run of equal ids is one sequence, and negative ids are padding. All tokens count as padding
+    if there are more than `capacity.sequences` runs or if a run is too long, so that nothing is
     written outside the tables.
     """
     return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
@@ -358,7 +359,8 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """For each entry of `at`, find the last entry of `starts` that is less than or equal to it.
+    """For each entry of `at`, find the last entry of `starts` that is less than or equal to the
+    entry.
 
     Sequences without keys are never found.
     """

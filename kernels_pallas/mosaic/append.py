@@ -64,7 +64,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
         warp.when(there, put)
 
     def finish(side, kind, token, row, begin, position, page, there) -> None:
-        """Write the mean of the window that ends with a token, if there is such a window."""
+        """If a window ends with the token, write the mean of the window."""
         new = getattr(refs, f"{spec.branches[-1]}_{kind}")
         old, compressed = getattr(refs, f"old_{kind}"), getattr(refs, f"compressed_{kind}")
         loads = largest_divisor(spec.compress_block, LOADS)

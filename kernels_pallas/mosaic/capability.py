@@ -105,8 +105,8 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
     """Return the bytes of shared memory of selected attention, the larger of forward and dq.
 
-    The memory has query rows, keys, values and the block list of a tile. No other kernel can exceed
-    `SMEM_BUDGET`.
+    The shared memory holds the query rows, keys, values and block list of a tile. Kernels other
+    than selected attention never exceed `SMEM_BUDGET`.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

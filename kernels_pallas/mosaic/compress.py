@@ -144,8 +144,8 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
     def stride_block(side, i, block):
         """Write the gradients of the tokens in stride block `block`.
 
-        These tokens are in the windows from `block - l / d + 1` to `block`. Window indices in this
-        range that belong to the previous sequence have gradient 0.
+        The tokens of stride block `block` are in the windows from `block - l / d + 1` to `block`. A
+        window of this range that would begin in the previous sequence has gradient 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

@@ -20,11 +20,11 @@ base 2.
 
 Loop order: split-K. Each warp loops independently over its strips of 16 keys (`decode_streams.py`).
 All warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
-Tile: 16 query heads x 16 keys (mma.m16n8k16). Rows beyond the heads of a group are idle. The
-instruction wgmma would pad the rows to 64 and need a barrier over 4 warps. For long caches the
-kernel is bandwidth bound, since it does only 16 operations per byte of the cache. For short caches
-or few rows, the kernel is latency bound by three round trips to memory and four exchanges in
-sequence (`docs/kernels/decode.md`).
+Tile: 16 query heads x 16 keys (mma.m16n8k16). If a group has fewer than 16 heads, the remaining
+rows of the tile are idle. The instruction wgmma would pad the rows to 64 and need a barrier over 4
+warps. For long caches the kernel is bandwidth bound, since it does only 16 operations per byte of
+the cache. For short caches or few rows, the kernel is latency bound by three round trips to memory
+and four exchanges in sequence (`docs/kernels/decode.md`).
 """
 
 from typing import Any
@@ -126,9 +126,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     def score(kind: int, times, begin, place, keys) -> list[Words]:
         """Compute the base-2 logits of `times` strips of a branch, and store them at `place`.
 
-        Strip `i` has turn `begin + i` in the warp's queue. `keys(i)` returns the first key of strip
-        `i`, and the begin and the end of the visible keys. Return the softmax maximum and sum of
-        the lane's rows.
+        Strip `i` is at index `begin + i` of the warp's queue. `keys(i)` returns the first key of
+        strip `i`, and the begin and the end of the visible keys. Return the softmax maximum and sum
+        of the lane's rows.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -144,7 +144,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, no_keys, unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """Return `state` plus `g P V` of the `times` strips from turn `begin` on.
+        """Return `state` plus `g P V` of `times` strips, from index `begin` of the warp's queue on.
 
         `place` is the address of the strips' base-2 logits in shared memory. Without `norms`,
         `place` has gated probabilities `g p` instead of logits.

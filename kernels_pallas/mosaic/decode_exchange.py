@@ -3,9 +3,10 @@
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
 Each branch has two phases: first the logits, then the product with the values. After the logits of
-a branch, each warp pushes the maximum and the sum of its keys to every CTA of the cluster. Before
-the product P V, p is divided by the sum over the whole cluster and multiplied by the branch's gate.
-Since p is already normalized and gated, one accumulator of P V serves all three branches.
+a branch, each warp pushes the maximum and the sum of its softmax to every CTA of the cluster.
+Before the product P V, p is divided by the sum over the whole cluster and multiplied by the
+branch's gate. Since p is already normalized and gated, one accumulator of P V serves all three
+branches.
 
     exchange 0   maximum and sum, compressed
     exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
@@ -223,8 +224,8 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
     """Add values of two lanes whose indices differ by XOR with `distance`.
 
-    The lane in which `upper` is true gets the sum of both `high`, and the other lane gets the sum
-    of both `low`.
+    The lane in which `upper` is true gets the sum of `high` over the two lanes, and the other lane
+    gets the sum of `low`.
     """
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 

@@ -6,8 +6,8 @@ per lane. Each lane reads bytes of the strip that other lanes copied. Each warp 
 buffer. The lanes of the warp synchronize before they read a strip and before they overwrite it. A
 strip is stored as parts `[16 rows, 128 bytes]`, possibly followed by a part `[16 rows, 64 bytes]`.
 In each row of a part, the 8 chunks of 16 bytes are permuted by the row's index (`turned`). The
-permutation spreads the accesses of 8 lanes over all banks. Eight lanes access these chunks at a
-time:
+permutation spreads the accesses of 8 lanes over all banks. The next lines list the chunks that
+eight lanes access: time:
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
@@ -44,7 +44,7 @@ P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 def turned(row: Any, size: int) -> Any:
     """Return the number that is XORed with a chunk's index to permute the 8 chunks in a row of a
-    part. `size` is the number of bytes per element. The number differs between 8 adjacent rows.
+    part. `size` is the number of bytes per element. Eight adjacent rows have different numbers.
     Lanes that read K also read different chunks in 2 adjacent rows.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
@@ -107,7 +107,7 @@ class Queue:
         return self.ring + turn % spec.variant.stages * spec.stage_bytes
 
     def take(self, turn: Any) -> Any:
-        """Wait for the strip of a turn and return its stage."""
+        """Wait for the strip at index `turn` of the queue and return its stage."""
         self.m.wait_for_copies(self.spec.variant.stages - 1)
         self.m.sync()
         return self._stage(turn)
@@ -144,7 +144,8 @@ class Queue:
         self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
-        """Load the strips of the selected branch among the `stages` turns from turn `done` on.
+        """Load the selected branch's strips at indices `done .. done + stages - 1` of the queue.
+
         The strips of the selected branch were skipped before the selected blocks were known.
         """
         self.m.sync()
@@ -152,7 +153,7 @@ class Queue:
         self._first_turns(left_out, True, done)
 
     def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
-        """Load the `wanted` strips among the `stages` turns from turn `done` on."""
+        """Load the `wanted` strips at indices `done .. done + stages - 1` of the queue."""
         m = self.m
 
         def turn(i):
@@ -198,9 +199,10 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
-        """Return `scale log2(e) Q K^T` of a strip, as two tiles `[16 heads, 8 keys]`. `query`
-        is the result of `query_fragments`, and `units` is None. For keys in fp8, `query` and
-        `units` are the two results of `half_query` instead.
+        """Return `scale log2(e) Q K^T` of a strip, as two tiles `[16 heads, 8 keys]`.
+
+        For keys in 16 bits, `query` is the result of `query_fragments`, and `units` is None. For
+        keys in fp8, `query` and `units` are the two results of `half_query`.
         """
         m, spec = self.m, self.spec
         stage, tiles = self.take(turn), []
@@ -285,8 +287,8 @@ class Queue:
         `acc`.
 
         Args:
-          state: `acc` and its factor, a power of two. The products of p, the scales of values
-            and this factor fit float16.
+          state: `acc` and its factor, a power of two. The products of p, of the scales of values
+            and of the factor fit float16.
           turn, first, low, high: As in `add`.
           p: P in float32.
           most: Upper bound of the absolute values of the lane's p.
@@ -360,12 +362,13 @@ class _Pages(NamedTuple):
     scales: Any
 
     def alike(self, other: "_Pages") -> bool:
-        """Return whether strips of these pages and of `other` are copied in the same way."""
+        """Return whether strips of `self` and of `other` are copied in the same way."""
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
-        """Return these pages if `condition` is true, otherwise `other`. Both objects must be
-        `alike`.
+        """Return `self` if `condition` is true, otherwise `other`.
+
+        `self` and `other` must be `alike`.
         """
         m, scales = self.lane.m, self.scales
         if scales is not None:
@@ -461,8 +464,8 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
     """Return the result of `query_fragments` in float16, and a factor for each of the lane's two
     rows. Each row of Q is multiplied by a power of two such that the row fits float16. The factor
-    of a row is the scale of the logits, times log2(e), divided by this power of two. Products of a
-    row of Q with keys must be multiplied by the row's factor.
+    of a row is the scale of the logits, times log2(e), divided by the row's power of two. Products
+    of a row of Q with keys must be multiplied by the row's factor.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

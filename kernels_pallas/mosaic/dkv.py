@@ -16,9 +16,9 @@ One step computes:
     6. dK   += dS^T Q                                      [64, D], times scale at the end
 
 shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in registers, as
-the left operands of 4 and 6. Products 3 and 4 run in parallel, and dS^T (line 5) is computed during
-product 4. The G query heads of a key/value head are rows of the query tile, so the products sum
-over these heads. GQA therefore needs no separate reduction over heads.
+the left operands of products 4 and 6. Products 3 and 4 run in parallel, and dS^T (line 5) is
+computed during product 4. The G query heads of a key/value head are rows of the query tile, so the
+products sum over these heads. GQA therefore needs no separate reduction over heads.
 
 Intervals: the queries that attend to a tile of keys are contiguous. A CTA has one producer
 warpgroup and two consumer warpgroups of 64 keys each. If D + Dv > 384, the CTA has only one
@@ -26,12 +26,12 @@ consumer. When the consumers have released a stage of the ring buffer, the produ
 with a query tile of 64 rows. Only steps at both ends of an interval are masked. A consumer skips
 the steps in which no query attends to its 64 keys.
 
-Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8
-TFLOP = 8.9 ms, sliding 2.2 TFLOP. Both branches are bound by products that read their operands
-from shared memory. A step of two warpgroups needs 2048 cycles of the tensor cores. In this time
-shared memory moves 192 KB to the tensor cores (1536 cycles), 32 KB of copies (256 cycles) and
-statistics (256 cycles). If K and V fit in registers (D + Dv <= 128), products read a third less
-from shared memory.
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
+8.9 ms, sliding 2.2 TFLOP. The compressed and the sliding branch are bound by products that read
+their operands from shared memory. A step of two warpgroups needs 2048 cycles of the tensor cores.
+In 2048 cycles, shared memory moves 192 KB to the tensor cores (1536 cycles), 32 KB of copies (256
+cycles) and statistics (256 cycles). If K and V fit in registers (D + Dv <= 128), products read a
+third less from shared memory.
 
 Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query rows,
 which are several query tiles. As soon as all warps have read a stage, the four warps start the
@@ -211,12 +211,12 @@ class KeyTile:
             no sum.
           visible: Function that returns the mask of eight columns, `[64, 8]`. The function's
             arguments are the first of the eight columns, and `first_key` and `key_end` from the
-            statistics of these columns. None means that all queries attend to all keys.
+            statistics of these columns. If `visible` is None, all queries attend to all keys.
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
-            which is a query tile and a block. Element i is True if the token of column i
-            selected this block. The argument of the function is the first of the eight columns.
-            None means that all tokens selected their block, or that `visible` also checks the
-            selection.
+            which is a query tile and a block. Element i is True if the token of column i selected
+            the block of the column's list entry. The argument of `selected` is the first of the
+            eight columns. If `selected` is None, all tokens selected their block, or `visible` also
+            checks the selection.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
@@ -475,8 +475,9 @@ class Entries:
     # Masks.
 
     def _token_of_column(self, row):
-        """Return the tokens of eight columns of a query tile. `row` is the first of these
-        columns.
+        """Return the tokens of eight columns of a query tile.
+
+        `row` is the first of the eight columns.
         """
         column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
         column = plgpu.layout_cast(column, PER_COLUMN)
@@ -491,8 +492,10 @@ class Entries:
         return lax.shift_right_logical(bits, token) & 1 == 1
 
     def visible(self, first, token_bits, j, key_begin, key_end):
-        """Return the mask `[64, 8]` of the eight columns from `j` on. `key_end` comes from the
-        statistics of these columns, and `first` is the first entry of the step.
+        """Return the mask `[64, 8]` of the eight columns from `j` on.
+
+        `key_end` comes from the statistics of the eight columns, and `first` is the first entry of
+        the step.
         """
         spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
         key = key_index(first_key)

@@ -2,8 +2,8 @@
 
 In a left operand, a lane has four adjacent columns of a row. In the result of a product, a lane has
 two adjacent columns, and two more at a distance of eight. The columns over which a product sums are
-therefore permuted in groups of 16, in both operands. With this permutation, a result becomes a left
-operand without exchanges between lanes:
+permuted in groups of 16, in both operands. The permutation makes a result a left operand without
+exchanges between lanes:
 
     column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 """

@@ -3,8 +3,9 @@
 A first kernel gathers the queries that selected a block and computes their partial results. A
 second kernel merges the partials of each query.
 
-Algorithm: For each token and far block j, forward computes the softmax over this block and its
-lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in `softmax.py`):
+Algorithm: For each token and far block j, forward computes the softmax over the keys of the block,
+and the block's lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in
+`softmax.py`):
 
     forward   S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l
     dq        S = Q K_j^T, dP = dO V_j^T,  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
@@ -34,11 +35,12 @@ selection that has a far block, in the order of slots:
               result O / l,  lse = (m + log2 l) ln 2
     dq        dQ' = dQ + dQ_j
 
-Tiles that are not gathered keep the result of the loop. Slots without a far block are skipped,
-since their partials are undefined. Slots before the first and after the last far block of the
-tile's tokens are not read. The merge is query-stationary: a CTA merges a few tiles of 64 rows in
-sequence. Meanwhile, the partials of the next slots are being loaded. With `spec.stays`, a CTA ends
-at once if its batch row and key/value head have no work items in this segment.
+Tiles that are not gathered keep the result of the loop. Slots of the selection without a far block
+are skipped, since their partials are undefined. Slots before the first and after the last far block
+of the tile's tokens are not read. The merge is query-stationary: a CTA merges a few tiles of 64
+rows in sequence. While a slot is merged, the partials of the next slots are being loaded. With
+`spec.stays`, a CTA ends at once if its batch row and key/value head have no work items in the
+kernel's segment.
 
 Bound: the bandwidth of HBM, since the partials are written and read once. Floors at B=1 H=32
 Hkv=8 D=Dv=128 T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq
@@ -451,10 +453,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """Finish a tile that is not gathered.
-
-        Its rows keep the result of the loop in `selected.py`.
-        """
+        """Finish a tile that is not gathered, whose rows keep the result of `selected.py`."""
         if not forward:
             return
         lse = tile_rows.values(refs.looped_lse, *in_segment())
@@ -470,8 +469,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Load the rows that the loop computed, change the rows by `merged`, and write the
-            result.
+            """Load the rows that the loop in `selected.py` computed, change them by `merged`, and
+            write the result.
             """
             given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []

@@ -16,7 +16,8 @@ _machine: Any = None
 def use(machine: Any) -> None:
     """Set the machine.
 
-    Its functions `run` and `warpgroup` run programs that use the functions of `warp.py`.
+    The functions `run` and `warpgroup` of the machine run programs that use the functions of
+    `warp.py`.
     """
     global _machine
     _machine = machine

@@ -2,7 +2,7 @@
 
 The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a bit
 per token. The block lists of tiles and the query lists of blocks are both built from the bitmap,
-since the word of a block shows all tokens that selected the block. One warp has up to 64
+since the word of a block shows all tokens that selected the block. One warp handles up to 64
 neighbouring tokens, which may belong to several sequences. The warp handles the sequences one after
 the other, since blocks are counted from the first key of their sequence.
 
@@ -36,7 +36,7 @@ A bitmap is in the order of the blocks, so the block list is sorted too. The ker
 is bound by the latency of entries, loaded `FETCHES` at a time, and of shared memory. The work of a
 warp grows with the number of blocks in the sequence, not with the number of selected blocks.
 
-The query lists of blocks (`specs/block_query_lists.py`):
+The query lists of blocks (`specs/block_query_lists.py`) are built in three steps:
 
     count_entries    entries of (row, tile of keys, chunk of tokens)
     running sum      their offsets, computed by the framework
@@ -54,9 +54,9 @@ Each warp traverses one chunk of tokens:
     shared memory   bits [WARPS, bits]      a word per block, a bit per token
                     next_entry [WARPS, window]  entries counted, or the offset of the next one
 
-Each counter is written by one warp only. Counters therefore need no atomics in global memory, and
-the order of entries is fixed. The kernels of query lists are bound by latency. The number of passes
-over bitmaps grows with (number of chunks) x (number of blocks). Each entry is written once.
+Each counter is written by one warp only, so counters need no atomics in global memory and the order
+of entries is fixed. The kernels of query lists are bound by latency. The number of passes over
+bitmaps grows with (number of chunks) x (number of blocks). Each entry is written once.
 
 Work items of query lists (`specs/work_items.py`): one warp handles a batch row, a key/value head
 and a segment of the tokens.
@@ -68,10 +68,10 @@ and a segment of the tokens.
         all segments, with another prefix sum of the totals
     mark the remaining rows of the table of the segment as empty
 
-The kernel is bound by the latency of two or three loads of `edges` per tile, and of `MAX_HALVES +
-2` more loads if partials are counted. The kernel of work items stores up to 28 bytes per item. The
-kernel of work items takes a few microseconds, while the kernels that read its table take
-milliseconds.
+The kernel of work items is bound by the latency of two or three loads of `edges` per tile, and of
+`MAX_HALVES + 2` more loads if partials are counted. The kernel of work items stores up to 28 bytes
+per item. The kernel of work items takes a few microseconds, while the kernels that read its table
+take milliseconds.
 """
 
 import functools
@@ -189,10 +189,12 @@ class BlockBitmap(NamedTuple):
         warp.repeat(rows, clear_row)
 
     def join(self, bits, window: int, low, token0, own, also=None, *state):
-        """Set the bits of the blocks `low .. low + window - 1` that tokens selected. `own` is
-        the same as in `counts`. Also compute `state = also(entry, token, block, selected,
-        *state)` for all entries of the tokens' selection, and return the last `state` (`each`).
-        The entries may have blocks outside the window `low .. low + window - 1`.
+        """Set the bits of the blocks `low .. low + window - 1` that tokens selected.
+
+        `own` is the same as in `counts`. For all entries of the tokens' selection, also compute a
+        new `state` with the function `also`, and return the last `state`. The call is `also(entry,
+        token, block, selected, *state)` (`each`). The entries may have blocks outside the window
+        `low .. low + window - 1`.
         """
         warp = self.warp
 
@@ -377,9 +379,10 @@ BLOCKS = BlockCounts._fields.index("blocks")
 def list_chunk(
     warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False
 ) -> None:
-    """Traverse chunk `WARPS * group + warp` of row `refs.row`. With `fill` the entries of query
-    lists are written. Without `fill` the entries are counted. With `gather` the entries are
-    those of the kernel `fill_gather_lists`.
+    """Traverse chunk `WARPS * group + warp` of row `refs.row`.
+
+    With `fill` the entries of query lists are written, and without `fill` they are counted. With
+    `gather` the entries are those of the kernel `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv
@@ -406,8 +409,9 @@ def list_chunk(
     most_of = far_end if spec.limit else None
 
     def edge(tile, after=0):
-        """Return the element of `edges` for the tile and this chunk. With `after`, return the
-        next element.
+        """Return the element of `edges` for the tile and the warp's chunk of tokens.
+
+        With `after`, return the next element.
         """
         tile = row * sizes.key_tiles + warp.smaller(tile, sizes.key_tiles - 1)
         place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
@@ -460,9 +464,10 @@ def list_chunk(
         warp.repeat(warp.larger(row_to - row_from, 0), row)
 
     def gather_entries(token0, own, first, count):
-        """Write the list entries of a sequence that has `count` blocks in `bits`. Every block
-        is a tile of keys, and block 0 is the tile `first` of the window. Each lane has an entry
-        of the selection. The bits of earlier tokens determine the index of this entry in the
+        """Write the list entries of a sequence that has `count` blocks in `bits`.
+
+        Every block is a tile of keys, and block 0 is the tile `first` of the window. Each lane has
+        an entry of the selection. The bits of earlier tokens determine the index of an entry in the
         list.
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
@@ -625,7 +630,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.fetch_int(refs.edges, tile * chunks + chunk)
 
     def put(index, item, exists):
-        """Write item `index` of this row and segment."""
+        """Write item `index` of the warp's row and segment."""
         index = warp.where(exists, offset + row * sizes.items + index, 0)
         for column, x in enumerate(item):
             at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
@@ -636,9 +641,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.where(tile < tiles, cdiv(end - begin, longest), 0)
 
     def partials_of(tile, count):
-        """Return the first partial of each lane's tile in this segment, and the value of
-        `count` after these 32 tiles.
-        """
+        """Return the first partial of each lane's tile in the segment, and the updated `count`."""
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
         counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
         total = functools.reduce(lambda x, y: x + y, counts)

@@ -11,9 +11,9 @@ The formulas for a block of keys are those of `softmax.py`:
 P = 0 for keys to which a row must not attend, and for rows whose token did not select the block. At
 the end, out = gate * O / l + added and dQ = scale * sign(gate) * dQ.
 
-By default, the matrix of a block is multiplied immediately: P in forward with the values of the
-block, dS in dq with the keys of the block. With `overlap_pv`, the matrix is multiplied during
-the elementwise work on the next block:
+By default, the matrix of a block (P in forward, dS in dq) is multiplied immediately by the values
+or by the keys of the block. With `overlap_pv`, P of a block is multiplied during the elementwise
+work on the next block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
@@ -118,8 +118,8 @@ def over_blocks(
       mainloop: The operations on the tile.
       block_at: Function that returns a block. The function's arguments are whether some keys
         are masked, and the index of the block.
-      boundary: Number of first blocks that differ from the remaining blocks in their need of a
-        mask. Either only the first `boundary` blocks or only the remaining blocks are masked.
+      boundary: Number of first blocks, after which masking begins or ends. Either only the first
+        `boundary` blocks or only the remaining blocks are masked.
       blocks: Number of all blocks.
       masked_first: True if the first blocks are masked, False if the remaining blocks are
         masked.

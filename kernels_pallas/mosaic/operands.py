@@ -6,9 +6,9 @@ A tile of query rows has up to 64 rows, for `64 // G` tokens and the `G` query h
 key/value head. Row `token * G + head` is one head of a token, so padding heads have no rows.
 Columns are stored in slabs of 64, or of 32 or 16 if a width is not a multiple of 64. Each slab is
 one swizzled TMA box. A box `[tokens, G, width]` has the same memory layout as the `[64, width]`
-operand that wgmma reads. A `RefUnion` of Mosaic gives the memory of an operand both views. Boxes
-may start at any token or key. TMA reads elements outside the array as zero, and does not write
-elements outside the array. Arrays therefore need no padding.
+operand that wgmma reads. Mosaic's `RefUnion` gives the memory of an operand two views. Boxes may
+start at any token or key. TMA reads elements outside the array as zero and never writes them, so
+arrays need no padding.
 
 In interpret mode, operands have only the view for copies, and products are plain `jnp.dot` in
 float32.
@@ -256,9 +256,9 @@ class Buffers(NamedTuple):
     def start_product(self, left, right, some=None):
         """Start `left @ right.T` of operands `(ref, copy)`.
 
-        The left operand may be in registers. The sum is over the columns of the narrower operand.
-        The result is pending until `finish` returns it. No iteration of a loop may begin while a
-        result is pending (`wgmma.py`).
+        The left operand may be in registers. The product sums over the columns of the narrower
+        operand. The result is pending until `finish` returns it. No iteration of a loop may begin
+        while a result is pending (`wgmma.py`).
 
         `some` has the first row and the number of rows that are used of the right operand. None
         means all rows.
@@ -335,7 +335,7 @@ class Buffers(NamedTuple):
         `meanwhile`. The products and `meanwhile` run in parallel. Each product sums over the
         columns of the narrower operand. If operands are at constant addresses, the products of
         Mosaic (`plgpu.wgmma`) are faster, since the compiler keeps the descriptors. With
-        `start_product`, kernels with such operands are up to 11 % slower
+        `start_product`, kernels with operands at constant addresses are up to 11 % slower
         (docs/kernels/gathered.md).
         """
         if self.interpret:
@@ -565,7 +565,7 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raise ValueError unless the warpgroups of a CTA may have these numbers of registers per
+    """Raise ValueError unless the warpgroups of a CTA may have the given numbers of registers per
     thread.
 
     Warpgroups take registers from the pool that the launch allocated. If the pool is too small,

@@ -42,7 +42,7 @@ def build_kernel(
         has the numbers of `kernel.sizes`: Python integers, or scalars that the kernel reads at
         launch. `refs.cta` has the CTA's index on each axis of the grid (`cta_index`).
       scratch: Types of the scratch refs, in their order in memory.
-      options: Other options of `plgpu.kernel`, e.g. `grid_names`.
+      options: Other options of `plgpu.kernel`, such as `grid_names`.
 
     Raises:
       ValueError: An array has no name, or two refs have the same name.
@@ -94,9 +94,9 @@ def scalar_of(argument: Any) -> Any:
 def cta_index(kernel: Kernel, axis: str) -> Any:
     """Return the CTA's index on an axis of the grid, an int32 scalar.
 
-    In a kernel for any length the compiler must not know that the index is less than the grid of
-    the nominal lengths. For a batch of 2, the compiler would replace `index // Hkv` by `index >=
-    Hkv`.
+    In a kernel that serves all lengths, the compiler must not know that the index is less than the
+    grid of the placeholder lengths. For a batch of 2, the compiler would replace `index // Hkv` by
+    `index >= Hkv`.
     """
     index = lax.axis_index(axis)
     if not kernel.any_length:

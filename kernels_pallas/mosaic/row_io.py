@@ -74,7 +74,7 @@ class GatheredRows(NamedTuple):
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
         """Return the statistics that dq needs for each of the 64 rows, from `row_stats`: shift,
         delta and the sign of the gate. `token` has the token of each row. `stats_tiles` has the
-        number of tokens per query tile of `row_stats`, and the number of these tiles.
+        number of tokens per query tile of `row_stats`, and the number of query tiles.
         """
         stats_tile, count = stats_tiles
 
@@ -234,9 +234,8 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
     Each lane calls `function` for the rows of the lane.
 
     The call is `function(warp, row, *refs, *words, *words_of_row)`. The arguments and results of
-    `function` are words (`warp.py`). `words` has the scalar arguments. `words_of_row` has this
-    row's elements of the arrays `rows`, `[64]` each. In interpret mode, `refs` are read as whole
-    arrays.
+    `function` are words (`warp.py`). `words` has the scalar arguments. `words_of_row` has the row's
+    elements of the arrays `rows`, `[64]` each. In interpret mode, `refs` are read as whole arrays.
     """
     if interpret:
 

@@ -5,8 +5,8 @@ S^T = K Q^T.
 
 Algorithm for up to 16 heads per group: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of
 the compressed branch. P is summed over phases (`specs/scores.py`) and over the heads of a group.
-The sums are added to the score row of each token in shared memory. A warp then selects the n best
-blocks of each score row (`warp_topk.py`).
+The sums are added to the score row of each token in shared memory. From the sums, a warp selects
+the n best blocks of each score row (`warp_topk.py`).
 
 Loop order: query-stationary. A CTA of 2 to 4 warpgroups has a tile of query rows. The CTA loops
 over chunks of blocks, and in each chunk over steps of 64 blocks. A step has one product for each of
@@ -27,14 +27,14 @@ H100: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM = 2.4 ms; th
 With more than 16 heads per group, the operands A and B of the product are swapped. Algorithm: P^T =
 exp2(scale * log2(e) * K Q^T - lse_log2). The sum over the heads of a group runs along a row of
 registers. During a product, the warpgroup computes the probabilities of the previous product. The
-score rows of a tile stay in shared memory. One warp per token then selects the best blocks that are
-not forced.
+score rows of a tile stay in shared memory. From the score rows, one warp per token selects the best
+blocks that are not forced.
 
 Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. The loops are
 those of the kernel for up to 16 heads.
 Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since an SM
 would hold only one CTA with more stages. The kernel is bound by the instructions around the
-products. The floors are those of the kernel for up to 16 heads.
+products. The floors are the same as for up to 16 heads.
 """
 
 import dataclasses
@@ -273,8 +273,9 @@ def best_blocks_qk(kernel: Kernel):
         own_block = refs.own_block.at[mine]
 
         def take(k, carry):
-            """Compute the scores of chunk `k`. Then select the best blocks of this chunk and of
-            the earlier chunks.
+            """Compute the scores of chunk `k`.
+
+            From the scores and the winners of earlier chunks, select the best blocks.
             """
             step_of_chunk = functools.partial(step, k * chunk)
             run("begin_chunk", [refs.scores_s], [], [wg, k])
@@ -461,9 +462,11 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """Run `_each_warp` in the interpreter. The race detector then records only the warpgroup's
-    own `rows` as read and written. If an element of `arrays` is a shape instead of a ref, the
-    array is only written, and is returned.
+    """Run `_each_warp` in the interpreter.
+
+    The race detector of the interpreter records only the warpgroup's own `rows` as read and
+    written. If an element of `arrays` is a shape instead of a ref, the array is only written, and
+    is returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -621,8 +624,9 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """Return, for each token, the sum `[64, 8]` over its groups of 8 columns. `store`
-            then adds up these 8 columns.
+            """Return, for each token, the sum `[64, 8]` over its groups of 8 columns.
+
+            `store` adds up the 8 columns.
             """
             sums = []
             for token in range(0, rows, heads):
@@ -830,9 +834,11 @@ def best_blocks_kq(kernel: Kernel):
 
 
 def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, length, end):
-    """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`. Each warp writes one
-    token. `chosen` has `n` arrays `[4]`, with one block per token. `token` is the index in the
-    row of the tile's token `first`. `length` is T, and `end` is the end of the tile's tokens.
+    """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`.
+
+    Each warp writes one token. `chosen` has `n` arrays `[4]`, with one block per token. `token` is
+    the index of the tile's token `first` in its row. `length` is T, and `end` is the end of the
+    tile's tokens.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)
     if spec.interpret:

@@ -2,7 +2,8 @@
 
 Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
 (`mainloop.py`). If a token did not select a block, forward uses P = 0 and an unchanged maximum for
-the rows of the token. In dq, shift = +inf makes P = 0 in these rows.
+the rows of the token. In dq, shift = +inf makes P = 0 in the rows of a token that did not select
+the block.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The loop includes every
 block that a token of the tile selected (`lists.py`). The rows of tokens that did not select the
@@ -260,9 +261,11 @@ def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
 
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
-    """Store the sum of the branches' outputs times their gates. As in `combine.gated_sum`, the
-    outputs are added in the order of branches. `result` is the output of this branch. The copy
-    of `result` from the query's tile to memory may still be running.
+    """Store the sum of the branches' outputs times their gates.
+
+    As in `combine.gated_sum`, the outputs are added in the order of branches. `result` is the
+    output of the selected branch. The copy of `result` from the query's tile to memory may still be
+    running.
     """
     size, width, out_tile = spec.tile, spec.Dv, refs.query_tile
     buffers = Buffers.of(spec, size)

@@ -64,7 +64,7 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
       scores: S, `[64, keys]`.
       c: scale * log2(e), a number or one per row.
       visible: Keys that each row sees, `[64, keys]`; None means all.
-      row_mask: Mask of the rows that use this block, `[64]`. None means all.
+      row_mask: Mask of the rows that attend to the block, `[64]`. None means all.
       offset: P is multiplied by 2^offset.
     """
     if visible is not None:

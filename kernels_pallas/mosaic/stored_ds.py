@@ -6,7 +6,7 @@ The kernel `dkv` writes dS.
 needs dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of a left operand, as matrices
 of 8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four matrices of 8 x 8, which `movmatrix`
 transposes. After the transposition, a lane has eight numbers that one lane of the dq kernel needs.
-The lane stores all eight with one instruction:
+The lane stores the eight numbers with one instruction:
 
     slot of a token   [group_rows / 16, 4, 32, 8]
 
@@ -187,7 +187,7 @@ class StoredDs(NamedTuple):
 
         Args:
           blocks: The result of `blocks_of_tile`.
-          block: A block in the form of `blocks`.
+          block: The identifier of a block, as in `blocks`.
           token: Index in ds of the first token of the 64 rows: `row * T + first`.
         """
         if self.interpret:

@@ -135,7 +135,7 @@ def bits(x: Word) -> Word:
 
 
 def real(x: Word) -> Word:
-    """Return the float32 with these bits."""
+    """Convert the bits of a float32 to the float32."""
     return Word(arith.bitcast(ir.F32Type.get(), x.value))
 
 
@@ -312,7 +312,10 @@ def element(ref, *places: tuple[Number, int]):
 
 
 def fetch(address: Word, offset: int = 0) -> Word:
-    """Load 32 bits from global memory. The kernel must never write this memory."""
+    """Load 32 bits from global memory.
+
+    The kernel must never write the memory from which it loads.
+    """
     return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
 
 
@@ -367,8 +370,8 @@ def when(condition: Word, body) -> None:
 def repeat(times: Number, body, *state, unrolled: bool = True) -> Any:
     """Compute `state = body(i, *state)` for `i` below `times`.
 
-    `state` has words, numbers, and nested lists of words and numbers. If the state has one value,
-    this value is returned instead of a list.
+    `state` has words, numbers, and nested lists of words and numbers. If `state` has one value,
+    `repeat` returns the value instead of a list.
 
     `times` must be the same in all lanes, since diverging lanes deadlock in instructions that all
     lanes execute together. `unrolled` allows the compilers to unroll the loop.
@@ -409,7 +412,7 @@ def even_and_odd(x: Word) -> Word:
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
     """Return `acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
-    The layout is that of the PTX ISA, "Matrix Fragments for mma.m16n8k16". Lane `4 r + c` has pairs
+    The PTX ISA defines the layout ("Matrix Fragments for mma.m16n8k16"). Lane `4 r + c` has pairs
     of columns of A, from 2 c and from 2 c + 8 on, in rows r and r + 8. Lane `4 r + c` has pairs of
     rows of B, from 2 c and from 2 c + 8 on, in column r. Lane `4 r + c` has columns 2 c and 2 c + 1
     of the result, in rows r and r + 8.
@@ -460,8 +463,9 @@ def fetch_words(address: Word) -> list[Word]:
 
 
 def fetch_half(address: Word, dtype: str) -> Word:
-    """Load a 16-bit number from global memory as float32. The kernel must never write this
-    memory.
+    """Load a 16-bit number from global memory as float32.
+
+    The kernel must never write the memory from which it loads.
     """
     load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
     return _to_float32(f"{{ .reg .b16 h; {load} }}")(address)

@@ -15,10 +15,11 @@ stripe each, to find the best remaining entry of the column. If a lane stores tw
 column is read again only after both entries are extracted.
 
 A warp extracts the winners of up to four tokens at once, to hide latency. With a single chunk, a
-warp reads no scores if each token that it handles at once has at most `free` candidate blocks.
-These tokens select all their candidate blocks. Finding the first best entries of all columns costs
-a read and a few instructions per stripe, and more if a lane stores two entries. Each winner costs
-two reductions. Reading a column again costs a read, and a reduction and a vote per stored entry.
+warp reads no scores if each token that it handles at once has at most `free` candidate blocks. A
+token with at most `free` candidate blocks selects all of them. Finding the first best entries of
+all columns costs a read and a few instructions per stripe, and more if a lane stores two entries.
+Each winner costs two reductions. Reading a column again costs a read, and a reduction and a vote
+per stored entry.
 
 A warp never waits for other warps (`warp.py`). Scores are not negative, and are compared as
 integers. The value -1.0 is below all scores.
@@ -124,8 +125,9 @@ class WarpTopK(NamedTuple):
         warp.sync()
 
     def add(self, scores, wg, place, own, following) -> None:
-        """Write the scores of 64 blocks to the score rows. `place` is the index of the first of
-        these blocks in the chunk.
+        """Write the scores of 64 blocks to the score rows.
+
+        `place` is the index of the first of the 64 blocks in the chunk.
 
         `own` and `following` are sums over phases, in the layout of a product's registers. A
         lane has values of one token, or of two tokens at a distance of 8 rows. For each token
@@ -166,10 +168,11 @@ class WarpTopK(NamedTuple):
             )
 
     def extract(self, scores, winners, own_block, base_block, wg, k, begin) -> None:
-        """Write the best blocks of the score rows of a chunk to `winners`. Of blocks with equal
-        scores, the one with the lower index comes first. `own_block` and `base_block`
-        `[score_rows]` are as in `specs.scores.best_blocks`. `begin` is the first block of the
-        tile.
+        """Write the best blocks of the score rows of a chunk to `winners`.
+
+        Of blocks with equal scores, the block with the lower index comes first. `own_block` and
+        `base_block` `[score_rows]` are as in `specs.scores.best_blocks`. `begin` is the first block
+        of the tile.
         """
         warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
@@ -184,7 +187,7 @@ class WarpTopK(NamedTuple):
             warp.repeat(self.tokens // together, some)
 
     def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
-        """Run `extract` for the score rows with these indices."""
+        """Run `extract` for the score rows with the given indices."""
         warp = self.warp
         spec, lane, front = self.spec, warp.lane(), self.front
         places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
@@ -370,8 +373,9 @@ class _Columns(NamedTuple):
 def _take(warp, hits, known, values, entries):
     """Extract the next winner of a score row.
 
-    Return the winner's entry and score, and the stored entries that remain. Also return `values`
-    and `entries`, in which the winner replaces the elements whose `hits` are true in the lane.
+    Return the winner's entry and score, and the stored entries that remain. Also return the updated
+    `values` and `entries`. If element i of `hits` is true in a lane, element i of both is the
+    winner.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()

@@ -8,8 +8,8 @@ A product is pending from `product` or `added` until `wait` returns its register
 is pending, no instruction may access its registers or the registers of its left operand. While a
 product is pending, no iteration of a loop may begin. While a product is pending, a loop may compute
 registers for a later product only if the same iteration fences and starts the later product. If a
-kernel breaks these rules, ptxas waits after every instruction, and reports remarks C7510 to C7514
-(`Cubin.remarks`). ptxas deletes a product whose result is unused.
+kernel breaks the rules of pending products, ptxas waits after every instruction, and reports
+remarks C7510 to C7514 (`Cubin.remarks`). ptxas deletes a product whose result is unused.
 
 An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
 slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For `P V`, V
@@ -111,13 +111,13 @@ class Operand(NamedTuple):
 def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
     """Start `left @ right.T`.
 
-    `left` may be in registers. The sum is over the columns of the narrower operand.
+    `left` may be in registers. The product sums over the columns of the narrower operand.
 
     Returns:
       Pending registers, in the order of `registers`.
 
     Raises:
-      ValueError: No wgmma instruction has these sizes.
+      ValueError: No wgmma instruction supports the sizes.
     """
     if not isinstance(left, Operand):
         # A register holds two numbers.
@@ -167,16 +167,15 @@ def _start(
     Args:
       total: Registers to which the product is added, or empty.
       words: Registers of the left operand, or `[left.word()]` for a left operand in shared memory.
-      of_step: Function that returns the PTX before the instruction of a step, and the left
-        operand in this instruction. The function's arguments are the step and the first of
-        `words`.
+      of_step: Function that returns PTX and the left operand of a step. The PTX precedes the
+        instruction of the step. The function's arguments are the step and the first of `words`.
       right: The right operand.
       columns, depth: Number of columns of the result, and number of columns over which the
         product sums.
       flags: Which operands are transposed.
 
     Raises:
-      ValueError: No wgmma instruction has these sizes.
+      ValueError: No wgmma instruction supports the sizes.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
         raise ValueError(
@@ -272,8 +271,9 @@ def number(value: int) -> ir.Value:
 
 
 def fragments(registers: np.ndarray, layout, signed: bool | None = None):
-    """Return an array that consists of these registers. `signed` states whether integers in the
-    array are signed.
+    """Return an array that consists of the given registers.
+
+    `signed` states whether integers in the array are signed.
     """
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 

@@ -119,7 +119,7 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def started(variables: dict[str, str]) -> Iterator[Child]:
-    """Start a child process. The process is killed when the context ends."""
+    """Start a child process. The process is killed when the `with` block ends."""
     # With -P, modules in the working directory do not hide other modules.
     command = [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child", *PLACES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

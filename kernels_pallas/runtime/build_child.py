@@ -179,8 +179,9 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
-    """Run the launcher of JAX's CUDA plugin with these addresses of inputs and outputs. Return
-    the launch that the recorder logs. The launch has the numbers that `cuLaunchKernelEx`
+    """Run the launcher of JAX's CUDA plugin with the given addresses of inputs and outputs.
+
+    Return the launch that the recorder logs. The launch has the numbers that `cuLaunchKernelEx`
     receives, with parameters in hexadecimal digits.
     """
     expect(compiled.layout)

@@ -16,11 +16,11 @@ class TensorMap(NamedTuple):
     """The arguments of `cuTensorMapEncodeTiled`, without sizes, strides and address.
 
     Attributes:
-      argument: Index of the argument whose memory the tensor map describes. The tensor map
-        begins at the first byte of this memory.
+      argument: Index of the argument whose memory the tensor map describes. The tensor map begins
+        at the first byte of the argument.
       item_bytes: Bytes of an element.
-      axes: Axis of the argument for each dimension of the map. The first dimension is the one
-        whose elements are adjacent in memory. Axes that are not listed have size 1.
+      axes: Axis of the argument for each dimension of the map. The elements of the first dimension
+        are adjacent in memory. Axes that are not listed have size 1.
       enums: The values of type, interleave, swizzle, l2 and oob for the driver.
       box: Number of elements per copy, by dimension.
       steps: Stride between the elements of a copy, by dimension.
@@ -47,10 +47,10 @@ class Cubin(NamedTuple):
       shared_bytes: Dynamic shared memory per CTA.
       attributes: Number (a CUfunction_attribute) and value of each attribute that is set before
         the first launch.
-      parameters: Parameters of the function, in order. A number is the index of an argument among
-        inputs and outputs, without scalar arguments. The parameter is the address of this argument.
-        A name is one of `Kernel.sizes`. The parameter is the address `value << 8`. All other
-        parameters are consecutive tensor maps, which are passed by value.
+      parameters: Parameters of the function, in order. A number stands for an array argument, as an
+        index among inputs and outputs without scalar arguments. A launch passes the address of the
+        array. A name stands for one of `Kernel.sizes`. A launch passes the address `value << 8` of
+        a size. All other parameters are consecutive tensor maps, which are passed by value.
       registers: Number of registers per thread.
       stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas,
         summed over the functions of the image.

@@ -3,9 +3,8 @@
 The description determines the key of the kernel in the store, and other processes build the kernel
 from its description.
 
-A function describes a kernel from its spec. `Kernel.source` names that function, and the spec is
-stored as its class and fields. A description may use only names that the modules in `PLACES`
-define.
+`Kernel.source` names the function that describes the kernel, and the spec is stored as its class
+and fields. A description may use only names that the modules in `PLACES` define.
 """
 
 import dataclasses

@@ -107,7 +107,7 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
 def load(cubin: Cubin, image: bytes, device: int) -> Function:
     """Load machine code into the primary context of a GPU, which the frameworks also use.
 
-    Another thread may capture a CUDA graph at the same time.
+    Another thread may capture a CUDA graph while code is loaded.
 
     Loaded code stays loaded until the process ends, since CUDA graphs and queued launches may still
     refer to the code.

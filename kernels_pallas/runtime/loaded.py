@@ -56,7 +56,7 @@ def load(
     jobs: int | None = None,
     prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
-    """Load kernels, and build those that are not stored.
+    """Load kernels, and build the kernels that are not stored.
 
     Args:
       kernels: Kernels that serve all lengths (`Kernel.for_any_length`).

@@ -1,8 +1,8 @@
 """Runs consecutive launches as one CUDA graph if their addresses repeat.
 
 A launch costs the host several microseconds, and a graph of many launches costs no more than one
-launch. A graph contains the addresses of its launches, and allocators return the same addresses
-repeatedly:
+launch. A graph contains the addresses of its launches. Since allocators return the same
+addresses repeatedly, a graph can run several times:
 
     addresses new          launch, launch, ..
     ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels

@@ -2,7 +2,7 @@
 
 A file has one kernel: a line with a checksum, a line of JSON (the `Cubin`), and the image. The name
 of the file contains a key. The key is a hash of the kernel (source and spec), of the sources that
-determine its machine code, of the architecture and of the file format. Any change of these sources,
+determine its machine code, of the architecture and of the file format. Any change of the sources,
 even of a comment, rebuilds all kernels. A damaged file counts as missing, so its kernel is compiled
 again. A file from another version of JAX counts as missing if this machine can rebuild the kernel.
 Kernels that are part of the package may have been built with any version of JAX. Kernels that are
@@ -73,7 +73,7 @@ def sources(folder: Path) -> str:
 
 
 class Entry(NamedTuple):
-    """A file of a store. `used` is the time of its last use, in seconds since the epoch."""
+    """A file of a store. `used` is the time of the file's last use, in seconds since the epoch."""
 
     path: Path
     name: str
@@ -90,7 +90,7 @@ class Store:
       folder: Folder, created before the first kernel is built or stored. Defaults to a folder in
         the user's cache directory.
       presets: Read-only folder of kernels that is searched first. Defaults to the folder in the
-        package. None means that no such folder is searched.
+        package. If `presets` is None, no read-only folder is searched.
     """
 
     def __init__(
@@ -186,8 +186,9 @@ class Store:
         return [layer for layers in found for layer in layers]
 
     def add_layers(self, layers: Sequence[dict[str, Any]]) -> None:
-        """Record that all kernels of these layers are stored. The layers are described by JSON
-        values.
+        """Record that all kernels of the given layers are stored.
+
+        The layers are described by JSON values.
         """
         known = _layers(self.folder)
         known += [layer for layer in layers if layer not in known]
@@ -264,8 +265,9 @@ class Store:
         return sorted(found, key=lambda entry: -entry.used)
 
     def _lock(self, key: str) -> filelock.BaseFileLock:
-        """Return a lock that prevents other processes from building this kernel. If the folder
-        cannot contain locks, the lock has no effect.
+        """Return a lock that prevents other processes from building the kernel.
+
+        If the folder cannot contain locks, the lock has no effect.
         """
         folder = self.folder / "locks"
         lock = filelock.FileLock(folder / key)

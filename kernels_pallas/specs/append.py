@@ -79,9 +79,9 @@ class Append(TokenWords, Spec):
 @described
 def append(spec: Append) -> Kernel:
     """Inputs: new keys and values `[N, Hkv, .]` of each branch, `page_table` int32 `[B, M]`,
-    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. With `means` the
-    pages of the raw keys and values follow. The kernel reads these pages at positions that this
-    call does not write.
+    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. With `means` the pages
+    of the raw keys and values follow. The kernel reads pages of raw tokens only at positions that
+    the call does not write.
 
     Outputs: the pages `[P, block, Hkv, .]` of each branch. With `means` the compressed pages
     `[P, block / stride, Hkv, .]` follow. Slots that receive no token are unchanged.
@@ -108,7 +108,7 @@ def append(spec: Append) -> Kernel:
 
 
 def why_not(spec: Append) -> str | None:
-    """Return the reason why no kernel supports these sizes, or None."""
+    """Return the reason why no kernel supports the sizes, or None."""
     if spec.dtype not in DTYPES:
         return f"needs pages of {' or '.join(DTYPES)}, got {spec.dtype}"
     if odd := [words for words in (spec.Hkv * spec.D, spec.Hkv * spec.Dv) if words % 2]:

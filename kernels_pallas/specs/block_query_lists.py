@@ -1,5 +1,6 @@
-"""Describes the kernels that build the query lists of blocks. The query list of a tile of keys
-has the queries that selected keys of this tile.
+"""Describes the kernels that build the query lists of blocks.
+
+The query list of a tile of keys has the queries that selected keys of the tile.
 
 The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over query lists. The tokens are
 divided into chunks, and the lists are stored one after the other:

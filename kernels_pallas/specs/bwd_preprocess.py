@@ -9,7 +9,8 @@ The rows of a query tile are contiguous. A row has four float32:
 
 The formulas use delta_c = rowsum(dO * O_c) with the branch's own output (`specs.combine.deltas`).
 The gate g_c is part of the exponent, so no loop multiplies by the gate. The last bit of `shift` is
-1 if the gate is negative. This bit is at most 2^-23 of the value of `shift`. Without a gate, g_c is
+1 if the gate is negative. The last bit is at most 2^-23 of the value of `shift`. Without a gate,
+g_c is
 1. The log-sum-exp may have a gradient dlse only if there is no gate.
 """
 
@@ -23,9 +24,11 @@ from kernels_pallas.specs import tile
 
 @dataclasses.dataclass(frozen=True)
 class RowStats(Spec):
-    """Static sizes. A query tile has `tokens` tokens and `rows` rows. The first `tokens *
-    group` rows are query heads, and the others are padding. With `interval` each row has a
-    first key. Without `interval` the first key is 0.
+    """Static sizes.
+
+    A query tile has `tokens` tokens and `rows` rows. The first `tokens * group` rows are query
+    heads, and the other rows are padding. With `interval` each row has a first key. Without
+    `interval` the first key is 0.
     """
 
     B: int

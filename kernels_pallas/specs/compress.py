@@ -54,8 +54,7 @@ class Means(TokenWords, Spec):
       block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
       others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
       placed: Number `n` such that the gradients of the first `n` branches are stored by slot.
-      multiple: The number of compressed tokens is a multiple of this number. Zeros follow the
-        last window.
+      multiple: Divisor of the number of compressed tokens. Zeros follow the last window.
       places, unit: The number of slots of packed rows, and the divisor of each sequence's
         number of slots. 0 means that a row has one sequence.
     """
@@ -110,8 +109,9 @@ class Means(TokenWords, Spec):
 
     @cached_property
     def windows(self) -> int:
-        """The number of neighbouring windows of a warp. Tokens in several of these windows are
-        read once.
+        """The number of neighbouring windows of a warp.
+
+        Tokens in several windows of a warp are read once.
         """
         most = min(self.strides, WINDOWS)
         if not self.packed:

@@ -4,12 +4,12 @@ One launch computes the three branches, their gated sum and the selection.
 
 A page holds one selection block. A page has `block` raw tokens and `block / stride` compressed
 tokens. Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at
-index `s % per_page` of page `s // per_page`, the page of its last raw token.
+index `s % per_page` of page `s // per_page`, which also has the last raw token of the window.
 
-A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
-warp handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`,
-the maximum number of pages per row. Shared memory has the page-table entries, scores and logits
-of these pages.
+A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A warp
+handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`, the maximum
+number of pages per row. Shared memory has `capacity` page-table entries, and the scores and logits
+of `capacity` pages.
 """
 
 import dataclasses
@@ -292,7 +292,7 @@ class Decode(Spec):
 
 
 def why_not(spec: Decode) -> str | None:
-    """Return the reason why no kernel supports these sizes, or None."""
+    """Return the reason why no kernel supports the sizes, or None."""
     limits = {
         "q_len": (spec.q_len, range(1, 9), "1 to 8"),
         "H / Hkv": (spec.G, range(1, HEADS + 1), f"1 to {HEADS}"),
@@ -367,7 +367,7 @@ def decode(spec: Decode) -> Kernel:
     zeros and -1.
 
     Raises:
-      NotImplementedError: No kernel supports these sizes (`why_not`).
+      NotImplementedError: No kernel supports the sizes (`why_not`).
     """
     if reason := why_not(spec):
         raise NotImplementedError(reason)

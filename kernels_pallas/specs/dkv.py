@@ -25,11 +25,11 @@ A work item has eight int32, or sixteen for an interval:
 | 3, 4     | for lists, begin and end of the entries that attend to all keys of the tile       |
 | 6        | index of the partial that the work item writes                                    |
 | 7        | unused                                                                            |
-| 8 to 11  | for intervals, 2 to 5 of the first 64 keys of the tile, clipped to 2 and 5        |
-| 12 to 15 | for intervals, 2 to 5 of the second 64 keys of a tile of 128 keys                 |
+| 8 to 11  | for intervals, the integers 2 to 5 of the first 64 keys of the tile               |
+| 12 to 15 | for intervals, the integers 2 to 5 of the second 64 keys of a tile of 128 keys    |
 
-No key is compared for the list entries from 3 to 4. With token bits, the tokens of these entries
-that did not select the block have shift = +inf.
+For the list entries between the integers 3 and 4, no key is compared. With token bits, shift = +inf
+for the tokens of an entry that did not select the block.
 """
 
 import dataclasses
@@ -66,12 +66,12 @@ class Dkv(AttentionSizes):
       block: Number of keys per selection block, if list entries have token bits. Token bits
         state the start of the block, and the tokens of the query tile that selected the block.
         0 means that all tokens of an entry selected all keys of the tile.
-      single_token: Whether a list entry is one token instead of several neighbouring tokens
-        that one copy moves. Single tokens are possible for groups of up to `ROW_STATS_MIN_ROWS`
-        query heads.
+      single_token: Whether a list entry is one token. If not, an entry is several neighbouring
+        tokens that one copy moves. Single tokens are possible for groups of up to
+        `ROW_STATS_MIN_ROWS` query heads.
       want_dk, want_dv: Whether this kernel computes dk, and whether it computes dv.
-      selection_entries: If not 0, list entries are indices into a selection with this number of
-        blocks per token. If 0, list entries are query tiles.
+      selection_entries: Number of blocks per token of the selection to which list entries refer by
+        index. 0 means that list entries are query tiles.
       stored_rows: If not 0, the number of rows of `[B, Hkv]` whose dS is written
         (`specs/stored_ds.py`). This needs `selection_entries`.
     """
@@ -104,7 +104,7 @@ class Dkv(AttentionSizes):
     def consumers(self) -> int:
         """The number of warpgroups that compute.
 
-        Each of these consumer warpgroups has 64 keys, and all consumers read the same query tiles
+        Each consumer warpgroup has 64 keys, and all consumer warpgroups read the same query tiles
         in shared memory.
         """
         return 1 if self.gathered or self.D + self.Dv > 384 else 2

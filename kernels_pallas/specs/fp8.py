@@ -8,9 +8,9 @@ two, one per head and column. The kernels multiply the query by the scale of key
 output by the scale of values.
 
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
-over the columns of keys, and P V sums over the keys in a column of values. Both axes of summation
-are permuted in groups of 16. The permutation makes the result of a product a left operand without a
-shuffle (`mosaic/fp8.py`):
+over the columns of keys, and P V sums over the keys in a column of values. The axes over which the
+two products sum are permuted in groups of 16. The permutation makes the result of a product a left
+operand without a shuffle (`mosaic/fp8.py`):
 
     number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 
@@ -81,9 +81,10 @@ class Rounding(TokenWords, Spec):
 
     @property
     def sums(self) -> dict[str, Array]:
-        """The arrays for keys and for values, `[B, CHUNKS, words, 4]`. Each entry has the sums
-        over a chunk of the two columns of a word, and then the largest absolute values of these
-        two columns.
+        """The arrays for keys and for values, `[B, CHUNKS, words, 4]`.
+
+        Each entry has, over a chunk, the sums of the two columns of a word and then their largest
+        absolute values.
         """
         key, value = (float32(self.B, CHUNKS, words, 4) for words in self.words)
         return {"key_sums": key, "value_sums": value}

@@ -3,7 +3,7 @@
 For each block, the kernels gather the queries that selected the block. The kernels process gathered
 tiles (`mosaic.selected.tile_is_gathered`). The block list of a gathered tile is long, since the
 tile's tokens selected different blocks. The kernels of `specs/selected.py` loop over the near
-blocks of a gathered tile. The kernels described here process the far blocks of a gathered tile.
+blocks of a gathered tile. The kernels of this module process the far blocks of a gathered tile.
 Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_dq`, `merge_dq`):
 
     partials   a result for each token, key/value head and far block

@@ -122,7 +122,7 @@ class IntervalAttention(AttentionSizes):
         return ("",) if self.second_keys is None else ("", SECOND)
 
     def has_room(self, *widths: int) -> bool:
-        """Return whether tiles of rows of these widths fit next to the ring buffer in shared
+        """Return whether tiles of rows of the given widths fit next to the ring buffer in shared
         memory.
         """
         ring = self.stages * self.block * (self.D + self.Dv) * (1 if self.fp8 else 2)

@@ -211,15 +211,15 @@ def winner_slots(free: int) -> int:
 
 
 def _entries_in(words: int) -> int:
-    """Return the number of entries of a score row with this number of words."""
+    """Return the number of entries of a score row with the given number of words."""
     return min((words - 2) // STRIPE_WORDS, MAX_STRIPES) * LANES
 
 
 def tiling_qk(spec: Scores) -> Tiling:
     """Return the tiling of Q K^T.
 
-    A token has two rows if its group has at most two heads and the scores of all candidates then
-    fit in shared memory at once. In all other cases the number of rows is the number of heads,
+    A token has two rows if its group has at most two heads and, with two rows, the scores of all
+    candidates fit in shared memory. In all other cases the number of rows is the number of heads,
     rounded up to a power of two and to at least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
@@ -233,8 +233,8 @@ def tiling_qk(spec: Scores) -> Tiling:
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
     """Return the tiling with `heads` rows per token.
 
-    Among all tilings that fit in shared memory, this tiling has the fewest chunks. Among the
-    tilings with the fewest chunks, it has the most stages.
+    Among all tilings that fit in shared memory, the returned tiling has the fewest chunks. Among
+    the tilings with the fewest chunks, the returned tiling has the most stages.
     """
     sm_bytes = 228 * 1024  # shared memory per SM, of which the system uses 1 KB per CTA
     # Four warpgroups on an SM have 128 registers per thread. The warpgroups are in two CTAs if

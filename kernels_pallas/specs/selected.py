@@ -3,7 +3,7 @@
 A tile of queries loops over the tile's block list.
 
 A tile is gathered if the block list of the previous tile is longer than `gather_limit`. For a
-gathered tile, the kernels described here loop only over the near blocks, which the tile's tokens
+gathered tile, the kernels of this module loop only over the near blocks, which the tile's tokens
 share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0, the block
 before the block of the tile's first token, and all later blocks:
 
@@ -56,9 +56,10 @@ COUNTS = len(BlockCounts._fields)
 
 
 def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
-    """Return the index of the first near block of a tile after block 0. The tile's first token
-    is at `position`. The first near block is the block before the block that contains this
-    token. `larger` returns the maximum of two numbers.
+    """Return the index of the first near block of a tile after block 0.
+
+    The tile's first token is at `position`. The first near block is the block before the block of
+    the tile's first token. `larger` returns the maximum of two numbers.
     """
     return larger(larger(position, 0) // block - 1, 0)
 
@@ -191,9 +192,9 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Return the numbers of stages of keys and of values for `dq`.
 
-    The result is (2, 2) if two CTAs then fit on an SM, and otherwise (2, 1) or (1, 1). The longest
-    block list counts only in the check of a single CTA, since a long list (small G, large n) may
-    leave room for only one CTA.
+    The result is (2, 2) if two CTAs then fit on an SM, and otherwise (2, 1) or (1, 1). The check
+    for two CTAs ignores the block list, and the check for one CTA includes the longest block list.
+    A long list (small G, large n) may leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:
@@ -221,7 +222,7 @@ def forward(spec: SelectedAttention) -> Kernel:
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32` is
         set if the tile's token `i` selected the block.
       block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. A block needs no mask by key if
-        each token that selected it attends to all of its keys.
+        every token that selected the block attends to all keys of the block.
       key_end: int32 `[B * tiles, 64]`, the last key to which each row may attend, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.

@@ -85,7 +85,7 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
 
 
 def slab_width(*widths: int) -> int:
-    """Return the number of columns of a slab. All `widths` are multiples of this number.
+    """Return the number of columns of a slab. All `widths` are multiples of the slab's width.
 
     Raises:
       ValueError: a width is no multiple of 16.

@@ -40,7 +40,7 @@ def tile_block_lists(spec: SelectedAttention) -> Kernel:
       position selects nothing.
     - `key_start` `[B, T]`: the first key of the token's sequence, never decreasing.
 
-    Outputs: `starts`, `members` and `counts`, as above.
+    Outputs: `starts`, `members` and `counts`, as in the docstring of the module.
     """
     by_token = int32(spec.B, spec.T)
     return Kernel.named(

@@ -125,15 +125,16 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """Return the split for queries that attend to all earlier keys. The function compares
-    several numbers of segments, and uses the number with the fewest steps per SM. The last
-    segment, which has the most items, comes first.
+    """Return the split for queries that attend to all earlier keys.
+
+    The function compares several numbers of segments, and uses the number with the fewest steps per
+    SM. The last segment, which has the most items, comes first.
 
     Args:
       spec: A `Dkv`.
       tiles_seen: Function that returns the maximum number of tiles of keys to which the tokens
-        `first .. end - 1` attend. The function accepts arrays, since hundreds of values are
-        needed for each new length.
+        `first .. end - 1` attend. `tiles_seen` accepts arrays, since hundreds of values are needed
+        for each new length.
       sees: Function that returns approximately the number of tiles to which the token `end - 1`
         attends. Defaults to all tiles to which earlier tokens attend.
     """
@@ -163,9 +164,9 @@ def split_window(
 ) -> IntervalSplit:
     """Return the split for queries that attend to a window.
 
-    Each segment has one SM for each tile of keys to which a query attends. The tiles of a segment
-    then follow one another as a stream. Tiles that run together read the same queries at about the
-    same time, so the queries stay in L2.
+    Each segment has one SM for each tile of keys to which a query attends. With one SM per tile,
+    the tiles of a segment follow one another as a stream. Tiles that run together read the same
+    queries at about the same time, so the queries stay in L2.
 
     Args:
       spec, tiles_seen: As in `split_causal`.
@@ -191,8 +192,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 
     Args:
       ops: A `nsa_core.array_ops.ArrayOps`.
-      bounds: The keys `first .. last - 1` to which each token attends. Both arrays are `[B, T]`
-        and never decrease.
+      bounds: The keys `first .. last - 1` to which each token attends. `first` and `last` are `[B,
+        T]` and never decrease.
       spec: A `Dkv`.
       split: The split of the work.
     """
@@ -269,11 +270,10 @@ class WorkItems:
     """The work items of query lists, as static sizes.
 
     Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple of
-    the query tiles of a chunk. With `halving`, segments are cut from the end: the last segment is
-    the second half of all tokens, the segment before it is the second half of the remaining tokens,
-    and so on. The first segment has at least `segment` query tiles. With `halving`, the lists of a
-    segment have similar lengths. There is a single segment if `halving` and not `square`, since the
-    last key of a token is not known.
+    the query tiles of a chunk. With `halving`, each segment, from the last to the first, is the
+    second half of the remaining tokens. The first segment has at least `segment` query tiles. With
+    `halving`, the lists of a segment have similar lengths. There is a single segment if `halving`
+    and not `square`, since the last key of a token is not known.
 
     Attributes:
       lists: The query lists.

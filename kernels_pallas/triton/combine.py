@@ -1,5 +1,6 @@
-"""Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch. Both
-computations are bound by the bandwidth of HBM.
+"""Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch.
+
+The gated sum and delta are bound by the bandwidth of HBM.
 
 out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
 """
@@ -37,8 +38,9 @@ def gated_sum(
 
 @triton.jit
 def _deltas(do, outputs, results, count, c):
-    """Return delta = rowsum(dO * O) of each output. If an output is 0, as in padding, dO may be
-    NaN.
+    """Return delta = rowsum(dO * O) of each output.
+
+    In padding, the output is 0 and dO may be NaN.
     """
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count

@@ -1,11 +1,12 @@
-"""A decode step over a paged cache: all branches, for a few queries per row, in two launches.
+"""Runs a decode step over a paged cache in two launches, for all branches and a few queries per
+row.
 
-    partials a program has one split of the compressed keys, or of the window, of one row and
+    partials   A program has one split of the compressed keys, or of the window, of one row and
                key/value head. The program stores the logits of the compressed keys for the
-               scores, and the maximum, the sum and the unnormalised output of its split.
-    finish     a program has one query of one key/value head, and one part of its selected blocks.
-               It scores all blocks, selects the best, attends to the blocks of its part and adds
-               the outputs of its share of the splits. The last part to finish adds up the parts.
+               scores, and the maximum, the sum and the unnormalised output of the split.
+    finish     A program has one query of one key/value head, and one part of the query's selected
+               blocks. The program scores all blocks, selects the best, attends to the blocks of
+               the part and adds the outputs of some splits. The last program adds up the parts.
 
 The kernels use split-K. A split has a fixed number of keys, so the order of sums depends only on
 the length of a row, and not on the batch or the page table. The step is bandwidth bound. Compressed
@@ -69,8 +70,9 @@ def _scales(scale, place, head, mask, c, PER_PAGE):
 
 @triton.jit
 def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
-    """Return the base-2 logits of the entries at `place`, and the values of these entries. Keys
-    and values may have scales.
+    """Return the base-2 logits and the values of the entries at `place`.
+
+    Keys and values may have scales.
 
     Args:
       arrays: Keys and values, and the scales of both.

@@ -24,9 +24,9 @@ def gather(
     """Describe the launch that gathers pages.
 
     The arrays of the launch are the pages of keys and of values, the scales of both, page_table and
-    lengths. If there are no scales, pass any arrays instead. The results are keys and values
-    `[rows, S, heads, width]`. S is the number of entries in the pages of a row. With this S, the
-    scores read whole blocks without a copy.
+    lengths. If the pages have no scales, pass any arrays as scales. The results are keys and values
+    `[rows, S, heads, width]`. S is the number of entries in the pages of a row. S covers whole
+    pages, so that the scores read whole blocks without a copy.
 
     Args:
       key, value: The pages.
@@ -71,8 +71,8 @@ def append(
 
     `paged_append.append` lists the arrays. For arrays that are not read, pass any array.
 
-    In a cache in fp8, the new tokens of a row may overwrite ring buffer slots whose tokens the
-    means still need. In this case, a separate launch writes the ring buffer.
+    In a cache in fp8, a separate launch writes the ring buffer if the new tokens of a row may
+    overwrite slots that the means still need.
 
     Args:
       cache: `nsa_core.paged_layout.PagedArrays`.

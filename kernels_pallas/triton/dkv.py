@@ -171,13 +171,13 @@ def of_blocks(
     """Compute dk and dv of the selected branch.
 
     Programs: B * HEADS * items * PARTS. A work item is up to SEGMENT entries of the query list of a
-    tile. A tile is a block of keys, and a program has KEYS of these keys.
+    tile. A tile is a block of keys, and a program handles KEYS keys of the block.
 
     Args:
       query .. key_start: As in `selected.forward`; do .. dlse: As in `interval.dq`.
       order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other. An
-        entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
-        begins after its token.
+        entry is `(token * N + slot) * COPIES + copy`, ascending in a list. The block of an entry
+        never begins after the entry's token.
       starts: int32 `[B * HEADS, tiles + 1]`: the begin of each list.
       ends: int32 `[B * HEADS, tiles]`: end of the work items of each tile.
       tile_of: int32 `[B * HEADS, items]`: the tile of each item. The value `tiles` marks an unused

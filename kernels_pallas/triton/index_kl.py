@@ -1,12 +1,12 @@
-"""Computes the KL divergence between an attention over listed blocks and the scores of an
-indexer, and its gradients.
+"""Computes the KL divergence between an attention over listed blocks and the scores of an indexer,
+and its gradients.
 
     t_j = mean over the heads of exp(scale q . k_j - lse)     p = softmax of index_scale iq . ik_j
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
-The kernels are key-stationary. A program has the keys of a block and a part of its query list,
-for one index head, and gathers the queries. Per entry, a program reads the rows of one query. A
-query-stationary loop would instead read the `BLOCK` keys of the block.
+The kernels are key-stationary. A program has the keys of a block and a part of its query list, for
+one index head, and gathers the queries. Per entry, a program reads the rows of one query. A
+query-stationary loop would read the `BLOCK` keys of the block per entry.
 
     kl_targets     t and sum t for each entry (query, slot)
     kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and

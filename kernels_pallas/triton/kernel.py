@@ -17,13 +17,14 @@ from kernels_pallas.specs.tile import LOG2E, cdiv  # noqa: F401, for description
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
-    """The description of one launch. The arguments of the launched function are the arrays of
-    `run`, `scalars`, `outputs` and `constants`, in this order. All arrays are contiguous in
-    row-major order.
+    """The description of one launch.
+
+    The arguments of the launched function are the arrays of `run`, `scalars`, `outputs` and
+    `constants`, in this order. All arrays are contiguous in row-major order.
 
     Attributes:
-      function: `module:name` of the `triton.jit` function, a module of this package.
-      programs: Number of programs of the launch, at least 1. A launch has one axis.
+      function: `module:name` of the `triton.jit` function in this package.
+      programs: Number of programs of the launch, at least 1. The grid of a launch has one axis.
       scalars: The numbers that depend on lengths, and floats such as the scale. The values of
         `scalars` are not compiled into the code.
       outputs: Shapes and dtypes of the outputs.

@@ -2,9 +2,8 @@
 gradients of these copies. The array is `[batch, tokens, heads, width]` with any strides, and the
 buffer is `[rows, width]`. A range has consecutive tokens of one head of one batch row. Three
 numbers describe a range: its first token, its length, and its first row in the buffer. Ranges are
-listed in the order `[batch, query, head, slot]`. A range's index in the list therefore determines
-its batch row and its head, and a range needs only 24 bytes of indices. A range of length 0 is an
-empty slot.
+listed in the order `[batch, query, head, slot]`. A range's index in the list determines its batch
+row and its head, so a range needs only 24 bytes of indices. A range of length 0 is an empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
@@ -41,9 +40,9 @@ class Tile(NamedTuple):
 def tile(longest: int, width: int, heads: int = 0) -> Tile:
     """Return the tile of the gathers and of `add_ranges`, at most 8192 elements.
 
-    The number of columns is the largest power of two that divides `width`. A width of 192 is thus
-    processed as three times 64 columns, and no lane is idle. A divisor below 32 is not used,
-    since the parts of a row would be too small for one warp.
+    The number of columns is the largest power of two that divides `width`. For example, a width of
+    192 is processed as three times 64 columns, so that no lane is idle. A divisor below 32 is not
+    used, since the parts of a row would be too small for one warp.
 
     Args:
       longest: Number of rows of the longest range.
@@ -116,8 +115,9 @@ def gather_rows(
     count, tokens, batches,
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Write row `rows[i]` of the `[batches * tokens]` rows, with all heads, to row i. If the
-    index is invalid, write 0.
+    """Write row `rows[i]` of the `[batches * tokens]` rows, with all heads, to row i.
+
+    If `rows[i]` is invalid, write 0.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
 
@@ -180,9 +180,9 @@ def sum_ranges(
 
     The inverse list groups the ranges of a head that begin at the same token. A group of ranges
     that begin at the same token is called a block. A single program sums the rows of a block in the
-    order of the list and adds the sum to `total`. Two ranges of a head must therefore begin at the
-    same token or share no token. The grid is the same as in `gather_ranges`. Only the program of a
-    block's first range has work.
+    order of the list and adds the sum to `total`. Two ranges of a head must begin at the same token
+    or share no token, so that each token belongs to one block. The grid is the same as in
+    `gather_ranges`. Only the program of a block's first range has work.
 
     Args:
       block: int64, ascending, one number per entry of the list. The number identifies the batch

@@ -1,15 +1,15 @@
 """Selects the blocks of an indexer and attends to blocks, for a few queries of rows in pages.
 
-    scores     a program has some keys of one query. It only writes their maxima by block, a word
-               for each block, head and query.
-    best       a program has one list. It finds the least selected score bit by bit, so that the
-               blocks are in their order, and the lower blocks are selected among equal scores.
-    digits     the same for few long lists, whose programs would leave most of a GPU idle: a program
-               has a part of a list. Each launch finds a few more bits of that least score, from
-               the number of times that the parts have each value of these bits.
-    chosen     writes the blocks of a part, after the blocks of the parts before it.
-    partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
-    merge      a program adds the parts of one query and key/value head.
+    scores     A program has some keys of one query, and writes only the maximum of their scores per
+               block, a word for each block, head and query.
+    best       A program has one list, and finds the least selected score bit by bit. The blocks
+               then stay in their order, and among equal scores lower blocks are selected.
+    digits     A program has a part of a long list, so that few lists occupy the whole GPU. Each
+               launch finds a few more bits of the least selected score, from the number of times
+               that the parts have each value of the bits.
+    chosen     A program writes the blocks of a part, after the blocks of earlier parts.
+    partials   A program has one query, one key/value head and `SPLIT` keys of the listed blocks.
+    merge      A program adds the parts of one query and key/value head.
 
 A split has a fixed number of keys, so the order of sums does not depend on the batch. The kernel
 `scores` is bandwidth bound. `scores` reads each key of a row once from memory, since the queries
@@ -77,7 +77,7 @@ def scores(
       lengths: int32 `[B]`. Each row has `queries` queries.
       rows, positions: int32 `[tokens]`, read if `RAGGED`.
       most: Capacity of a row's table in tokens.
-      blocks: The maximum number of blocks of these tokens.
+      blocks: The maximum number of blocks of the tokens.
       out: float32 `[tokens, HEADS or 1, blocks]`; written if a key is seen.
     """
     program = tl.program_id(0)

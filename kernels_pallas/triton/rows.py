@@ -1,12 +1,12 @@
 """Functions on rows of query heads, which all Triton kernels share.
 
-The rows of a key/value head are numbered consecutively. Row `r` is head `r % GROUP` of token `r //
-GROUP`. A tile therefore has no unused row, regardless of the size of a group.
+The rows of a key/value head are numbered consecutively, so a tile has no unused row, regardless of
+the size of a group. Row `r` is head `r % GROUP` of token `r // GROUP`.
 
 The last argument of a kernel, `c`, is the NamedTuple of compiled constants from the descriptions.
-In Triton 3.6 and 3.7 the fields of `c` are plain numbers. In these versions, functions written in
-Triton (`tl.zeros`) do not accept lists of plain numbers, and `tl.static_range` does not accept a
-plain number as a bound. Functions also do not accept strings.
+In Triton 3.6 and 3.7 the fields of `c` are plain numbers. In Triton 3.6 and 3.7, functions written
+in Triton (`tl.zeros`) do not accept lists of plain numbers. `tl.static_range` does not accept a
+plain number as a bound. Triton functions do not accept strings.
 """
 
 import triton
@@ -176,7 +176,10 @@ def product(rows, tile, scale, c, BACK):
 
 @triton.jit
 def add(state, products, seen, tile, c, BACK):
-    """Add a tile of keys to the state of `start`. `seen` masks `products` unless it is None."""
+    """Add a tile of keys to the state of `start`.
+
+    If `seen` is not None, `seen` masks `products`.
+    """
     keys, values = tile
     if seen is not None:
         products = tl.where(seen, products, 0.0 if BACK else NEGATIVE_INFINITY)

@@ -8,8 +8,8 @@ its columns and adds them:
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)
 
 `r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own[c]` stride blocks
-with this block and `carry[c]` with the next block. A block is represented by one 64-bit integer,
-its candidate. A candidate has the bits of the score (which is not negative), followed by the
+with the block and `carry[c]` with the next block. A block is represented by one 64-bit integer, its
+candidate. A candidate has the bits of the score (which is not negative), followed by the
 complemented index. The greatest candidates are selected. If scores are equal, the lower block is
 selected. The best candidates so far stay sorted in registers.
 """

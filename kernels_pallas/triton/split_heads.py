@@ -1,7 +1,8 @@
-"""Splits a fused projection into rotated heads, and joins the gradients of heads. The kernel is
-bound by HBM. A row of the projection has the query heads, then the key heads of each branch,
-then the value heads of each branch. A program processes one head for `ROWS` tokens. The program
-rotates pairs of columns of query and key heads by the angle of the token:
+"""Splits a fused projection into rotated heads, and joins the gradients of heads.
+
+The kernel is bound by HBM. A row of the projection has the query heads, then the key heads of each
+branch, then the value heads of each branch. A program processes one head for `ROWS` tokens. The
+program rotates pairs of columns of query and key heads by the angle of the token:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
 
@@ -18,8 +19,8 @@ Gates may depend on the mean of the query heads of a group. In the forward pass,
 programs compute the mean from rows that are still in L2. In the backward pass, the gradient of
 each head includes its share, dmean / G.
 
-If gates are computed from the layer's input, they follow the values in a row. One program
-processes the gates of all heads for its tokens. In the backward pass this program also fills the
+Gates that are computed from the layer's input follow the values in a row. One program processes the
+gates of all heads for its tokens. In the backward pass, the program of the gates also fills the
 rest of the row with zeros, since gradients are read as whole rows.
 """
 

@@ -1,7 +1,7 @@
 """Computes the tables of packed rows (`nsa_core.varlen`), the bounds of kernel rows, and the work
-items of intervals, as int32 in one array `out`. The kernel `sequences` runs first. Then `tables`
-computes all sections that depend only on the output of `sequences`. The work items of intervals
-need the kernel `partials` and a second launch of `tables`.
+items of intervals, as int32 in one array `out`. The kernel `sequences` runs first. After
+`sequences`, the kernel `tables` computes all sections that depend only on the output of
+`sequences`. The work items of intervals need the kernel `partials` and a second launch of `tables`.
 
 `kernels_pallas.specs.sections` describes the output of each launch. Tests compare the results with
 the array operations of `nsa_core`, which give equal results.

@@ -38,8 +38,10 @@ class Memory(enum.Enum):
 
 
 class Buffer(NamedTuple):
-    """An array of a plan, stored in row-major order. `offset` is its position in the workspace,
-    in bytes."""
+    """An array of a plan, stored in row-major order.
+
+    `offset` is the position of the array in the workspace, in bytes.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -120,8 +122,10 @@ class Derived(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The end of a launch that ran `beside` other steps. From this step on, the buffers of the
-    launch may be reused."""
+    """The end of a launch that ran `beside` other steps.
+
+    From a `Join` on, the buffers of its launch may be reused.
+    """
 
     beside: int
     reads: tuple[View, ...]

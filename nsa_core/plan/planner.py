@@ -308,11 +308,10 @@ class PlanOps(ArrayOps):
         """Move derived steps that depend only on arguments and constants, so that launches stay
         adjacent.
 
-        A large result is computed right before its first read, or at the end if no step reads
-        it. Small results are computed before the first launch. If the first launches read no small
+        A large result is computed right before its first read, or at the end if no step reads it.
+        Small results are computed before the first launch. If the first launches read no small
         result and keep the device busy for longer than the host needs, small results are computed
-        after these launches. Launches that need tensors are
-        never adjacent to others.
+        after these launches. Launches that need tensors are never adjacent to other launches.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -380,9 +379,7 @@ def _view_at(x: View, index: Slices) -> View | None:
 
 
 def _row_length(shape: Sequence[int], dtype: str) -> int:
-    """Return the length of the rows of a buffer in which each row begins with an array of this
-    shape.
-    """
+    """Return the length of a buffer's rows if each row begins with an array of the given shape."""
     size = BYTES[dtype]
     return -(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT // size
 

@@ -5,11 +5,11 @@ The functions of this module support both frameworks and both kinds of kernels.
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` also stores each branch separately. With stored branches, the kernel of the
-selected branch computes the sum of all branches. A separate kernel (`gated_sum`) computes the sum
-on Triton, and on Mosaic if tiles are gathered. If residuals contain only the block indices
-(`Residuals.recomputed`), `backward` runs the branches again. The branches run one after the other,
-so that the output of only one branch exists at a time.
+`forward_with_residuals` also stores each branch separately. In `forward_with_residuals`, the kernel
+of the selected branch computes the sum of all branches. A separate kernel (`gated_sum`) computes
+the sum on Triton, and on Mosaic if tiles are gathered. If residuals contain only the block indices
+(`Residuals.recomputed`), `backward` runs the branches again. `backward` runs the branches one after
+the other, so that the output of only one branch exists at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,8 +90,9 @@ class Pages(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The data that the backward pass needs in addition to the inputs. If a field is None, the
-    backward pass computes the data of this field again.
+    """The data that the backward pass needs in addition to the inputs.
+
+    If a field is None, the backward pass computes the data of the field again.
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
@@ -159,7 +160,7 @@ def intervals(
 def gradients_of_tokens(
     steps: Steps, ops: ArrayOps, found: Inputs, length: int, params: Params, shared: bool
 ) -> Inputs:
-    """Replace the gradients of means in `found`, a result of `backward`, by the gradients of the
+    """In `found`, a result of `backward`, replace the gradients of means by the gradients of the
     tokens that were averaged.
 
     Args:
@@ -238,7 +239,7 @@ def forward_with_residuals(
     params: Params,
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
-    """Compute `(out, residuals)`. The arguments are those of `forward`."""
+    """Compute `(out, residuals)`. The arguments are the same as in `forward`."""
     params.config.check_differentiable()
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
@@ -272,9 +273,8 @@ def backward(
 
     The gradients of gates are float32.
 
-    For each branch c, dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c. The kernels read dO,
-    g_c and delta_c. dq is one array. The branches add their parts of dq to this array in place,
-    in a fixed order.
+    For each branch c, dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c. The kernels read dO, g_c
+    and delta_c. The branches add their parts of dq to one array in place, in a fixed order.
 
     Args:
       by_places: Whether the gradients of the selected branch's tokens may be returned in slots, if

@@ -84,8 +84,9 @@ class VisibleCompressed:
         return cdiv(np.minimum(keys, most), tile)
 
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
-        """Return the upper bound that `tiles_seen` returns, for a packed row. The compressed
-        tokens of a packed row are in slots.
+        """Return the upper bound of `tiles_seen` for a packed row.
+
+        The compressed tokens of a packed row are in slots.
         """
         # The sequence of the first query may begin up to `max_seqlen` keys before that query.
         # Each sequence has its own slots.

@@ -25,8 +25,9 @@ def kernels_of(
 
 
 def append_spec(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
-    """Return the `Append` spec of a launch. `rest` has those fields of the spec that the layer
-    does not determine.
+    """Return the `Append` spec of a launch.
+
+    `rest` has the fields of the spec that the layer does not determine.
     """
     return Append(
         Hkv=kv_heads,

@@ -1,8 +1,6 @@
 """Computes the gradients of the branches on Mosaic kernels, for either framework
 (`array_ops.ArrayOps`).
 
-For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
-
     delta_c = rowsum(dO * O_c) = dg_c
     gP_c    = g_c exp(scale * Q K_c^T - lse_c)
     dS_c    = gP_c * (dO V_c^T - delta_c)
@@ -45,9 +43,9 @@ from nsa_core.varlen import Capacity
 
 
 class NumpyOps:
-    """The operations of `nsa_core.array_ops.ArrayOps` with which bounds and work items of
-    intervals are computed. `NumpyOps` applies these operations to NumPy arrays during tracing,
-    for results that depend only on sizes.
+    """The operations of `nsa_core.array_ops.ArrayOps` with which bounds and work items of intervals
+    are computed. During tracing, `NumpyOps` applies the operations to NumPy arrays, for results
+    that depend only on sizes.
     """
 
     xp: Any = np
@@ -158,7 +156,8 @@ def _interval_items(ops, first, last, *, spec, split):
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
     """Return `_interval_items` of rows that are not packed, as constants of a program.
-    Compiling code that computes these items would cost more time than compiling the rest of a
+
+    Compiling code that computes the work items would cost more time than compiling the rest of a
     backward pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)

@@ -31,8 +31,8 @@ def gradients(
 
     Args:
       compressed: The gradients of the means.
-      others: `(dk, dv)` of each other branch that read the same tokens. In packed rows the
-        gradients of the first of these branches may be in slots, `[B, places, Hkv, .]`.
+      others: `(dk, dv)` of each other branch that read the same tokens. In packed rows, the
+        gradients of the first of the `others` may be in slots, `[B, places, Hkv, .]`.
     """
     layout = params.layout
     keys, values = ([pair[i] for pair in others] for i in range(2))

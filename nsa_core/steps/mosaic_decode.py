@@ -30,9 +30,10 @@ def attention(
 
     Each of the B rows has `N / B` queries.
 
-    The arguments are those of `nsa_torch.paged_attention`. If arrays are mutable, as in torch,
-    `new` may have keys and values of new tokens. The step appends the new tokens before it computes
-    attention. For an fp8 cache, `slots` has the index of each row's ring (`nsa_core.paged_layout`).
+    The arguments are the same as in `nsa_torch.paged_attention`. If arrays are mutable, as in
+    torch, `new` may have keys and values of new tokens. The step appends the new tokens before it
+    computes attention. For an fp8 cache, `slots` has the index of each row's ring
+    (`nsa_core.paged_layout`).
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`specs.decode.why_not`).
@@ -46,7 +47,7 @@ def attention(
 def step_kernel(
     query, gates, cache: PagedArrays, page_table, scale: float | None, append: bool
 ) -> Kernel:
-    """Return the kernel that `attention` runs for these arguments."""
+    """Return the kernel that `attention` runs for the same arguments."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _decode_spec(
@@ -171,8 +172,9 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _decode_spec(config: NSAConfig, **sizes: Any) -> Decode:
-    """Return the spec of a decode kernel. `sizes` has those fields of `Decode` that `config` does
-    not determine.
+    """Return the spec of a decode kernel.
+
+    `sizes` has the fields of `Decode` that `config` does not determine.
     """
     spec = Decode(
         **sizes,

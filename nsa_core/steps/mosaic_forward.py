@@ -3,10 +3,11 @@
     interval (compressed) -> select_blocks -> selected
                              interval (sliding)
 
-Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
-log-sum-exp `[B, T, H]` in float32. A branch that adds its output to the gated sum returns None for
-the log-sum-exp. To add its output, a branch multiplies the output by `gate` `[B, T, H]`. The branch
-then adds the product to `added` `[B, T, H, Dv]`, the sum of earlier branches, possibly in place.
+`nsa_core.types` defines the letters of the shapes. A branch returns its output `[B, T, H, Dv]` and
+its natural log-sum-exp `[B, T, H]` in float32. A branch that adds its output to the gated sum
+returns None for the log-sum-exp. To add its output, a branch multiplies the output by `gate` `[B,
+T, H]`. The product is added, possibly in place, to the sum
+of earlier branches, `added` `[B, T, H, Dv]`.
 """
 
 import dataclasses
@@ -187,9 +188,10 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths. Return
-    None if far blocks are gathered (`mosaic_gather`), since gathering needs contiguous keys.
-    Also return None if a page has several blocks.
+    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths.
+
+    Return None if a page has several blocks, or if far blocks are gathered (`mosaic_gather`), since
+    gathering needs contiguous keys.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None

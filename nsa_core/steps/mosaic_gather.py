@@ -159,7 +159,10 @@ def _positions_in_parts(ops, position, *, parts):
 
 
 class _Segment(NamedTuple):
-    """A segment of tokens. The partial outputs of all its tokens exist at the same time."""
+    """A segment of tokens.
+
+    The partial outputs of all tokens of a segment exist at the same time.
+    """
 
     kernel: GatheredAttention
     segment: Any  # int32 [1, SEGMENT_WORDS]: index, first token and first tile of the segment

@@ -112,9 +112,10 @@ def of_keys(layout: QueryLayout, found) -> list:
 
 
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """Return the work items of the query lists with these `edges`. `spec` is a `WorkItems`. If
-    `spec.halving` is true, also return the index of the first partial sum and the number of
-    partial sums of each key tile.
+    """Return the work items of query lists, given their `edges`.
+
+    `spec` is a `WorkItems`. If `spec.halving` is true, also return the index of the first partial
+    sum and the number of partial sums of each key tile.
     """
     if layout.varlen is None:
         of_tokens = layout.position

@@ -1,11 +1,11 @@
-"""The backward steps on Triton kernels, for either framework.
+"""Defines the backward steps on Triton kernels, for either framework.
 
 `mosaic_backward` is the counterpart for Mosaic kernels.
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. Several programs
 share the work of a tile of keys if it has much more work than other tiles, or if its block has a
-long query list. The partial sums of these programs, in float32, are added in a fixed order. A
-stable sort builds the query lists, so the order of every sum is fixed.
+long query list. The partial sums of the programs, in float32, are added in a fixed order. A stable
+sort builds the query lists, so the order of every sum is fixed.
 """
 
 from collections.abc import Sequence
@@ -164,8 +164,9 @@ def selected(
     added=None,
     block_lists=None,
 ) -> Qkv:
-    """Return the gradients of the selected branch. The arguments are those of
-    `mosaic_backward.selected`.
+    """Return the gradients of the selected branch.
+
+    The arguments are the same as in `mosaic_backward.selected`.
     """
     layout, config, scale = params
     if block_lists is None:

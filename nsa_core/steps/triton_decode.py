@@ -23,10 +23,11 @@ def attention(
     lengths,
     scale: float | None,
 ):
-    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`. Each of the B
-    rows has `N / B` queries.
+    """Return `(out, indices)`, which are `[N, H, Dv]` and int32 `[N, Hkv, n]`.
 
-    The arguments are those of `nsa_torch.paged_attention`.
+    Each of the B rows has `N / B` queries.
+
+    The arguments are the same as in `nsa_torch.paged_attention`.
     """
     config, (batch, pages) = cache.config, page_table.shape
     tokens, heads, width = query.shape

@@ -33,8 +33,9 @@ FLOAT32_KEYS = 4096
 
 
 def _on_chip(index: Index) -> bool:
-    """Return whether the kernel `index.index_blocks` supports the call. This kernel writes no
-    scores.
+    """Return whether the kernel `index.index_blocks` supports the call.
+
+    `index.index_blocks` writes no scores to memory.
     """
     plain = index.activation is None and index.reduce is None
     return plain and LEAST <= index.pool and index.num_selected <= SELECTED

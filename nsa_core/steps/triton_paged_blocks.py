@@ -43,7 +43,7 @@ class Paged(NamedTuple):
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
         """Return the number of queries per row, `lengths`, and the row and the position of each
-        token. The number of queries per row is 0 if it differs between rows.
+        token. If the number of queries differs between rows, the returned number is 0.
 
         If all rows have the same number of queries, kernels read only `lengths`, and no kernel
         computes rows and positions. If the number of queries differs between rows, the kernels read
@@ -279,8 +279,10 @@ def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | No
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """Return the selected blocks, int32 `[N, Hi or 1, n]`. The arguments are those of
-    `paged_index_blocks`."""
+    """Return the selected blocks, int32 `[N, Hi or 1, n]`.
+
+    The arguments are the same as in `paged_index_blocks`.
+    """
     (tokens, heads, width), dtype = query.shape, dtype_name(query)
     (pool, per_page), table = pages.shape[:2], paged.page_table
     all_keys = table.shape[1] * per_page
