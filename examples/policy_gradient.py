@@ -19,7 +19,7 @@ probabilities of the same tokens without a cache. The script prints for each ste
 
     gap       absolute difference of the two log probabilities in nats, before the first update
     outside   share of tokens with a ratio p(new) / p(old) outside 0.8 .. 1.2, in the first and in
-              the last of --updates updates. The loss clips these ratios
+              the last of --updates updates. The loss clips such ratios
 
     --old sampler   p(old) is the sampler's probability. The ratio includes the gap
     --old trainer   p(old) is the trainer's probability before the first update, so that the first

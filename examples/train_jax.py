@@ -8,7 +8,8 @@ optax.
 Rows are bytes of the files, one file after the other. `segment_ids` give the file of each byte, and
 a byte attends only to its own file. The last sixteenth of the bytes is held out. After training the
 script prints the loss on up to 32 held-out rows, and the text that the model writes after --prompt.
-Ctrl-C ends only the training, and the script then continues. The script needs the extra `train`.
+Ctrl-C ends the training, and the script continues with the evaluation. The script needs the extra
+`train`.
 """
 
 import argparse

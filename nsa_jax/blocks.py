@@ -204,7 +204,7 @@ def paged_block_attention(
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+      lengths: int32 `[B]`, tokens per row including the tokens of the queries. A row of length 0 is
         unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last

@@ -133,7 +133,7 @@ def paged_index_blocks(
       index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
+      lengths: int32 `[B]`, tokens per row including the tokens of the queries. A row of length 0 is
         unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the end of the last
