@@ -3,52 +3,55 @@
     python -m bench.block_selection                              # MiniMax-M3's sizes, 8k and 32k
     python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
 
-The command measures one layer, without its projections and, except in mode `indexer`, without its
-indexer. Every query attends to its own block and to other blocks at or before it. By default the
-other blocks are random. With `--overlap 0.95` each block of the previous query is selected again
-with probability 0.95. The file `--out` gets one line of JSON per length, mode and implementation.
+The command measures one layer without its projections. Only the mode `indexer` includes the
+indexer. Every query attends to its own block and to earlier blocks. By default the earlier blocks
+are random. With `--overlap 0.95` each block of the previous query is selected again with
+probability 0.95. The file `--out` gets one line of JSON per length, mode and implementation.
 
-Implementations:
+These implementations are compared:
 
-  nsa_torch     `block_attention`, `index_blocks` and `indexer_kl` in their own layout
-  nsa_blocks    the same in transformers' layout, as `attn_implementation="nsa_blocks"` runs them
-  sdpa, eager   transformers' functions of these names, with a mask `[B, H, S, S]` that the model
-                builds from the blocks in every layer; the time includes building the mask
-  flex          torch's FlexAttention, on the union of the blocks of 128 queries and a mask for
-                each pair of query and key; the time excludes building the mask
-  vllm          vLLM's Triton kernel for this model, forward only; the time excludes filling pages
-  flash_msa     flash-msa's kernels, which select the blocks themselves from an indexer's queries
-                and key; the time includes the selection, and the results are not compared
-  plain         our functions without kernels
+- `nsa_torch`: `block_attention`, `index_blocks` and `indexer_kl` in their own layout.
+- `nsa_blocks`: the functions of `nsa_torch` in transformers' layout, as
+  `attn_implementation="nsa_blocks"` runs them.
+- `sdpa`, `eager`: transformers' functions of these names, with a mask `[B, H, S, S]`. The model
+  builds the mask from the blocks in every layer, and the time includes building the mask.
+- `flex`: torch's FlexAttention, on the union of the blocks of 128 queries and a mask for each pair
+  of query and key. The time of `flex` excludes building the mask.
+- `vllm`: vLLM's Triton kernel for this model, forward only. The time of `vllm` excludes filling
+  pages.
+- `flash_msa`: flash-msa's kernels, which select the blocks themselves from an indexer's queries and
+  key. The time of `flash_msa` includes the selection, and its results are not compared.
+- `plain`: the functions of this library without kernels.
 
-Modes:
+These modes are measured:
 
-  forward       attention
-  fwdbwd        attention, and the gradients of query, key and value
-  indexer       the selection of blocks from 256 columns of a hidden state: by the model's indexer
-                (`eager`), and by `index_blocks` in it (`nsa_blocks`). `nsa_torch` begins with the
-                queries and keys of the indexer
-  loss          `indexer_kl` and its gradients
-  decode        one token per row: the selection and attention, from pages of one block, in one
-                CUDA graph
-  qsa           selection and attention of QSA's layer, whose sizes replace those of the flags.
-                `sdpa` is dense attention without blocks
-  qsa_decode    a decode step of QSA's layer
+- `forward`: attention.
+- `fwdbwd`: attention, and the gradients of query, key and value.
+- `indexer`: the selection of blocks from 256 columns of a hidden state. `eager` runs the model's
+  indexer, and `nsa_blocks` runs the indexer with `index_blocks`. `nsa_torch` begins with the
+  queries and keys of the indexer.
+- `loss`: `indexer_kl` and its gradients.
+- `decode`: the selection and attention for one token per row, from pages of one block, in one CUDA
+  graph.
+- `qsa`: selection and attention of QSA's layer, whose sizes replace those of the flags. In this
+  mode `sdpa` is dense attention without blocks.
+- `qsa_decode`: a decode step of QSA's layer.
 
-Fields of a line:
+A line has these fields:
 
-  ms            median; p20_ms and p80_ms are the 20th and 80th percentile
-  peak_gib      peak allocation, including the arguments
-  extra_gib     peak allocation of one call, including its results
-  errors root mean square of the difference from an oracle, divided by the root mean square of the
-                oracle, for the last `--checked` queries and all keys. The oracle of attention is
-                `eager` in float32, or `sdpa` in float64 if the inputs are float32. The other
-                modes use `plain` in that precision
-  errors.lists  in mode `indexer` the share of queries whose blocks are not those of float32 scores,
-                at most 2 %. In modes `decode`, `qsa` and `qsa_decode` the share of blocks that
-                `plain` does not select, at most two roundings
-  status `wrong` if our results break the rule of `bench/judge/parity.py`. The baseline of the
-                rule is `sdpa` or `plain` in the precision of the inputs
+- `ms` is the median. `p20_ms` and `p80_ms` are the 20th and 80th percentile.
+- `peak_gib` is the peak allocation, including the arguments.
+- `extra_gib` is the peak allocation of one call, including its results.
+- `errors` has the root mean square of the difference from an oracle, divided by the root mean
+  square of the oracle, for the last `--checked` queries and all keys. The oracle of attention is
+  `eager` in float32, or `sdpa` in float64 if the inputs are float32. The oracle of the other modes
+  is `plain` in the same precision.
+- `errors.lists` in mode `indexer` is the share of queries whose blocks differ from the blocks of
+  float32 scores, and may be at most 2 %. `errors.lists` in modes `decode`, `qsa` and `qsa_decode`
+  is the share of blocks that `plain` does not select, and may be at most `2 eps` of the inputs'
+  dtype.
+- `status` is `wrong` if our results break the rule of `bench/judge/parity.py`. The baseline of the
+  rule is `sdpa` or `plain` in the precision of the inputs.
 
 The command needs the extra `hf`.
 """
@@ -106,8 +109,9 @@ def device() -> str:
 
 
 def drawn(seed: int = 0) -> Callable[..., Tensor]:
-    """Return a function that draws a normally distributed tensor of a given shape. Each call
-    returns another tensor."""
+    """Return a function that draws a normally distributed tensor of a given shape. Each call of
+    this function returns a new tensor.
+    """
     draw = torch.Generator(device()).manual_seed(seed)
     about = {"generator": draw, "device": device(), "dtype": getattr(torch, FLAGS.dtype)}
     return lambda *shape: torch.randn(*shape, **about)
@@ -141,9 +145,9 @@ def blocks_of(
     device: str,
     overlap: float = 0.0,
 ) -> Tensor:
-    """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random
-    earlier blocks. With `overlap`, each random block is drawn again only with probability `1 -
-    overlap`. If it is not drawn again, the block of the previous query is used.
+    """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random earlier
+    blocks. With `overlap`, each random block is drawn again only with probability `1 - overlap`. A
+    block that is not drawn again is the block of the previous query.
     """
     draw = torch.Generator(device).manual_seed(0)
     if overlap:
@@ -241,15 +245,15 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
 
 
 class Mode:
-    """The measurements of one mode for one length. The other sizes come from flags.
+    """The measurements of one mode for one length. All sizes except the length come from flags.
 
     Attributes:
       names: Names of the implementations.
       beside: The implementation that is the baseline of the parity rule.
       results: Names of the results of `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
-      lists_apart: The share of our lists, or of blocks in them, that may differ from the expected
-        ones.
+      lists_apart: The largest allowed share of our lists, or of their blocks, that differ from the
+        expected ones.
     """
 
     names: tuple[str, ...] = "nsa_torch", "plain"
@@ -270,8 +274,8 @@ class Mode:
         return self.checked("plain", wide)
 
     def apart(self) -> float | None:
-        """Return the share of our lists, or of blocks in them, that differ from the expected
-        ones. Return None if the mode has no lists.
+        """Return the share of our lists, or of the blocks in our lists, that differ from the
+        expected ones. Return None if the mode has no lists.
         """
         return None
 

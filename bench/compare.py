@@ -6,9 +6,9 @@
     python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
-With several lengths, each has its own process. All processes compile and compare with the oracle
-in parallel. They are then timed one after the other. The last example measures the first chart of
-the report (docs/benchmarks.md).
+Each of several lengths has its own process. All processes compile and compare with the oracle in
+parallel. The processes are then timed one after the other. The last example measures the first
+chart of the report (docs/benchmarks.md).
 
 Parity is checked first, and a wrong path is not timed. If a path that is named on the command
 line cannot run, the exit status is 3 (not measured).
@@ -228,9 +228,9 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
-    """Return the rows that determine the exit status: all rows that were named, and of the other
-    rows of a branch the first that is ok, or the first. Next to other branches, dense attention is
-    only a baseline.
+    """Return the rows that determine the exit status. All rows that the command line names count.
+    Of the other rows of a branch, only the first row that is ok counts, or the first row if none is
+    ok. Next to other branches, dense attention is only a baseline.
     """
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:
@@ -259,8 +259,8 @@ def judged_rows(
 
 
 def save(done: Sequence[Record]) -> None:
-    """Store records if `--save_records` is given. Those with products in 8 bits go to a
-    separate file.
+    """Store records if `--save_records` is given. Records with products in 8 bits go to a separate
+    file.
     """
     if FLAGS.save_records:
         eight = [record for record in done if "compute_dtype" in record.config]

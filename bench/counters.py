@@ -3,16 +3,16 @@ Compute.
 
     python -m bench.counters --only "24k" --out counters.jsonl
 
-`ncu` is CUDA's profiler. `ncu` needs the driver's permission to read the counters. `ncu` runs
-each launch several times, with empty caches and without fixed clocks. Its times are therefore
-longer than those of `bench.call_kernels`, which has the same problems and columns. If a kernel
-has several launches in one column, they are one line, with the sum of their times and the means
-of the other values weighted by time.
+`ncu` is CUDA's profiler. `ncu` needs the driver's permission to read the counters. `ncu` runs each
+launch several times, with empty caches and without fixed clocks, so that times are longer than in
+`bench.call_kernels`. `bench.call_kernels` has the same problems and columns. Several launches of a
+kernel in one column make one line. The line has the sum of their times, and the means of these
+values weighted by time:
 
-    tensor pipe   share of cycles in which it is busy
-    L2            throughput as a share of its peak, share of hits, and HBM throughput
-    warps         the two main reasons to wait, in warps per issued instruction; the share of
-                  used issue slots
+- The share of cycles in which the tensor pipe is busy.
+- The throughput of L2 as a share of its peak, the share of hits in L2, and the HBM throughput.
+- The two main reasons why warps wait, in warps per issued instruction, and the share of used issue
+  slots.
 
 The lines of `--out` have the format of `bench/records/<device>/kernel_log/counters.jsonl`. A Hopper
 GPU is needed.

@@ -9,34 +9,34 @@
 On a GPU each of several lengths has its own process. All processes compile, and compare their
 results with the oracle, in parallel. The processes are then timed one after the other.
 
-`S` is the number of tokens in the cache, including the `--q_len` new ones. More than one new token
-means draft tokens that are verified. Columns:
+`S` is the number of tokens in the cache, including the `--q_len` new tokens. More than one new
+token means draft tokens that are verified. Columns:
 
-  ms_total      `cached_attention`, which appends the tokens and attends
-  ms_paged      the same on a paged cache with pages in random order (`append`,
-                `paged_attention`). With `--cache_dtype=fp8` this cache is in fp8. Its reference
-                then reads the rounded tokens
-  ms_cmp        only compressed attention, on the contiguous cache
-  ms_sel        only the scores, the selection and the attention to it; `ms_scores` is without
-                the attention
-  ms_win        only the sliding window
-  ms_dense_*    dense attention to the whole cache
-  graph         whether a CUDA graph replayed the step (torch on CUDA, if it can be captured)
-  ms_host       host time of consecutive eager steps without the graph; `ms_paged_host` likewise
-  above_whole   branches whose time exceeds `ms_total`; the printed line marks them with `*`
+- `ms_total`: `cached_attention`, which appends the tokens and attends.
+- `ms_paged`: `append` and `paged_attention` on a paged cache with pages in random order. With
+  `--cache_dtype=fp8` the paged cache is in fp8, and its reference reads the rounded tokens.
+- `ms_cmp`: only compressed attention, on the contiguous cache.
+- `ms_sel`: only the scores, the selection and the attention to the selected blocks. `ms_scores`
+  excludes the attention.
+- `ms_win`: only the sliding window.
+- `ms_dense_*`: dense attention to the whole cache.
+- `graph`: whether a CUDA graph replayed the step (torch on CUDA, if the step can be captured).
+- `ms_host`: host time of consecutive eager steps without the graph. `ms_paged_host` is the host
+  time of steps on the paged cache.
+- `above_whole`: branches whose time exceeds `ms_total`. The printed line marks these branches with
+  `*`.
 
-The branches are launched and timed separately. The times of the branches therefore need not add
-up to the time of the whole step. If another process uses the machine, the median time of a branch
-can exceed that of the whole step. If the difference is larger than noise, the row of the whole
-step is an error.
+The branches are launched and timed separately, so that their times need not add up to the time of
+the whole step. If another process uses the machine, the median time of a branch can exceed the time
+of the whole step. If the difference is larger than noise, the row of the whole step is an error.
 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
-  reads_actual_decode    counted, as the sum over the three branches and the mean over sequences
-                         and key/value heads. With a query of zeros every logit is 0, so that the
-                         log-sum-exp of a branch is the logarithm of the number of its keys
-  reads_expected_decode  the formula `(S - l)/d + 1 + n*l' + w`, with the limits of a short cache
-  reads_actual, reads_expected  the same, summed over sequences and key/value heads
+- `reads_actual_decode` is counted, as the sum over the three branches and the mean over sequences
+  and key/value heads. With a query of zeros every logit is 0, so that the log-sum-exp of a branch is
+  the logarithm of the number of its keys.
+- `reads_expected_decode` is `(S - l)/d + 1 + n*l' + w`, with the limits of a short cache.
+- `reads_actual` and `reads_expected` are sums over sequences and key/value heads.
 """
 
 import csv
@@ -270,14 +270,15 @@ def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
 
 
 def above_whole(times: Mapping[str, float | None]) -> list[str]:
-    """Return the columns of the branches whose time exceeds that of the whole step."""
+    """Return the columns of the branches whose time exceeds the time of the whole step."""
     whole = times["ms_total"]
     return [name for name, ms in times.items() if ms and whole and ms > whole]
 
 
 def starred(times: Mapping[str, float | None]) -> dict[str, str]:
-    """Return the times of the branches as text. A star marks a time above that of the whole
-    step."""
+    """Return the times of the branches as text. A star marks a time above the time of the whole
+    step.
+    """
     found, above = {}, above_whole(times)
     for part in PARTS.values():
         ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""

@@ -3,14 +3,15 @@
 python -m bench.doc_tables            # reports tables that differ from the records
 python -m bench.doc_tables --write    # and writes them
 
-A document names a table between two comments, and this command fills it:
+A document names a table between two comments, and this command fills in the table:
 
     <!-- table: attention mode=forward -->
     <!-- end table -->
 
-Most tables show fields of recorded lines, as `bench/tables.yaml` describes. Their options are
-`device`, `commit` (its first digits) and the options of their description. The value of an option
-is one value, or several values separated by commas. The other tables are functions:
+Most tables show fields of recorded lines, as `bench/tables.yaml` describes. The options of these
+tables are `device`, `commit` (the first digits of a commit) and the options in the description of
+the table. The value of an option is one value, or several values separated by commas. The other
+tables are made by functions:
 
 | table | content | options |
 |---|---|---|
@@ -30,10 +31,10 @@ The command also writes three pictures. `docs/crossover.svg` is the first chart 
 `docs/distance.svg` shows the gain from an earlier passage by its distance.
 `docs/needle.svg` shows which needles four models find, by length and depth.
 
-A cell shows the newest record of its shape, the status of a failed one, or `-` if there is none or
-if the path was refused. The column `commit` lists the commits of all figures in a row.
-The exit status is 0. Without `--write` it is 1 if a table or picture differs. It is 2 if a marker
-is invalid.
+A cell shows the newest record of its shape, or the status of a record that failed. `-` means that
+there is no record, or that the path was refused. The column `commit` lists the commits of all
+figures in a row. The exit status is 0. Without `--write` the exit status is 1 if a table or picture
+differs. The exit status is 2 if a marker is invalid.
 """
 
 import dataclasses
@@ -86,9 +87,10 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
 
 
 def _derived(x: Line) -> Line:
-    """Return fields that follow from those of a line: `kernel`, and for attention its sizes as
-    text, whether it has the paper's config, bfloat16 and at least `SHORTEST` tokens (`papers`), and
-    the position of its row (`place`: the most query columns first, then the longest).
+    """Return fields that are derived from the fields of a line. One field is `kernel`. A line of
+    attention also has its sizes as text, `papers` and `place`. `papers` states whether the line has
+    the paper's config, bfloat16 and at least `SHORTEST` tokens. `place` orders the rows by the
+    number of query columns, largest first, then by length, longest first.
     """
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
@@ -157,8 +159,9 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
 
     Args:
       name: The table.
-      device: Folder of the records. Defaults to that of the table's description, or `DEVICE`.
-      commit: The first digits of the commits, separated by commas. Defaults to any commit.
+      device: Folder of the records. Defaults to the folder in the table's description, or to
+        `DEVICE`.
+      commit: The first digits of the commits, separated by commas. By default all commits are used.
       options: The other options of a marker.
 
     Raises:
@@ -266,7 +269,7 @@ def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
 
 
 def crossovers() -> str:
-    """Return the table of crossovers in that chart."""
+    """Return the table of crossovers in the first chart of `bench.report`."""
     rows = (
         [x.name, x.answer, device, x.about if x.points else MISSING, commits(x.rows)]
         for device, x in _crossovers().values()
@@ -299,8 +302,9 @@ def parallel_training(device: str = DEVICE.name) -> str:
 
 
 def parity(found: Sequence[Record] | None = None) -> str:
-    """Return a row per path with the problem on which its largest error uses most of its bound, or
-    with one that fails. `found` defaults to all records of `bench.compare`.
+    """Return a row per path, with the problem on which the path's largest error is closest to its
+    bound. If the path fails on a problem, the row has that problem. `found` defaults to all records
+    of `bench.compare`.
     """
     if found is None:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
@@ -351,8 +355,9 @@ def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
 
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
-    """Return the results of an experiment: dense attention's means, and the differences of its
-    other runs. `runs` and `seeds` are comma-separated lists. They default to all.
+    """Return the results of an experiment. The results are the means of dense attention, and the
+    differences of the other runs from dense attention. `runs` and `seeds` are comma-separated
+    lists. `runs` and `seeds` default to all.
     """
     from .lm.experiments import EXPERIMENTS, VARIANTS
 

@@ -4,9 +4,9 @@
     python -m bench.environment --out env.json  # and store it
 
 Two packages are compatible if the metadata of one allows the installed version of the other. The
-metadata of torch names a version of triton, and that of JAX names versions of jaxlib and the CUDA
-plugin. On a GPU one process computes in both frameworks, to test whether the CUDA runtimes of
-both frameworks load together. The exit status is 1 if a pair of packages is incompatible.
+metadata of torch names a version of triton, and the metadata of JAX names versions of jaxlib and
+the CUDA plugin. On a GPU one process computes in both frameworks, to test whether the CUDA runtimes
+of both frameworks load together. The exit status is 1 if a pair of packages is incompatible.
 """
 
 import dataclasses
@@ -140,8 +140,8 @@ def is_hopper() -> bool:
 
 
 def _device() -> list[str]:
-    """Return the compute capability and the name of the GPU. A separate process reads both. The
-    GPU memory that it needs is freed when the process ends.
+    """Return the compute capability and the name of the GPU. A separate process reads capability
+    and name, so that its GPU memory is freed when the process ends.
     """
     status, said = _python(DEVICE)
     if status:

@@ -8,16 +8,16 @@
 Each row has three implementations. All three are compared with the reference before they are
 timed:
 
-    masked   one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
-             built before the time measurement
-    fa2      FlashAttention-2, by one of two calls (`--path`): `varlen`, which the library uses
-             (`auto`), or `dense`
-    sdpa     the portable path of the library, which runs if FA-2 is not faster
+- `masked` is one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
+  built before the time measurement.
+- `fa2` is FlashAttention-2. `--path` selects one of two calls: `varlen`, which the library uses
+  (`auto`), or `dense`.
+- `sdpa` is the portable path of the library, which runs if FA-2 is not faster.
 
 The automatic choice compares `fa2` with `sdpa`. The file of a device also has the lengths from
-which `fa2` is faster than `masked`. All three implementations are measured at every length.
-`--kernels` must therefore be `auto` or `fa2`, and thresholds (`--fa2_min_len_win`) exclude no
-row. Without CUDA FA-2 is not measured. The command then reports this and ends with status 3.
+which `fa2` is faster than `masked`. Since all three implementations are measured at every length,
+`--kernels` must be `auto` or `fa2`, and thresholds (`--fa2_min_len_win`) exclude no row. Without
+CUDA the command does not measure FA-2, reports this, and ends with status 3.
 """
 
 import sys

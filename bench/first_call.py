@@ -7,12 +7,13 @@ length.
 The folder of kernels is empty at the start. Each stage is a separate process and writes one line
 of JSON to `--out`. The command measures the kernels of `mosaic` and therefore needs a Hopper GPU.
 
-    cold        builds all kernels of the layer
-    warm        the first forward and backward pass in torch, with kernels from disk
-    lengths     torch, with four calls of each new length; the longest is first, the others random
-    jax         the first call and calls of new lengths in JAX, which also traces and compiles the
-                operations around the kernels
-    jax_again   the same in another process, with JAX's persistent compilation cache
+- `cold` builds all kernels of the layer.
+- `warm` runs the first forward and backward pass in torch, with kernels from disk.
+- `lengths` runs four calls of each new length in torch. The longest length is first, and the other
+  lengths are in random order.
+- `jax` runs the first call and calls of new lengths in JAX, which also traces and compiles the
+  operations around the kernels.
+- `jax_again` repeats `jax` in another process, with JAX's persistent compilation cache.
 """
 
 import json
@@ -75,7 +76,7 @@ def warm() -> dict:
 
 def new_lengths() -> dict:
     """Measure calls with new lengths. The longest length comes first, so that torch's allocator
-    need not grow later. `more_ms` is the time of the first call minus that of the second.
+    need not grow later. `more_ms` is the time of the first call minus the time of the second call.
     `three_more_ms` compares the first three calls with the fourth, since the first call postpones
     some work.
     """

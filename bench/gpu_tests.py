@@ -1,4 +1,4 @@
-"""Runs every test that needs one GPU (or two), and reports the age of the last such run.
+"""Runs every test that needs one GPU (or two), and reports the age of the last run.
 
     python -m bench.gpu_tests --save_records
     python -m bench.gpu_tests --part 1/2
@@ -10,9 +10,9 @@ loads machine code that another process has built. `--gpus 2` runs only the test
 GPUs, in one process. A skipped test counts as in `bench.suite`.
 
 `--save_records` appends a line with commit, outcomes, seconds and versions to
-bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit this file with the change of kernels.
-`--age` runs no test. `--age` prints a warning if not all tests on one GPU were recorded since the
-last change of the kernels or the host side, or if one of these tests failed.
+bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit this file with a change of kernels.
+`--age` runs no test. `--age` prints a warning unless all tests on one GPU were recorded and passed
+since the last change of the kernels or the host side.
 """
 
 import datetime
@@ -65,7 +65,8 @@ def whole(parts: set[str | None]) -> bool:
 
 
 def age() -> str:
-    """Return whether all tests ran on one GPU since the newest change, with the dates of both.
+    """Return whether all tests ran on one GPU since the newest change, with the dates of the run
+    and of the change.
 
     Raises:
       NotImplementedError: git does not report the time of the newest change.

@@ -6,28 +6,29 @@
     python -m bench.host_time --launch --out variants.jsonl
 
 `nsa_torch.attention` is called repeatedly on the same tensors. The calls run on `mosaic`, which
-needs a Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Host
-times vary between machines and from minute to minute. Two forms of a call are therefore timed
+needs a Hopper GPU, or on `triton`, whose launches the library never combines into graphs. Since
+host times vary between machines and from minute to minute, two forms of a call are timed
 alternately, each in its own process:
 
-    graphs   the library combines repeated launches into one CUDA graph
-             (`kernels_pallas.runtime.sequence`)
-    each     every launch is separate
+- `graphs`: the library combines repeated launches into one CUDA graph
+  (`kernels_pallas.runtime.sequence`).
+- `each`: every launch is separate.
 
 Each shape and pass has these times per call in ms, with 20th and 80th percentile, as medians of the
 rounds:
 
-    host     until the call returns, if the GPU was idle
-    done     until the GPU is done too
-    row      in a series of consecutive calls
-    replay   in a series of replays, with the call captured in one CUDA graph of torch
+- `host`: the time until the call returns, if the GPU was idle.
+- `done`: the time until the GPU is done too.
+- `row`: the time per call in a series of consecutive calls.
+- `replay`: the time per replay in a series of replays, with the call captured in one CUDA graph of
+  torch.
 
 `graphs_a_call` is the number of the library's own graphs that a call launches.
 
-`--launch` measures one launch in us instead of calls: in torch in both forms, and in a compiled
-program of JAX. A small kernel runs 8 or 72 times in a series, each time on the output of the
-previous launch. The time of a launch is the difference of the two series divided by 64, which
-excludes the constant part of a call. The lines have the format of
+`--launch` measures one launch in us instead of calls. Launches are measured in torch in both forms,
+and in a compiled program of JAX. A small kernel runs 8 or 72 times in a series, each time on the
+output of the previous launch. The time of a launch is the difference of the two series divided by
+64, which excludes the constant part of a call. The lines have the format of
 `bench/records/<device>/kernel_log/variants.jsonl`.
 
 Without `--launch` the output also has the times of this host for a million additions in Python and
@@ -89,8 +90,9 @@ def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
 
 @contextlib.contextmanager
 def form(name: str) -> Iterator[None]:
-    """Return a context for the form `name`. Consecutive launches become a graph, or each of them
-    remains a separate launch."""
+    """Return a context for the form `name`. In this context, consecutive launches become a graph or
+    remain separate launches.
+    """
     from kernels_pallas.runtime import sequence
 
     before = sequence.GRAPH_AFTER

@@ -42,12 +42,12 @@ FLAGS = cli.define(
 
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
-    """Return the implementation of the scores in each framework that has it. The flag for the
-    step `selected` names it, since that step includes the scores.
+    """Return the implementation of the scores in each framework that has this implementation. The
+    flag for the step `selected` names the implementation, since that step includes the scores.
 
     Raises:
       ValueError: No framework has an implementation with this name.
-      NotImplementedError: The named implementation refuses, and `--on_unsupported` is `error`.
+      NotImplementedError: The named implementation cannot run, and `--on_unsupported` is `error`.
     """
     name, on_unsupported = kernel_flags.named().selected, kernel_flags.on_unsupported()
     known = {runner.framework: runner.registry.names("scores") for runner in runners}

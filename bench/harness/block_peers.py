@@ -83,8 +83,8 @@ def on_vllm(query: Tensor, read: Values) -> Tensor:
 def on_flash_msa(
     query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
 ) -> Tensor:
-    """Run flash-msa and return `[B, Sq, H, Dv]`. flash-msa selects blocks itself. The selection
-    is therefore part of the time, and the result cannot be compared with that of other blocks.
+    """Run flash-msa and return `[B, Sq, H, Dv]`. Since flash-msa selects blocks itself, the time
+    includes the selection, and the result cannot be compared with results for other blocks.
 
     Args:
       query: `[B, H, Sq, D]`.

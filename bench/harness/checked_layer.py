@@ -38,7 +38,7 @@ class Layer(Problem):
 
     Attributes:
       cu_seqlens: boundaries of packed rows; tokens after the last sequence are padding.
-      kernels: kernels that must run. If `gathered_merge` is among them, some tiles must be
+      kernels: kernels that must run. If `gathered_merge` is among `kernels`, some tiles must be
         gathered.
     """
 

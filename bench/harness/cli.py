@@ -4,10 +4,10 @@ log, and calls `main`.
     cli.run(main)                # a command without flags of its own, or with global flags
     cli.run(main, FLAGS)         # a command with flags of its own
 
-`FLAGS` belong only to the command until it is the main program, since other commands use the same
-names. Invalid input is reported in one line, and `--verbosity=1` adds the traceback.
-`exit_status` defines the exit statuses of commands. If a command prints nothing for a while, it
-reports on stderr that it is still running (`heartbeat`).
+`FLAGS` are in `flags.FLAGS` only if the command is the main program, since other commands define
+flags with the same names. Invalid input is reported in one line, and `--verbosity=1` adds the
+traceback. `exit_status` defines the exit statuses of commands. If a command prints nothing for a
+while, it reports on stderr that it is still running (`heartbeat`).
 """
 
 import dataclasses
@@ -51,15 +51,15 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
     """Define the flags of a command and return their values.
 
     Args:
-      own: The values to which the flags are added. Defaults to new values, which also have the
-        flag `--commit`.
-      known: For each flag the default, the help, and optionally a bound or the allowed values.
-        An entry can also be the name of another flag. The flag is then an alias of the named
-        flag. A flag has the type of its default. The values of a list are separated by commas. A
-        tuple means that the flag may be repeated, with one value each. A type instead of a
-        default means that the default is None, or empty for a tuple. A bound is the minimum, or a
-        pair of both ends. The bound defaults to the minimum 1 for integers and 0 for other
-        numbers. The bound None means that there is no bound.
+      own: The values to which the flags are added, by default new values that also have the flag
+        `--commit`.
+      known: For each flag the default, the help, and optionally a bound or the allowed values. An
+        entry can also be the name of another flag. The new flag is then an alias of the named flag.
+        A flag has the type of its default. The values of a list are separated by commas. A tuple
+        means that the flag may be repeated, with one value each. A type instead of a default means
+        that the default is None, or empty for a tuple. A bound is the minimum, or a pair of minimum
+        and maximum. The bound defaults to the minimum 1 for integers and 0 for other numbers. The
+        bound None means that there is no bound.
     """
     if own is None:
         own = flags.FlagValues()
@@ -123,7 +123,7 @@ ONLY = (
 
 
 def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that begin with one of `only`, or all names if it is empty.
+    """Return the names that begin with one of `only`, or all names if `only` is empty.
 
     Raises:
       ValueError: There is no such name.
@@ -161,7 +161,7 @@ def run(
     Args:
       main: The function that receives the arguments and returns the exit status.
       own: The flags of the command. If the module of the command is only imported, the flags in
-        `own` are not in `flags.FLAGS`. Defaults to the flags that the main module defines in
+        `own` are not in `flags.FLAGS`. `own` defaults to the flags that the main module defines in
         `flags.FLAGS`.
       arguments: Whether the command accepts arguments that are not flags.
       several: Whether the command itself supports several processes of a launcher.
@@ -203,8 +203,9 @@ def _fault(error: Exception, program: str) -> int:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """Parse the command line. An invalid command line ends the process with status 2, not with
-    the 1 of absl. `--help` is valid."""
+    """Parse the command line. An invalid command line ends the process with status 2. absl would
+    use status 1. `--help` is valid.
+    """
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:

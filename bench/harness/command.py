@@ -1,8 +1,8 @@
 """Common parts of the commands that measure attention: flags, output folder, table, exit status.
 
 A module of such a command begins with `FLAGS = command.flag_values()` and ends with
-`cli.run(main, FLAGS)`. The flags belong only to the command until it is the main program, since
-other commands use the same names.
+`cli.run(main, FLAGS)`. The flags are in `flags.FLAGS` only if the command is the main program,
+since other commands define flags with the same names.
 """
 
 import csv
@@ -95,7 +95,7 @@ def define_names(
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
-    """Return the numbers of a list flag, or `default` if it is not given.
+    """Return the numbers of a list flag, or `default` if the flag is not given.
 
     Raises:
       ValueError: A value is not a positive integer, or there are no values.
@@ -109,9 +109,8 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
 ) -> Values:
-    """Return the arguments of `timing` from `--iters` and `--warmup`, or from `iters` and
-    `warmup` if the flags are not given. Defaults to 100 samples on a GPU, and to 0.2 s without
-    one.
+    """Return the arguments of `timing` from `--iters` and `--warmup`, or from `iters` and `warmup`
+    if the flags are not given. By default, a GPU is timed for 100 samples, and a CPU for 0.2 s.
     """
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
@@ -238,9 +237,9 @@ class Results:
         """Add a row to the table and print its line. `lines.yaml` describes the row and the line.
 
         Args:
-          values: Records and other values, by the names that the columns use. The status of the
-            row is that of the first record that is not ok, unless `worst` is given. `more` has
-            additional columns at the end, and `line` values that are only printed.
+          values: Records and other values, by the names that the columns use. The status of the row
+            is that of the first record that is not ok, unless `worst` is given. `more` has
+            additional columns at the end, and `line` has values that are only printed.
         """
         found = [x for x in values.values() if isinstance(x, Record)]
         failed = [x for x in found if x.status != "ok"]
@@ -259,7 +258,7 @@ class Results:
         return dict.fromkeys(itertools.chain(tables.LINES[self.bench]["csv"], *self.rows))
 
     def finish(self) -> int:
-        """Write the table as CSV, and append the records to those of their device if
+        """Write the table as CSV, and append the records to the file of their device if
         `--save_records` is given. Return the exit status.
         """
         write_csv(self.table, self.columns, self.rows)

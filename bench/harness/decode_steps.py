@@ -1,9 +1,8 @@
 """Runs the decode steps for the last tokens on a filled cache. `bench.decode` times the steps
 and counts their reads.
 
-A step does not change the length of the cache. All calls therefore do the same work. In torch
-every call writes the tokens to the same slots. In JAX the step resets the length of the returned
-cache.
+A step does not change the length of the cache, so that all calls do the same work. In torch every
+call writes the tokens to the same slots. In JAX the step resets the length of the returned cache.
 """
 
 import dataclasses
@@ -27,8 +26,8 @@ from .runners import rotated
 
 
 class Cached:
-    """A cache with all tokens except the last ones. The object also has the steps for the last
-    tokens, which have queries.
+    """A cache with all tokens except the last ones. The object also has the queries of the last
+    tokens, and the steps for these queries.
     """
 
     def __init__(self, runner, inputs: Inputs, config: NSAConfig, chosen: Choices):
@@ -305,5 +304,5 @@ def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step
 
 
 def flat(arrays: Iterable[Any]) -> Any:
-    """Reshape each `[B, T, ..]` to `[B T, ..]`."""
+    """Reshape each `[B, T, ..]` to `[B * T, ..]`."""
     return Branches(*(x.reshape(-1, *x.shape[2:]) for x in arrays))

@@ -1,5 +1,5 @@
-"""Reports on stderr that a command is still running, and in which step, if the command prints
-nothing for a while.
+"""Reports on stderr that a command is still running, and the current step of the command, if the
+command prints nothing for a while.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
 def on_silence(
     last: Callable[[], float], seconds: float, call: Callable[[], None]
 ) -> Iterator[None]:
-    """Return a context that calls `call` in a thread when the time `last()`, by `time.monotonic`,
-    was at least `seconds` ago. `call` is repeated until `last()` advances.
+    """Return a context that calls `call` in a thread when the time `last()` was at least `seconds`
+    ago. `last()` is a time of `time.monotonic`. `call` is repeated until `last()` advances.
     """
     ended = threading.Event()
 

@@ -1,5 +1,5 @@
-"""Determines the rows of a comparison. By default there is a row for every implementation of
-every branch. If implementations are named, only the named ones have rows.
+"""Determines the rows of a comparison. By default there is a row for every implementation of every
+branch. If implementations are named, only the named implementations have rows.
 """
 
 import dataclasses

@@ -42,8 +42,9 @@ def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A row whose parity has been judged. The object has the fields so far, and a function that
-    times the row if the results are right."""
+    """A row whose parity has been judged. The object has the fields that are known so far, and a
+    function that times the row if the results are right.
+    """
 
     name: str
     library: bool

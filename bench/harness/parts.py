@@ -2,9 +2,9 @@
 compilation uses all cores of the machine. Only one process is timed at a time.
 
 Each process has some of the rows. If a process crashes during a row, or needs more than `ROW_S`
-seconds for it, the row is an error, and a new process gets the remaining rows. A kernel that
-crashes or hangs is therefore only one failed row. A process times its rows twice and uses the
-shorter time of each call, so that a short disturbance of the host has no effect.
+seconds for the row, the row is an error, and a new process gets the remaining rows. A kernel that
+crashes or hangs makes only one row fail. A process times its rows twice and uses the shorter time
+of each call, so that a short disturbance of the host has no effect.
 """
 
 import dataclasses

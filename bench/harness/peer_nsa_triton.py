@@ -1,28 +1,28 @@
 """Runs native-sparse-attention-triton, another NSA in Triton, for `peers`.
 
-The package is github.com/XunhaoLai/native-sparse-attention-triton. Its module
-`native_sparse_attention` has the same name as modules of other packages. It has a function for each
-step except the window. Its arrays are packed rows: batch and tokens are one axis, and `cu_seqlens`
-has the starts of the sequences.
+The package is github.com/XunhaoLai/native-sparse-attention-triton. The module
+`native_sparse_attention` of the package has the same name as modules of other packages. The package
+has a function for each step except the window. The arrays of the package are packed rows: batch and
+tokens are one axis, and `cu_seqlens` has the starts of the sequences.
 
 | branch | functions of `native_sparse_attention.ops` | arrays in the package |
 |---|---|---|
-| compressed | `compressed_attention`, `topk=0` | `[B T, H, D]`, compressed `[B C, Hkv, D]` |
-| scores | `compressed_attention`, which attends too | blocks int32 `[Hkv, B T, n]` |
-| selected | `topk_sparse_attention` | `[B T, .., D]`, blocks |
-| all | `avgpool_compress` and these | |
+| compressed | `compressed_attention`, `topk=0` | `[B * T, H, D]`, compressed `[B * C, Hkv, D]` |
+| scores | `compressed_attention`, which attends too | blocks int32 `[Hkv, B * T, n]` |
+| selected | `topk_sparse_attention` | `[B * T, .., D]`, blocks |
+| all | `avgpool_compress`, and the functions above | |
 
-The functions compute the same as this library, so that the oracle judges every branch and the
-whole:
+The functions of the package compute the same results as this library, so that the oracle judges
+every branch and whole attention:
 
 - Compressed tokens are means of `l` tokens every `d` tokens, visible from their last token on.
 - Block scores follow Eq. 9, and are summed over the heads of a group.
-- The first `init_blocks` blocks are forced, and so are the last `local_blocks`, which end with the
-  query's own block.
+- The first `init_blocks` blocks and the last `local_blocks` blocks are forced. The last forced
+  block is the query's own block.
 - Blocks ascend, with -1 at the end. The scale is `D**-0.5`.
 
-The window runs on flash_attn with `w` keys (the package's own layer uses one more), and the gated
-sum is ours. No function returns a log-sum-exp.
+The window runs on flash_attn with `w` keys (the package's own layer uses one more key). This
+library computes the gated sum. No function returns a log-sum-exp.
 """
 
 import functools
@@ -63,8 +63,8 @@ def package_why_not(package: str, problem: Problem, source: str = "") -> str | N
 
 
 def why_not(problem: Problem, branch: str) -> str | None:
-    """Return the reason why the package cannot run the branch, or None. It does not import the
-    package.
+    """Return the reason why the package cannot run the branch, or None. The function does not
+    import the package.
     """
     config = problem.config
     source = f": pip install git+https://github.com/XunhaoLai/{PACKAGE}"
@@ -102,7 +102,7 @@ def jobs(problem: Problem, branches) -> Iterator[Job]:
 
 
 def _rows(x):
-    """Reshape `[B, T, heads, width]` to `[B T, heads, width]`."""
+    """Reshape `[B, T, heads, width]` to `[B * T, heads, width]`."""
     return x.flatten(0, 1)
 
 
@@ -142,7 +142,7 @@ def _attend_compressed(config: NSAConfig, query, key, value, most: int):
 
 
 def _blocks(chosen, batch: int, most: int):
-    """Convert the blocks `[Hkv, B T, min(n, N)]` to the form of this library, `[B, T, Hkv, n]`."""
+    """Convert the blocks `[Hkv, B * T, min(n, N)]` to the form of this library, `[B, T, Hkv, n]`."""
     import torch
 
     chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[-1]), value=-1)
@@ -171,7 +171,7 @@ def _compress(config: NSAConfig, x):
 
 
 def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute a branch. `own` computes the compressed keys and the blocks of the whole."""
+    """Compute a branch. `own` computes the compressed keys and the blocks of whole attention."""
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]

@@ -11,10 +11,11 @@ The dense kernel `flash` of torch needs no package; it is torch's copy of FlashA
 `native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
 
 `fla.ops.nsa` computes another function than this library. Its compressed tokens are means of whole
-selection blocks without overlap. With blocks of 64 tokens and a stride of 16 tokens, there are four
-times fewer of them than here. All branches share one array of keys. Attention to given blocks and
-the sliding window are the same functions as here, so that the oracle judges them. The whole is not
-judged, and has no speed-up.
+selection blocks without overlap. With blocks of 64 tokens and a stride of 16 tokens, `fla.ops.nsa`
+has four times fewer compressed tokens than this library. All branches of `fla.ops.nsa` share one
+array of keys. Attention to given blocks and the sliding window are the same functions as in this
+library, so that the oracle judges them. Whole attention of `fla` is not judged, and has no
+speed-up.
 """
 
 import functools
@@ -41,7 +42,7 @@ WHOLE = (
 
 
 def why_not(problem: Problem, branch: str) -> str | None:
-    """Return the reason why `fla` cannot run the branch, or None. It does not import the
+    """Return the reason why `fla` cannot run the branch, or None. The function does not import the
     package.
     """
     group = problem.H // problem.Hkv
@@ -64,7 +65,9 @@ def why_not(problem: Problem, branch: str) -> str | None:
 
 
 def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
-    """Yield the rows of the libraries with these names, for the branches that each has."""
+    """Yield the rows of the libraries with these names, for the branches that each library
+    supports.
+    """
     for name in names:
         if name == "fla":
             yield from _fla(problem, branches)
@@ -136,7 +139,9 @@ def _fla(problem: Problem, branches) -> Iterator[Job]:
 
 
 def _parallel(branch: str, config: NSAConfig, given: Values) -> Values:
-    """Compute a branch with `parallel_nsa`, or with the function that it calls for the window."""
+    """Compute a branch with `parallel_nsa`, or with the function that `parallel_nsa` calls for the
+    window.
+    """
     if branch == "sliding":
         return _flash_call("flash_attn", config.window, given)
     from fla.ops.nsa import parallel_nsa

@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Return the thresholds of this section, which replace those of the device."""
+        """Return the thresholds of this section, which replace the thresholds of the device."""
         names = (field.name for field in dataclasses.fields(Thresholds))
         return Thresholds(**{name: getattr(self, name) for name in names})
 
@@ -145,9 +145,9 @@ def make(
       kind: "random": normal arrays. "text": arrays computed from text. "alike": normal arrays in
         which adjacent queries are similar.
       seed: Seed of the random arrays, and of the model that projects the text.
-      num_queries: `T`, the number of queries, which are the last of the `S` tokens. Defaults to
-        all tokens.
-      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the blocks that the inputs themselves
+      num_queries: `T`, the number of queries, which are the last of the `S` tokens. By default all
+        tokens are queries.
+      block_indices: int32 `[B, T, Hkv, n]`, by default the blocks that the inputs themselves
         select.
 
     Raises:

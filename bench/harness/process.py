@@ -112,8 +112,8 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
 
 
 def module(text: str) -> str:
-    """Return the text with `bench.<command>` under the name that `bench` has here, which is
-    `nsa_bench` if it is installed.
+    """Return the text with `nsa_bench.<command>` in place of `bench.<command>`, if `bench` is
+    installed as `nsa_bench`.
     """
     return re.sub(r"\bbench(?=\.[a-z])", __name__.partition(".")[0], text)
 
@@ -137,7 +137,7 @@ def run(
       folder: Folder of the log.
       timeout_s: Seconds after which the process is ended.
       budget: Whether `timeout_s` is the remaining time of the whole run. If `budget` is true, the
-        reason for a timeout states this.
+        reason for a timeout names the time limit of the run.
       before: The words of a command that starts this command, such as a launcher.
       variables: Environment variables in addition to those of this process.
     """

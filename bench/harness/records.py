@@ -1,10 +1,10 @@
 """Reads and writes records. A record is one JSON line and has one measurement. Every table, plot
 and threshold is derived from records.
 
-`Record` lists the fields of a measurement of attention: problem, times, errors, environment.
-Values that only one command has are in the field `extra`. A line has only the fields that differ
-from their defaults. `read` checks every line. A damaged file therefore raises an error instead of
-giving wrong numbers.
+`Record` lists the fields of a measurement of attention: problem, times, errors, environment. Values
+that only one command has are in the field `extra`. A line has only the fields that differ from
+their defaults. `read` checks every line, so that a damaged file raises an error instead of giving
+wrong numbers.
 """
 
 import dataclasses

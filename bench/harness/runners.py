@@ -172,7 +172,7 @@ def rotated[T](sources: T) -> list[T]:
 
 
 class TorchRunner:
-    """Eager calls, timed by CUDA events where there is a GPU."""
+    """Eager calls, timed by CUDA events if there is a GPU."""
 
     framework = "torch"
 

@@ -1,16 +1,18 @@
-"""Computes the traffic and the time of attention to one sequence on R devices. Also predicts the
-time on more devices.
+"""Computes the traffic and the time of attention to one sequence on R devices. The module also
+predicts the time on more devices.
 
-    moved(R)    bytes that a device receives. Keys and values of each head are gathered once
-                forward and once more backward, in their own dtype; their gradients are summed
-                in float32 by a reduce-scatter:
-                    forward            (R - 1)/R * S Hkv (D + Dv) * itemsize
-                    forward + backward (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)
+A device receives `moved(R)` bytes. Keys and values of each head are gathered once forward and once
+more backward, in their own dtype. A reduce-scatter sums their gradients in float32.
+
+    moved(R)    = (R - 1)/R * S Hkv (D + Dv) * itemsize              forward
+    moved(R)    = (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)      forward and backward
+
+The time `link(R)` of the transport follows from `moved(R)`. Nothing hides the transport of the
+first head. The transport of each other head overlaps the computation of the head before it.
+
     compute(R)  = compute(1) / R * balance
-    link(R)     = moved(R) / bandwidth, the time of the transport
+    link(R)     = moved(R) / bandwidth
     exposed(R)  = link(R) / Hkv + max(0, link(R) - compute(R)) * (Hkv - 1) / Hkv
-                Nothing hides the transport of the first head. The transport of each other head
-                overlaps the computation of the head before it.
     time(R)     = compute(R) + exposed(R)
 
 `bandwidth` and `balance` come from the row with the most devices.

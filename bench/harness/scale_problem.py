@@ -70,7 +70,7 @@ def judged(
     stray: bool = False,
 ) -> Values:
     """Return the fields of a row that state whether the results of several devices are as near to
-    the oracle as those of one device.
+    the oracle as the results of one device.
 
     The rule for each result is rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle).
     If only a few tokens are judged, the rule is rms(several - oracle) <= max(eps, 1e-5)

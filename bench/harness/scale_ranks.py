@@ -195,8 +195,8 @@ class Measured:
         return judged(problem, self.errors(found, expected), stray=any(self.everyone(stray)))
 
     def errors(self, results, expected) -> dict[str, float]:
-        """Return the root mean square of the errors divided by that of the expected values, over
-        all ranks.
+        """Return the root mean square of the errors divided by the root mean square of the expected
+        values, over all ranks.
         """
         pairs = [
             ((x.float() - y).square().sum().item(), y.square().sum().item())

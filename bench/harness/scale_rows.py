@@ -28,8 +28,8 @@ def rows_of(problem: Problem) -> list[int]:
 
 
 def places(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return two arrays `[S]`. For each token they have the first token of its document, and the
-    position in the document.
+    """Return two arrays `[S]`. For each token, the arrays have the first token of its document, and
+    its position in the document.
     """
     lengths = torch.tensor(problem.documents or (problem.S,))
     start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -38,8 +38,8 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
     """Return a selection, int32 `[T, Hkv, n]`. A query selects its own block, and other blocks at
-    equal distances, which differ between heads. A query with fewer than n blocks selects all of
-    them, with -1 in empty slots.
+    equal distances, which differ between heads. A query with fewer than n blocks selects all
+    blocks, with -1 in empty slots.
 
     Args:
       position: `[T]`, the position of each query in its document.

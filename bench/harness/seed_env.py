@@ -102,7 +102,7 @@ def apply(
     Args:
       values: The parsed flags of `bench.<command>`.
       command: Name of the command.
-      environ: The variables. Defaults to those of this process.
+      environ: The variables, by default those of this process.
 
     Yields:
       One line per variable.

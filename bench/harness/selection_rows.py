@@ -59,14 +59,14 @@ class Matrix:
       Dv: Width of values.
       L: Selected keys per query, by the layout of their blocks (`SPANS`).
       l_sel: Sizes of a selection block in tokens. A row uses the first size that divides `L` and
-        gives at least one block per run, or the smallest size if there is none.
+        gives at least one block per run, or the smallest size if no size does.
       streams: Numbers of concurrent calls.
-      kernel: The implementation to measure. Defaults to the automatic choice.
-      ref: The baseline. Defaults to the portable path.
+      kernel: The implementation to measure, by default the automatic choice.
+      ref: The baseline, by default the portable path.
       beside: Further implementations, with separate columns.
-      dtype: A name of `problems.PRECISIONS`. Defaults to the command's.
-      iters: Samples of a row. Defaults to the command's.
-      warmup: Calls before the first sample. Defaults to the command's.
+      dtype: A name of `problems.PRECISIONS`, by default the dtype of the command.
+      iters: Samples of a row, by default as in the command.
+      warmup: Calls before the first sample, by default as in the command.
 
     Raises:
       ValueError: A list is empty or has values other than positive integers, or a length of `L` is
@@ -100,8 +100,9 @@ class Matrix:
         return sorted({length for listed in self.L.values() for length in listed})
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for every combination. The innermost loop is over the layouts of blocks,
-        and the next one over the lengths."""
+        """Yield a row for every combination. The innermost loop is over the layouts of blocks, and
+        the next loop is over the lengths.
+        """
         for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
             for length in self.lengths:
                 for dist in (name for name, listed in self.L.items() if length in listed):

@@ -2,9 +2,9 @@
 tokens of a small seeded model, which computes the inputs.
 
 Random normal queries and keys select random blocks. With text, equal contexts attend to each other,
-adjacent queries select mostly the same blocks, and the attention of some heads is sharp and that of
-others flat. Scores and selections therefore have a structure as in real use. The weights of the
-model are not trained, but drawn from a fixed seed.
+and adjacent queries select mostly the same blocks. The attention of some heads is sharp, and the
+attention of other heads is flat. With text, scores and selections have a structure as in real use.
+The weights of the model are not trained, but drawn from a fixed seed.
 """
 
 import functools

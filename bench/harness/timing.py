@@ -81,9 +81,9 @@ def time_host(
     Args:
       call: The call. The argument of `call` counts the calls, so that inputs can rotate.
       sync: A function that waits for the device, given the last result of a sample.
-      seconds: Approximate duration, with at least 5 and at most 50 samples. Defaults to no limit,
-        which gives 50 samples.
-      iters: Number of samples, regardless of their duration. Defaults to the rule of `seconds`.
+      seconds: Approximate duration, with 5 to 50 samples. Without a limit, 50 samples are measured.
+      iters: Number of samples, regardless of their duration. By default `seconds` determines the
+        number.
       warmup: Calls before the first sample, at least one.
     """
 
@@ -159,7 +159,7 @@ def in_a_row(
     warmup: int = 0,
 ) -> list[float]:
     """Return the milliseconds per call of each sample. A sample is `calls` consecutive calls, and
-    the device is idle before it.
+    the device is idle before each sample.
 
     Args:
       call: The call.

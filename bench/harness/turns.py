@@ -103,7 +103,7 @@ def of_lengths(
     flag: str, lengths: Iterable[int], lines: Path, framework: str, *more: str
 ) -> Iterator[tuple[str, int, list[Record]]]:
     """Run this command once per length, with the other flags of the command line and `more`. The
-    command with the longest length starts first, since it has the most work. The one with the
+    command with the longest length starts first, since it has the most work. The command with the
     shortest length is timed first.
 
     Yields:

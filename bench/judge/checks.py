@@ -38,8 +38,8 @@ class Checker:
           settings: The problem.
           inputs: The arrays of the problem.
           backward: Whether steps return gradients.
-          most_rows: The maximum number of checked query positions per sequence. Defaults to the
-            rule of `oracle.Slabs.of`.
+          most_rows: The maximum number of checked query positions per sequence, by default as in
+            `oracle.Slabs.of`.
           pools: Whether the compressed tokens of whole attention are means of its tokens. If
             `pools` is False, the compressed tokens are those in `inputs`.
         """
@@ -60,8 +60,8 @@ class Checker:
         self.known: dict[Any, Any] = {}
 
     def without_gradients(self) -> "Checker":
-        """Return a checker of steps without gradients. This checker and the returned one share
-        the oracle, which is computed once.
+        """Return a checker of steps without gradients. The returned checker shares the oracle with
+        this checker, so that the oracle is computed once.
         """
         other = copy.copy(self)
         other.backward = False

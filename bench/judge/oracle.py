@@ -1,11 +1,12 @@
 """Computes the dense reference on slabs of query rows. Results of implementations are compared
 with the reference.
 
-A slab is a run of adjacent query rows. Queries are aligned to the end of the keys. The rows `a ..
-b` are therefore a separate problem with the keys up to `b`, or up to `b + S - T` if T < S. Long
-problems are checked on the first rows, the last rows and some rows between. Gradients then belong
-to a cotangent that is zero in all other rows. The oracle computes in float64, and the baseline in
-the dtype of the implementation that is judged. Oracle and baseline have the same rounded inputs.
+A slab is a run of adjacent query rows. Since queries are aligned to the end of the keys, rows `a`
+to `b` are a separate problem with the keys up to `b + S - T`. Long problems are checked on the
+first rows, the last rows and some rows between. The gradients of a long problem belong to a
+cotangent that is zero in all rows that are not checked. The oracle computes in float64, and the
+baseline in the dtype of the implementation that is judged. Oracle and baseline have the same
+rounded inputs.
 """
 
 import dataclasses
@@ -60,8 +61,8 @@ class Slabs(NamedTuple):
           row_elements: Logits of one query position, `B * H * S`.
           backward: Whether gradients are computed, which needs smaller slabs.
           offset: `S - T`.
-          most_rows: Maximum number of rows, also for a small problem, at least 12. Defaults to all
-            rows of a small problem, and to 768 rows or fewer of a large one.
+          most_rows: Maximum number of rows, also for a small problem, at least 12. By default all
+            rows of a small problem, and at most 768 rows of a large problem, are checked.
         """
         on_cpu = jax.default_backend() == "cpu"
         limit = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
@@ -145,8 +146,8 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
 def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
-    """Run `dense` on the rows of `slabs` and stack the results. With `low` the results are those
-    of the baseline, otherwise those of the oracle.
+    """Run `dense` on the rows of `slabs` and stack the results. With `low` the results come from
+    the baseline, otherwise from the oracle.
     """
     with jax.enable_x64(True):
         step, kept = _forward_slab(branch, config, slabs.size, slabs.offset, low), []

@@ -12,17 +12,17 @@ rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORA
 slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
 Each bound detects other errors. The bound of the maximum does not detect small errors in all
-elements. For example, outputs in bfloat16 that are multiplied by 1.02 satisfy it. The slope
-detects a common factor, since rounding errors have no direction and the slope of many elements is
-1. The rms detects errors in few elements or without a direction, such as a missing key in the
-window.
+elements. For example, outputs in bfloat16 that are multiplied by 1.02 satisfy the bound of the
+maximum. The slope detects a common factor, since rounding errors have no direction and the slope of
+many elements is 1. The rms detects errors in few elements or without a direction, such as a missing
+key in the window.
 
 For products in e4m3 the rule differs in three points. The baseline rounds the same values as the
-kernels. The absolute limits 5e-5 and 1e-3 do not apply, since errors exceed them. The slope of
-the path may differ from 1 by 2^-7 more than the slope of the baseline does. The slope of the
-baseline also differs from 1, since rounded logits flatten the softmax. The 2^-7 allow for tensor
-cores, which keep 13 bits of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum, and a
-tile's list of 64 blocks has 128 steps.
+kernels. The absolute limits 5e-5 and 1e-3 do not apply, since errors in e4m3 exceed these limits.
+The slope of the path may differ from 1 by 2^-7 more than the slope of the baseline does. The slope
+of the baseline also differs from 1, since rounded logits flatten the softmax. The 2^-7 allow for
+tensor cores, which keep 13 bits of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum,
+and a tile's list of 64 blocks has 128 steps.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ CHUNK = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """The errors of a path against the oracle, and their bounds. The fields have the names of those
-    of a record. `reason` is empty if all bounds hold.
+    """The errors of a path against the oracle, and their bounds. The fields have the same names as
+    the fields of a record. `reason` is empty if all bounds hold.
 
     `error_rms` and its bound are None for indices. `slope` is None if there are too few elements.
     """
@@ -131,7 +131,8 @@ def check_parity(
       actual: The path's result.
       oracle: The reference in float64, of the same shape.
       yardstick: The baseline, which is the reference in the path's precision, of the same shape.
-      dtype: The path's precision, if `actual` was converted. Defaults to that of `actual`.
+      dtype: The path's precision, if `actual` was converted. By default the dtype of `actual` is
+        used.
       selection: Whether the array is the output of the selected branch.
       in_float8: Whether products are in e4m3, also in the baseline.
 
@@ -249,10 +250,10 @@ def check_indices(
     """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
     All `rules` must hold exactly. In addition, the score of every block that is not forced must
-    reach `(1 - 2**-10)` times the score of the last block that the oracle selects. `error_max`
-    and `error_mean` are the relative amounts by which scores fall short of that score.
-    `rows_differ` counts the rows that differ from the selection of the oracle. The oracle prefers
-    the lower index among equal scores.
+    reach `(1 - 2**-10)` times the score of the last block that the oracle selects. `error_max` and
+    `error_mean` are the relative amounts by which scores fall short of the score of the last block
+    that the oracle selects. `rows_differ` counts the rows that differ from the selection of the
+    oracle. The oracle prefers the lower index among equal scores.
 
     Args:
       indices: The selection, -1 in empty slots.
@@ -303,8 +304,8 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
     """Return a mask of the rows that have only one admissible selection, bool `[B, T, Hkv]`. In
-    such a row, the score of the best block that is not selected is too low for it to replace the
-    last selected block.
+    such a row, the score of the best block that is not selected is too low for this block to
+    replace the last selected block.
     """
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]
@@ -315,8 +316,8 @@ def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
 
 
 def merge(parts: Sequence[Parity]) -> Parity:
-    """Return the first result that breaks its bound. If no result does, return the one with the
-    largest share of its bound.
+    """Return the first result that breaks its bound. If no result breaks its bound, return the
+    result with the largest share of its bound.
     """
     broken = [part for part in parts if not part.ok]
     worst = broken[0] if broken else max(parts, key=lambda part: part.share)

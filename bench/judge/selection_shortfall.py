@@ -1,11 +1,11 @@
-"""Compares a selection of blocks with that of the reference in every row, and measures
+"""Compares a selection of blocks with the selection of the reference in every row, and measures
 differences by float64 scores.
 
 A row is one query position and one key/value head. The reference selects in float32, for one slab
 of queries after the other. Rows that differ are scored again in float64. The shortfall of such a
-row is the best score of a block that the row left out, minus the worst score of a block that it
-selected instead. A difference is explained if the row obeys the rules of Eq. 11 and its shortfall
-is within the resolution of float32 (`resolution`).
+row is the best score of a block that the row left out, minus the worst score of a block that the
+row selected instead. A difference is explained if the row obeys the rules of Eq. 11 and its
+shortfall is within the resolution of float32 (`resolution`).
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The comparison of all rows of a selection with those of the reference."""
+    """The comparison of all rows of a selection with the rows of the reference."""
 
     rows: int
     differing: int
@@ -106,16 +106,19 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
     """Return the largest difference of two block scores that float32 may not resolve. `largest`
     is the larger score.
 
-    With `u = 2**-24`, to first order, of each score relatively:
-      - a score is a sum over the `G` heads and over `l'/d + l/d - 1` compressed tokens of terms
-        without a negative one: `G + l'/d + l/d` u;
-      - a term is `exp(x) / total`; `total` is summed in blocks: `2 sqrt(C)` u;
-      - an error of `x` is a relative error of `exp(x)`. Logits are products over `D`, exact in
-        16 bits, that tensor cores add 16 by 16, cutting off up to 2 u of a sum of at most
-        `reach`: `D/8 reach` u. Scaling, base 2 and the subtraction of the log-sum-exp are 4
-        roundings of numbers up to `2 reach + ln C`; the exponential itself errs by 4 u.
-    Both scores have these errors, so the bound is twice their sum, plus twice the value that may
-    be flushed to zero.
+    With `u = 2**-24`, a score has these relative errors to first order:
+
+    - A score is a sum of non-negative terms over the `G` heads and over `l'/d + l/d - 1` compressed
+      tokens. The error of the sum is `(G + l'/d + l/d) u`.
+    - A term is `exp(x) / total`. `total` is summed in blocks, with an error of `2 sqrt(C) u`.
+    - An error of `x` is a relative error of `exp(x)`. Logits are products over `D`, which are exact
+      in 16 bits. Tensor cores add 16 products at a time and cut off up to `2 u` of a sum of at most
+      `reach`, so that a logit has an error of `D/8 reach u`. Scaling, base 2 and the subtraction of
+      the log-sum-exp are 4 roundings of numbers up to `2 reach + ln C`. The exponential itself has
+      an error of `4 u`.
+
+    Since both compared scores have these errors, the bound is twice the sum of the errors, plus
+    twice the value that may be flushed to zero.
 
     Args:
       reach: the largest magnitude that a logit of the row can have.
@@ -161,8 +164,9 @@ def _selection(config, size):
 def exact_scores(
     query: jax.Array, compressed_key: jax.Array, rows: np.ndarray, config: NSAConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the reference's block scores `[R, N]` in float64 of `rows` int `[R, 3]` (batch, token,
-    key/value head), and the largest magnitude that a logit of each can have, `[R]`.
+    """Return two arrays about `rows` int `[R, 3]` (batch, token, key/value head). The first array
+    has the reference's block scores `[R, N]` in float64. The second array has the largest magnitude
+    that a logit of each row can have, `[R]`.
     """
     (batch, token, head), width = rows.T, query.shape[-1]
     tokens, place = np.unique(token, return_inverse=True)
