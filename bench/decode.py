@@ -33,7 +33,7 @@ of the whole step. If the difference is larger than noise, the row of the whole 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
 - `reads_actual_decode` is counted, as the sum over the three branches and the mean over sequences
-  and key/value heads. With a query of zeros every logit is 0, so that the log-sum-exp of a branch is
+  and key/value heads. With a query of zeros every logit is 0, and the log-sum-exp of a branch is
   the logarithm of the number of its keys.
 - `reads_expected_decode` is `(S - l)/d + 1 + n*l' + w`, with the limits of a short cache.
 - `reads_actual` and `reads_expected` are sums over sequences and key/value heads.
@@ -291,8 +291,8 @@ def main(argv: Sequence[str]) -> int:
         print("--branch_force_mode has no effect: each branch runs separately")
     if FLAGS.paged == "none" and FLAGS.cache_dtype != "same":
         raise ValueError(
-            "--cache_dtype must not be given with --paged=none, since it applies only to the paged "
-            "cache"
+            "--cache_dtype must not be given with --paged=none, since --cache_dtype "
+            "applies only to the paged cache"
         )
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"

@@ -17,8 +17,9 @@ large blocks of this allocator. Each tool must first find a planted fault; other
 under this tool.
 
 A row is `ok`, `wrong` (the tool found an error, the results of a layer have other bits, or a
-required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl;
-`--save_records` appends its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
+required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl.
+`--save_records` appends the lines of memory_check.jsonl to
+bench/records/<device>/kernel_log/memory_check.jsonl.
 """
 
 import contextlib

@@ -6,12 +6,12 @@
 The key at `pos` points in the direction of the query of the last token; all other keys are noise.
 The values of the table are results of the kernels for the last query, not a map of scores:
 
-  selected   whether each key/value head selects the block of `pos`
-  weight     the smallest weight, over the heads, that selected attention gives to the needle. It is
-             the output if all values are 0 except the needle's, which are 1
-  cos        cosine of the whole output and the value at `pos`, mean over the heads
-  mae        mean absolute error against the float64 reference
-  time_ms    time of the whole attention over all `S` tokens
+- `selected`: whether each key/value head selects the block of `pos`.
+- `weight`: the smallest weight, over the heads, that selected attention gives to the needle. The
+  weight is the output of a call in which only the values of the needle are 1, and all others 0.
+- `cos`: cosine of the whole output and the value at `pos`, as a mean over the heads.
+- `mae`: mean absolute error against the float64 reference.
+- `time_ms`: time of the whole attention over all `S` tokens.
 
 The result is wrong if the needle's block is not selected, or if the needle's weight is at most
 0.5.
@@ -51,8 +51,8 @@ def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
     """Return the inputs with the needle at `position`, a last query that points to the needle,
     and gates of 1.
 
-    The query has the norm `sqrt(D)`, like noise, so that logits of noise have the variance 1.
-    The needle has the norm `2 l`. A compressed token contains only an `l`-th of it, which must
+    The query has the norm `sqrt(D)`, like noise, so that logits of noise have the variance 1. The
+    needle has the norm `2 l`. A compressed token contains only an `l`-th of the needle, which must
     still differ clearly from noise.
     """
     width, dtype = inputs.query.shape[-1], inputs.query.dtype

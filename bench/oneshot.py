@@ -45,8 +45,7 @@ def load(name: str) -> list[Step]:
     """Return the steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
     Raises:
-      ValueError: Two steps have the same name, or a step needs another one that is not before
-        it.
+      ValueError: Two steps have the same name, or a step needs a step that is not before it.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
     data = config_files.load(path)
@@ -93,7 +92,7 @@ class Run:
     """The steps of one run, which `run` executes in order, and the summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
-        """`about` has further fields of the summary. Its field `hopper` determines the
+        """`about` has further fields of the summary. The field `hopper` of `about` determines the
         commands.
         """
         self.plan, self.folder, self.results = plan, folder, list[Result]()
@@ -103,7 +102,7 @@ class Run:
 
     def left_s(self, step: Step) -> float:
         """Return the remaining budget for a step. Time for the last steps, which use the results of
-        others, is reserved.
+        other steps, is reserved.
         """
         spent = time.monotonic() - self.start
         later = 0.0

@@ -6,9 +6,9 @@ eager mode.
 
 Forms of a call, forward and with gradients:
 
-    rows        a batch of the documents, if all have the same length
-    varlen      one row, with `varlen_metadata` made before
-    cu_seqlens  one row, with only the boundaries
+- `rows`: the documents as rows of a batch, if all documents have the same length.
+- `varlen`: one packed row, with `varlen_metadata` made before the call.
+- `cu_seqlens`: one packed row, with only the boundaries.
 
 `ms` is measured with CUDA events after an L2 flush. `host` is the time until the call returns,
 with an idle GPU. `metadata` and `its host` are the additional times, on the GPU and on the host,

@@ -6,7 +6,8 @@ tokens/s, and the growth of the time with the length.
 
 `scaling` is the time divided by the time of the previous length. `exponent` is the logarithm of
 `scaling` divided by the logarithm of the ratio of lengths. An exponent of 1 means linear growth,
-and 2 quadratic growth. Every length is checked against the reference before it is timed.
+and an exponent of 2 means quadratic growth. Every length is checked against the reference before it
+is timed.
 """
 
 import math

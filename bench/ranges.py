@@ -4,7 +4,7 @@
     python -m bench.ranges --S_list=256,1024,4096
 
 v1 is a loop on the host over the blocks of one row after the other. v2 is
-`nsa_jax.ranges.to_ranges`, one compiled array program. Before the two are timed, they must return
+`nsa_jax.ranges.to_ranges`, one compiled array program. Before v1 and v2 are timed, they must return
 the same ranges. The last printed line is the adaptive rule. The adaptive rule gives the smallest
 length from which v2 was faster at every measured length, or `never`.
 """
@@ -56,7 +56,7 @@ def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
 
 
 def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
-    """Return the fields of v1's record and of v2's."""
+    """Return the fields of the records of v1 and v2."""
     shape = inputs.query.shape[:2]
     position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     step = jax.jit(functools.partial(ranges.to_ranges, config=config))

@@ -91,9 +91,9 @@ def _parity(some: Sequence[Record]) -> Iterator[tuple]:
 def _by_length(
     some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
 ) -> list[Values]:
-    """Return the rows of a branch with their speed-up, the speed-up over the portable path if the
-    baseline is `masked`, and their length. The length is `S` in tokens, or for `bench.selection`
-    `L` in selected keys.
+    """Return the rows of a branch with their length and speed-up. If the baseline is `masked`, the
+    rows also have the speed-up over the portable path. The length is `S` in tokens, or for
+    `bench.selection` `L` in selected keys.
     """
     found = []
     gains = (render.speed_ups(some, name) for name in (over, "portable"))

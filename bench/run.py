@@ -30,8 +30,8 @@ def rows(
       bench: Name of the command.
       own: Flags of the command.
       made: The rows, as fields of records.
-      show: Function that returns values of the printed line in addition to those of the row.
-      kept: The file in the device's folder to which `--save_records` also appends. Defaults to no
+      show: Function that returns values of the printed line in addition to the values of the row.
+      kept: The file in the device's folder to which `--save_records` also appends, by default no
         file.
       out: The file to which records are appended. Defaults to `--out`.
     """

@@ -6,26 +6,29 @@
     python -m bench.scale --devices 4 --lengths 1048576 --check rows
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
-Each number of devices is a separate run: in torch one process per GPU (`torchrun`, NCCL; `gloo`
-without a GPU), in JAX one process. Each problem of each run is a line of JSON in `--out`:
+Each number of devices is a separate run. In torch a run has one process per GPU (`torchrun`, NCCL;
+`gloo` without a GPU), and in JAX one process. Each problem of each run is a line of JSON in
+`--out`:
 
-  ms            time of the slowest device, if all begin together: median, with p20_ms and p80_ms
-  efficiency    ms on one device / (devices * ms), for the same problem
-  tokens_s_device  tokens per second and device. With `--weak` every device has the same number of
-                tokens, so that this rate can be compared between numbers of devices. The work per
-                token still grows with the length
-  compute_ms    time of the same call without transport: each device uses copies of its own keys
-                and values instead of those of other devices (torch)
-  exposed_ms    ms - compute_ms, the transport that no computation hides
-  transport_ms  time of only the transport of a call (torch)
-  imbalance     compute_ms of the slowest device divided by the mean over the devices
-  moved_mib     data that a device receives, by the formula of `harness/scale_model.py`
-  memory_mib    peak memory of a device
-  errors        root mean square of the difference from a float32 oracle, divided by that of the
-                oracle, for each result. By default sequences of up to `--checked` tokens are
-                judged. More than twice the error of one device (`errors_of_one`) plus 4 roundings
-                is `wrong`. `--check rows` (torch) judges 16 tokens of a sequence of any length, and
-                the gradients that follow from them. More than one rounding is then `wrong`
+- `ms`: median time of the slowest device, if all devices begin together. `p20_ms` and `p80_ms` are
+  the 20th and 80th percentile.
+- `efficiency`: `ms` on one device divided by `devices * ms`, for the same problem.
+- `tokens_s_device`: tokens per second and device. With `--weak` every device has the same number of
+  tokens, so that this rate can be compared between numbers of devices. The work per token still
+  grows with the length.
+- `compute_ms`: time of the same call without transport (torch). Each device uses copies of its own
+  keys and values instead of those of other devices.
+- `exposed_ms`: `ms - compute_ms`, the transport that no computation hides.
+- `transport_ms`: time of only the transport of a call (torch).
+- `imbalance`: `compute_ms` of the slowest device divided by the mean over the devices.
+- `moved_mib`: data that a device receives, by the formula of `harness/scale_model.py`.
+- `memory_mib`: peak memory of a device.
+- `errors`: root mean square of the difference from a float32 oracle, divided by the root mean
+  square of the oracle, for each result. By default sequences of up to `--checked` tokens are
+  judged. A row is `wrong` if an error exceeds twice the error of one device (`errors_of_one`) plus
+  4 roundings. `--check rows` (torch) judges 16 tokens of a sequence of any length, and the
+  gradients that follow from these tokens. With `--check rows`, a row is `wrong` if an error exceeds
+  one rounding.
 
 If one device cannot hold the problem, the row of one device reports this, and the other rows have
 no efficiency. `--predict` computes the time on more devices from measured rows. A predicted time

@@ -52,8 +52,9 @@ BENCHES = {
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
-    """Return the records of a step. Records of training have another form than those of other
-    steps."""
+    """Return the records of a step. Records of training have another form than records of other
+    steps.
+    """
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
     return [record for path in paths for record in records.read(path)]
 

@@ -1,5 +1,5 @@
 """Measures attention to selected blocks with the fastest implementation that runs, and with the
-portable one.
+portable implementation.
 
     python -m bench.selection
     python -m bench.selection --framework=jax --L_list=512,1024 --dist=many
@@ -7,23 +7,23 @@ portable one.
     python -m bench.selection --preset=s2
     python -m bench.selection --preset=s2 --N=1024 --H=8 --D=128 --Dv=128 --streams=1
 
-Each of `N` queries of a sequence selects `L` keys in `L / l_sel` blocks, which precede all
-queries. The blocks form runs of adjacent blocks at random positions. With `--dist`, few means 1
-run, mixed 4 and many 8. Columns:
+Each of `N` queries of a sequence selects `L` keys in `L / l_sel` blocks, which precede all queries.
+The blocks form runs of adjacent blocks at random positions. `--dist few` means 1 run,
+`--dist mixed` means 4 runs, and `--dist many` means 8 runs. Columns:
 
-  tri_ms    time of the library's selected attention on the implementation in column `kernel`
-  ref_ms    time of the reference implementation, by default the portable path
-  speedup   ref_ms / tri_ms, if `kernel` is not a portable path
-  mae       mean absolute error against the float64 reference
+- `tri_ms`: time of the library's selected attention on the implementation in column `kernel`.
+- `ref_ms`: time of the reference implementation, by default the portable path.
+- `speedup`: `ref_ms / tri_ms`, if `kernel` is not a portable path.
+- `mae`: mean absolute error against the float64 reference.
 
-Implementations of `--beside` have their own columns. With `--streams k` each time is that of k
+Implementations of `--beside` have their own columns. With `--streams k` each time is the time of k
 concurrent calls on k CUDA streams. All implementations are checked before they are timed. With
 `--processes p`, p processes prepare the rows in parallel, and a kernel that crashes or hangs costs
 only its own row.
 
-`--preset` names a matrix in `configs/selection/`, or the path of one. A flag that is given
-replaces the corresponding list of the matrix. The preset `s2` compares Triton, packed SDPA and
-FA-2 at many sizes. With `--preset` the rows also go to `sel_dense.csv` (one run) and
+`--preset` names a matrix in `configs/selection/`, or the path of a matrix file. A flag that is
+given replaces the corresponding list of the matrix. The preset `s2` compares Triton, packed SDPA
+and FA-2 at many sizes. With `--preset` the rows also go to `sel_dense.csv` (one run) and
 `sel_varlen.csv` (several runs).
 """
 
@@ -117,8 +117,8 @@ def values(fast: Record, base: Record, *beside: Record) -> Values:
 
 def columns_of(name: str) -> tuple[str, ...]:
     """Return the columns of a further implementation. The columns have the time of the
-    implementation `name`, the speed-up of the kernel over it, its mean error, and the reason if
-    it has no time.
+    implementation `name`, the speed-up of the kernel over `name`, the mean error of `name`, and the
+    reason for a missing time.
     """
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
@@ -217,8 +217,8 @@ class Selection(parts.Problem):
 
 
 def at_once(torch, function, count: int):
-    """Return a function that runs `function` on `count` CUDA streams. The `count` streams wait
-    for the current stream, which then waits for them.
+    """Return a function that runs `function` on `count` CUDA streams. The `count` streams wait for
+    the current stream. The current stream then waits for the `count` streams.
     """
     streams = [torch.cuda.Stream() for _ in range(count)]
 

@@ -7,14 +7,14 @@ mode.
 Each row is a process of `python -m bench.train --throughput` with
 `configs/train/runbook_s<S>.yaml` and one mode of `--ranges`:
 
-    none       the kernel reads the selected keys by blocks
-    v1         by ranges of keys that the host computes
-    v2         by ranges of keys that the device computes
-    adaptive   v1 for short rows, and v2 for long ones
+- `none`: the kernel reads the selected keys by blocks.
+- `v1`: the kernel reads ranges of keys that the host computes.
+- `v2`: the kernel reads ranges of keys that the device computes.
+- `adaptive`: `v1` for short rows, and `v2` for long rows.
 
-The folder of the results has the report (`showcase.md`) and the lines (`showcase.jsonl`). For
-each row it also has the log of the process, `run_s<S>_<mode>.log`, and the samples of nvidia-smi,
-`gpu_s<S>_<mode>.csv`. A row that could not be measured states the reason.
+The folder of the results has the report (`showcase.md`) and the lines (`showcase.jsonl`). For each
+row the folder also has the log of the process, `run_s<S>_<mode>.log`, and the samples of
+nvidia-smi, `gpu_s<S>_<mode>.csv`. A row that could not be measured states the reason.
 """
 
 import contextlib
@@ -156,8 +156,8 @@ def used(path: Path, seconds: float) -> float | None:
 
 
 def fa2(speed: log.Speed) -> str:
-    """Return a text about the branches that ran on FA-2: "yes" if all three did, "no" if none
-    did, otherwise the names of those that did.
+    """Return a text about the branches that ran on FA-2: "yes" for all three branches, "no" for
+    none, otherwise the names of these branches.
 
     The label of a line names the kernels that ran: one kernel for all steps, or one per step.
     """

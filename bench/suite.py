@@ -100,7 +100,7 @@ def run(
     """Run pytest with `arguments`, and write `junit.xml` and `tests.json` to `folder`.
 
     Returns:
-      The status of pytest, and the outcomes in its report or None if it wrote no report.
+      The status of pytest, and the outcomes in its report or None if pytest wrote no report.
 
     Raises:
       OSError, ValueError: The file `skips` of allowed reasons cannot be read.

@@ -14,9 +14,9 @@ By default there are four runs: NSA and dense attention, each in JAX and in torc
 the same batches. Weights with the same name start with the same values.
 
 The exit status is 1 if JAX and torch do not agree or if NSA ends worse than dense attention. The
-exit status is 4 if a loss or gradient is not finite, 69 if another process of the run ended, and
-76 if no step ended for `--hang_s`. The exit status is 75 if SIGTERM or Ctrl-C stopped the runs.
-If the runs were stopped, their state is saved, and `--resume` continues them.
+exit status is 4 if a loss or gradient is not finite, 69 if another process of the run ended, and 76
+if no step ended for `--hang_s`. The exit status is 75 if SIGTERM or Ctrl-C stopped the runs. If the
+runs were stopped, their state is saved, and `--resume` continues the runs.
 """
 
 import dataclasses
@@ -289,8 +289,8 @@ def _variant(
     can = not parallel.compiled and not parallel.safe
     if FLAGS.graph and framework == "torch" and not can:
         raise NotImplementedError(
-            "--graph captures what a process computes in a CUDA graph; it must not be combined "
-            "with --ddp_safe, which checks each collective on the host, or with --compile"
+            "--graph must not be combined with --ddp_safe, which checks each collective"
+            " on the host, or with --compile"
         )
     graph = can and parallel.kind == "none" if FLAGS.graph is None else FLAGS.graph
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)

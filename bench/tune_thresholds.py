@@ -14,9 +14,9 @@ that length. A threshold without measured rows is not set. In a folder, the file
 `selection.jsonl` at any depth are read.
 
 In the file of the device, only sections with changed values are written again. Comments above the
-changed sections and all other text are unchanged. If the kernel of a `provisional` rule of the
-policy was measured for a step and is faster from some length on, the step is removed from the
-rule. `--check` tests whether the automatic choice switches at the lengths of the file
+changed sections and all other text are unchanged. A step is removed from a `provisional` rule of
+the policy if the kernel of the rule was measured for the step and is faster from some length on.
+`--check` tests whether the automatic choice switches at the lengths of the file
 (`tuners/threshold_check.py`).
 """
 
@@ -81,7 +81,7 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
     """Return the worst pair at the longest length below the threshold `found`, and the worst pair
-    at the threshold. If there is no such length, that pair is missing.
+    at the threshold. If one of these lengths does not exist, its pair is missing.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
@@ -113,8 +113,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
             selected = branch == "selected"
             over = "the portable path (sdpa or xla)" if selected else "masked SDPA (bench.fa2)"
             raise ValueError(
-                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of {over} on the "
-                f"same problem of the {branch} branch"
+                f"no rows for {name}, which needs times of {'/'.join(kernels)} and of "
+                f"{over} on the same problem of the {branch} branch"
             )
         runtime[name] = threshold(pairs, margin)
         said[name] = {
@@ -182,8 +182,8 @@ def merged(path: Path, device: str, tuned: Values) -> tuple[str, list[str]]:
 
 
 def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], list[str]]:
-    """Return the rules without the steps for which the kernel of a provisional rule was measured to
-    be faster, and a line for each measured step.
+    """Return the provisional rules, without the steps for which the kernel of a rule was measured
+    to be faster. Also return a line for each measured step.
     """
     left, told = [], []
     for rule in rules:

@@ -8,12 +8,12 @@ conditions, since a GPU at its power limit is faster after a rest, and since con
 hide the host time. Times per call are in milliseconds, as medians of `--rounds`. The shapes are
 those of `bench.against`, forward and with gradients, on `mosaic`:
 
-    <shape>                          a series of calls, without a flush of caches
-    <shape>, after 50 ms of rest     a single call with flushed caches (only in eager torch)
+- `<shape>` is a series of calls, without a flush of caches.
+- `<shape>, after 50 ms of rest` is a single call with flushed caches (only in eager torch).
 
 A shape with a CUDA graph is a series of replays. A shape of JAX runs compiled. The results of a
-replay must be bit-equal to those of the call; otherwise the exit status is 1. `bench.shapes` checks
-that the results are right. A Hopper GPU is needed.
+replay must be bit-equal to the results of the call; otherwise the exit status is 1. `bench.shapes`
+checks that the results are right. A Hopper GPU is needed.
 
 The lines of `--out` have the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 """

@@ -148,7 +148,7 @@ def test_a_second_epoch_has_the_same_rows_in_another_order():
         ("tokens.xz", b"no", "is not a complete corpus"),
         ("tokens.xz", None, "is not a complete corpus"),
         ("corpus.json", b"{}", "is not a complete corpus"),
-        ("tokenizer.json", b"{}", "tokenizer must be that of the corpus"),
+        ("tokenizer.json", b"{}", "tokenizer must be the tokenizer of the corpus"),
         ("tokens.xz", lzma.compress(b"\0\1\0\0"), "tokens of corpus .* must have SHA-256"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_tokenizer_of_another_corpus(build, tmp_path):
     own, other = (str(tmp_path / x / "tokenizer.json") for x in ("corpus", "other"))
     data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=own)
     with pytest.raises(
-        ValueError, match=r"tokenizer must be that of the corpus .* with SHA-256"
+        ValueError, match=r"tokenizer must be the tokenizer of the corpus .* with SHA-256"
     ):
         data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=other)
 

@@ -229,7 +229,7 @@ def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(folder):
 def test_a_rank_that_dies_ends_the_others(several):
     folder, ends = several
     text, seconds = json.loads((folder / "gone.0.json").read_text())
-    assert text.startswith("LostError: rank 0 of 2 lost another rank, or waited for it")
+    assert text.startswith("LostError: rank 0 of 2 lost another rank, or waited for another")
     assert seconds < worker.TIMEOUT_S and ends[:2] == [0, 9]
 
 

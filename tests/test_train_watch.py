@@ -268,7 +268,7 @@ def test_what_is_a_graph(words, graph):
 
 def test_a_safe_run_is_no_graph():
     commands.parsed(train.FLAGS, "train", "--graph", *SAFE)
-    with pytest.raises(NotImplementedError, match="--graph captures what a process computes"):
+    with pytest.raises(NotImplementedError, match="--graph must not be combined with"):
         train._variant("torch", DENSE, "math")
 
 

@@ -142,7 +142,9 @@ def _attend_compressed(config: NSAConfig, query, key, value, most: int):
 
 
 def _blocks(chosen, batch: int, most: int):
-    """Convert the blocks `[Hkv, B * T, min(n, N)]` to the form of this library, `[B, T, Hkv, n]`."""
+    """Convert the blocks `[Hkv, B * T, min(n, N)]` to the form of this library,
+    `[B, T, Hkv, n]`.
+    """
     import torch
 
     chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[-1]), value=-1)

@@ -131,8 +131,8 @@ def _one(name, text, values, command, present) -> str:
     measures = "iters" in values or "row_seconds" in values  # the command times attention
     if name == "CONFIG" and "config" not in values and measures:
         raise ValueError(
-            f"CONFIG={text} is not read by bench.{command}, whose sizes are flags; unset it, "
-            "or run a command with --config (compare, indices, train)"
+            f"CONFIG={text} is not read by bench.{command}, whose sizes are flags; unset"
+            " CONFIG, or run a command with --config (compare, indices, train)"
         )
     if not meaning.flags:
         if meaning.only is not None and not _same(text, meaning.only):

@@ -6,14 +6,15 @@ cache, as a sampler does.
     python -m bench.lm.cached --model=tiny --length=512 --steps=20    # a minute on a CPU
 
 A model learns bytes of the standard library. The model then reads held-out text in two ways with
-the same weights. The first way is that of training, with all tokens in one call per layer. The
-second way is from a cache, to which each token is appended before it is attended to. The table
-has one row per dtype of the cache and number of tokens per step. Values are in nats per token,
-except for `other_blocks`:
+the same weights. In the first way, one call per layer computes all tokens, as in training. In the
+second way, the model reads a cache, to which each token is appended before the model attends to the
+token. The table has one row per dtype of the cache and number of tokens per step. Values are in
+nats per token, except for `other_blocks`:
 
 | column | meaning |
 |---|---|
-| loss, above | mean of `-log p` of the text's tokens; how much it exceeds that of the first row |
+| loss | mean of `-log p` of the text's tokens |
+| above | the loss minus the loss of the first row |
 | copied | how much an earlier occurrence of a passage lowers the loss of the passage (`recall`) |
 | gap, gap_p999 | mean and 99.9th percentile of `|log p - log p of training|` |
 | kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
@@ -147,8 +148,8 @@ def read(
     Args:
       model: A model whose layers are all NSA or all dense.
       tokens: Integers `[B, T]`.
-      step: Tokens per step from a cache. Defaults to all tokens, without a cache.
-      cache_dtype: The dtype of NSA's cache: that of the model, or `torch.float8_e4m3fn`.
+      step: Tokens per step from a cache. `step=None` means all tokens, without a cache.
+      cache_dtype: The dtype of NSA's cache: the dtype of the model, or `torch.float8_e4m3fn`.
     """
     rows, length = tokens.shape
     blocks = [block for block in model.blocks if isinstance(block, Block)]

@@ -8,8 +8,8 @@ A folder has the weights and AdamW's moments in one of two forms:
 - the folder `shards` of `torch.distributed.checkpoint`, which any number of processes can read.
   `bench.lm.shards` converts a checkpoint in shards to the first form
 
-`progress.json` has the number of steps done, which is also the position in the data, the settings
-that must not change, and the checksum of every file.
+`progress.json` has the number of steps done (the position in the data), the settings that must not
+change, and the checksum of every file.
 """
 
 import contextlib

@@ -27,8 +27,9 @@ EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 
 
 def path_of(name: str) -> Path:
-    """Return the file that `--config` names: a path, or a file of `configs/train`. A missing path
-    in `configs/`, where the seed system has its runs, is replaced by that of `configs/train`.
+    """Return the file that `--config` names: a path, or a file of `configs/train`. The seed system
+    has its runs in `configs/`. A missing path in `configs/` is replaced by the file of the same
+    name in `configs/train`.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -129,7 +130,8 @@ def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str
         name = SEED_KEYS.get(key, key)
         if name in found:
             raise ValueError(
-                f"{where}: {name} must be given only once, got {key} and another name of it"
+                f"{where}: {name} must be given only once, got {key} and another name of"
+                " this key"
             )
         if name not in KEYS:
             nearest = difflib.get_close_matches(name, KEYS, n=1, cutoff=0)[0]

@@ -190,8 +190,8 @@ class Judged:
 def judged(
     model: PreTrainedModel, preset: Preset, held: list[Batch], seed: int
 ) -> records.Values:
-    """Return the mean losses for all positions, for those within the exact length, and for the
-    positions beyond, and the gains from earlier passages (`measures.copies`).
+    """Return the mean losses for all positions, for the positions within the exact length, and for
+    the positions beyond. Also return the gains from earlier passages (`measures.copies`).
     """
     model.eval()
     learner = cast(Learner, Judged(model, preset.batch))

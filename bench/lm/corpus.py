@@ -6,12 +6,13 @@
 
 A list (`configs/corpus/python.yaml`) determines the corpus:
 
-1. The list names wheels by version and SHA-256. `pip download` adds missing ones to the folder.
+1. The list names wheels by version and SHA-256. `pip download` adds missing wheels to the folder.
 2. The `.py` files of each wheel whose size is within `file_bytes` are documents, in the order of
    the hash of their names, up to `package_bytes` per wheel. Equal texts are used once.
 3. The wheels in `held_out` are the held-out text, and the others are the training text.
 4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
-   `tokenizer_bytes` of the training text, or of that of another list (`learns_from`).
+   `tokenizer_bytes` of the training text. With `learns_from`, the BPE learns from the training text
+   of another list.
 
 The list also has the SHA-256 of the tokenizer and of the tokens. If the built tokenizer or tokens
 have other hashes than the list, the command ends with an error and writes nothing.
@@ -20,7 +21,7 @@ have other hashes than the list, the command ends with an error and writes nothi
 |---|---|
 | `corpus.json` | the sources of the corpus, and the SHA-256 of the two files below |
 | `tokenizer.json` | the tokenizer in the format of the library `tokenizers` |
-| `tokens.xz` | 16-bit tokens, all low bytes, then all high ones; held-out ones last |
+| `tokens.xz` | all low bytes of the 16-bit tokens, then all high bytes; held-out tokens last |
 
 Token 0 begins a document.
 """
@@ -80,8 +81,8 @@ class Wheels:
       tokenizer_bytes: Number of bytes from which the tokenizer learns.
       tokenizer: SHA-256 of the tokenizer; None if it is not known yet.
       tokens: SHA-256 of the tokens; None if it is not known yet.
-      learns_from: The list from whose training text the tokenizer learns. A file names that list
-        by a relative path. Defaults to this list itself.
+      learns_from: The list from whose training text the tokenizer learns. A file names that list by
+        a relative path. By default the tokenizer learns from this list itself.
 
     Raises:
       ValueError: A wheel is in both `train` and `held_out`, or the minimum in `file_bytes` is
@@ -320,8 +321,8 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
         got = sha256(tokenizer_file(path))
         if got != sums[name]:
             raise ValueError(
-                f"tokenizer must be that of the corpus {folder} with SHA-256 {sums[name]}, got "
-                f"{path} with SHA-256 {got}"
+                f"tokenizer must be the tokenizer of the corpus {folder} with SHA-256 "
+                f"{sums[name]}, got {path} with SHA-256 {got}"
             )
     pairs = np.frombuffer(halves, np.uint8).reshape(2, -1).T
     tokens = np.frombuffer(pairs.tobytes(), "<u2")

@@ -84,9 +84,9 @@ def verdicts(
 
     Args:
       lines: the result of `log.read`.
-      tolerance: Bound of the relative difference between the losses of JAX and torch in one step.
-        Defaults to the bound for the dtype. The means over the last tenth of the steps may differ
-        by a fifth of the bound.
+      tolerance: Bound of the relative difference between the losses of JAX and torch in one step,
+        by default the bound for the dtype. The means over the last tenth of the steps may differ by
+        a fifth of the bound.
       margin: The share by which the loss of NSA may exceed that of dense attention, on the last
         tenth of the training batches and on held-out text.
     """
@@ -134,7 +134,9 @@ def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def devices(header: Header) -> str:
-    """Return a text with the number of devices of a run and the way in which they share it."""
+    """Return a text with the number of devices of a run and the way in which the devices share the
+    run.
+    """
     found = header.parallel
     if found is None:
         return "1"

@@ -35,11 +35,11 @@ class Batches:
     """Rows of local documents. The last sixteenth of the tokens is held out, unless
     `documents.held_out` gives another number of tokens.
 
-    A batch depends only on the seed and the step. The step is therefore the position in the data.
+    A batch depends only on the seed and the step, so that the step is the position in the data.
 
     Args:
       batch: Rows of a batch.
-      length: Tokens that a row predicts. A row has one token more.
+      length: Number of tokens that a row predicts. A row has `length + 1` tokens.
       seed: Seed of the order.
       size: Bytes of the corpus of `bench.harness.text`, if no documents are given.
       documents: The source of the rows. The held-out part may begin within a document.
@@ -238,28 +238,28 @@ def load(
     """Return the batches of `dataset`.
 
     Args:
-      dataset: "text", which means the source of the standard library; the folder of a corpus that
-        `bench.lm.corpus` built; a path, folder or glob of local files (`sources`); or
-        `owner/name` or `owner/name:config` of a dataset of the Hugging Face Hub.
+      dataset: One of four sources: "text" (the source of the standard library), the folder of a
+        corpus that `bench.lm.corpus` built, a path, folder or glob of local files (`sources`), or
+        `owner/name[:config]` of a dataset of the Hugging Face Hub.
       batch: See `Batches`.
       length: See `Batches`.
       seed: See `Batches`.
       size: Bytes of "text".
-      pack: See `Batches`. Defaults to "documents", but to "none" for the dataset "text" and to
-        "once" for a corpus.
+      pack: See `Batches`. By default "none" for the dataset "text", "once" for a corpus, and
+        "documents" for all other datasets.
       tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). Defaults to bytes,
         or to that of the corpus.
       column: Name of the text column, in files with columns and on the Hub.
       split: Split of a dataset of the Hub.
-      revision: Revision of a dataset of the Hub. Defaults to the newest.
+      revision: Revision of a dataset of the Hub, by default the newest.
       buffer: See `stream.Streamed`.
       notes: See `stream.Streamed`.
-      cache: Folder for the tokens of local files. Defaults to the user's cache.
+      cache: Folder for the tokens of local files, by default the user's cache.
 
     Raises:
       FileNotFoundError: There is no such file, and no such dataset on the Hub.
-      ValueError: A file is damaged, empty or too short, or lacks the column, or the tokenizer is
-        not that of the corpus.
+      ValueError: A file is damaged, empty or too short, or lacks the column, or the tokenizer
+        differs from the tokenizer of the corpus.
       ConnectionError: The Hub cannot be reached.
     """
     if dataset != TEXT and corpus.is_corpus(dataset):

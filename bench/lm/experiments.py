@@ -66,8 +66,8 @@ KEPT_EVERY, KEPT_STEPS = 20, 100
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of the model. `what` describes it, and `changes` has the differences from the
-    default model. If the variant was removed, the commit `commit` still has its code.
+    """A variant of the model. `what` describes the variant, and `changes` has the differences from
+    the default model. If the variant was removed, the commit `commit` still has its code.
     """
 
     what: str
@@ -81,7 +81,7 @@ class Setting:
     The number of steps, not of tokens, determines when a model learns to copy.
 
     Attributes:
-      text: A folder of `bench.lm.corpus`, or `data.TEXT`. Defaults to the folder `--corpus`.
+      text: A folder of `bench.lm.corpus`, or `data.TEXT`. By default the folder `--corpus` is used.
       repeats: Number of passages per training row that repeat earlier passages beyond the window.
       tasks: Share of the training rows that contain tasks (`bench.lm.tasks`).
     """
@@ -119,7 +119,7 @@ EXPERIMENTS = {name: Experiment(**about) for name, about in _FOUND["experiments"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. `path` is the file that it writes."""
+    """One run. `path` is the file that the run writes."""
 
     setting: Setting
     variant: str

@@ -1,9 +1,8 @@
 """Measures gates and selections per layer, which show whether every branch is used.
 
 In this module a head is a unit with its own gates. A head is a query head, or a key/value head
-whose query heads share gates. The query heads of a key/value head always share a selection.
-Sigmoid gates have no fixed sum. The entropy and the largest share therefore use gates divided by
-their sum.
+whose query heads share gates. The query heads of a key/value head always share a selection. Since
+sigmoid gates have no fixed sum, the entropy and the largest share use gates divided by their sum.
 """
 
 import math

@@ -86,7 +86,7 @@ class Hub:
         return self._asked(read)
 
     def _asked[T](self, ask: Callable[[], T]) -> T:
-        """Call `ask`, and convert the errors of several libraries to those of Python."""
+        """Call `ask`, and convert the errors of several libraries to errors of Python."""
         try:
             return ask()
         except Exception as error:

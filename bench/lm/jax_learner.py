@@ -40,11 +40,11 @@ class Rows(NamedTuple):
 class Step(NamedTuple):
     """A training step, as two compiled programs on lists of arrays.
 
-    The arguments are lists, since JAX flattens a list in C++, but the state of a module in
-    Python. Flattening in Python can take longer than a step on a GPU. For 694 arrays, flattening
-    in Python took 20 ms per call and in C++ 1 ms, measured on a CPU. The step has two programs.
-    The host can then read the loss, a result of the first program, while the devices run the
-    second program and the first program of the next batch.
+    The arguments are lists, since JAX flattens a list in C++, but the state of a module in Python.
+    Flattening in Python can take longer than a step on a GPU. For 694 arrays, flattening in Python
+    took 20 ms per call and in C++ 1 ms, measured on a CPU. Since the step has two programs, the
+    host can read the loss, a result of the first program, while the devices run the second program
+    and the first program of the next batch.
     """
 
     gradients: jax.stages.Compiled  # (weights, rows) to numbers, squares and gradients
@@ -260,8 +260,8 @@ class Learner:
       task: The model and its training.
       initial: File of `nsa_interop.weights` with the initial weights.
       implementation: For NSA as in `nsa_jax.attention`; for dense attention "xla" or "cudnn".
-      parallel: The layout on several devices. Defaults to one device.
-      ranks: The processes of the run. Defaults to only this process.
+      parallel: The layout on several devices, by default one device.
+      ranks: The processes of the run, by default only this process.
     """
 
     def __init__(
@@ -303,9 +303,9 @@ class Learner:
         Args:
           batch: The rows of this process (`share`).
           step: Index of the step, which determines the learning rate.
-          following: The batch of the next step, if it is known. The devices then begin with its
-            gradients before the host reads the loss. The devices therefore do not wait for the
-            host.
+          following: The batch of the next step, if it is known. With `following`, the devices begin
+            with the gradients of the next batch before the host reads the loss, so that they do not
+            wait for the host.
 
         Raises:
           DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.

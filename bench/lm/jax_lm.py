@@ -87,7 +87,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    If `axis` of a mesh divides the heads, each device has some of them, and the outputs of its
+    If `axis` of a mesh divides the heads, each device has some of them, and the outputs of
     attention and MLP are summed over the axis.
     """
 
@@ -133,7 +133,7 @@ class LM(nnx.Module):
         for name in TORCH_ONLY:
             if getattr(spec, name):
                 raise NotImplementedError(
-                    f"the JAX model has no {name}, so it must be 0, got {getattr(spec, name)!r}"
+                    f"{name} must be 0 for the JAX model, got {getattr(spec, name)!r}"
                 )
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype

@@ -3,7 +3,7 @@
 Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp`. When a block runs, its
 weights are gathered in the dtype of the computation. The gradients of the weights are summed and
 divided again in float32. The heads and the MLP are divided over `tensor`. Each device has some
-key/value heads with their query heads. Attention and its kernels therefore run as on one device
+key/value heads with their query heads, so that attention and its kernels run as on one device
 (`shard_map`).
 """
 
@@ -55,7 +55,7 @@ def spec_of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and the layout of weights and rows on it."""
+    """A mesh, and the layout of weights and rows on the mesh."""
 
     mesh: Mesh
 
@@ -65,9 +65,9 @@ class Layout:
         neighbours.
 
         Raises:
-          ValueError: There are fewer devices, or several processes have more devices, or `dim`
-            cannot be divided, or projections that are divided by heads have biases or a
-            convolution.
+          ValueError: There are fewer devices, several processes have more devices, or `dim` cannot
+            be divided. The error is also raised if projections that are divided by heads have
+            biases or a convolution.
         """
         if parallel.tensor > 1 and model.layer.bias:
             raise ValueError(f"bias must be False if tensor={parallel.tensor}, got True")
@@ -156,8 +156,8 @@ class Layout:
         of the returned array is the loss. The function needs only one all-reduce, and is valid
         only if `data_only` is true.
 
-        If XLA summed the gradient of each weight, it would copy the gradients into buffers of 30
-        MB, and back after the all-reduce of each buffer.
+        If XLA summed the gradient of each weight, XLA would copy the gradients into buffers of 30
+        MB before each all-reduce, and back afterwards.
         """
 
         def local(params, *inputs):
@@ -184,8 +184,9 @@ class Layout:
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
     """Within `shard_map`, declare that `x` differs between the devices along `axes`. The gradient
-    of `x` is then the gradient of one device. JAX would otherwise sum the gradients of all
-    devices for `x`."""
+    of a declared `x` is the gradient of one device. Without this declaration, JAX would sum the
+    gradients of all devices for `x`.
+    """
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

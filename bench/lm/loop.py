@@ -69,8 +69,9 @@ class Run:
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: Settings of the observed values, whose files are next to `path`.
-      evaluate_every: Steps between evaluations on held-out text. An evaluation during training
-        uses every fourth held-out batch. `evaluate_every=None` means only at the end.
+      evaluate_every: Steps between evaluations on held-out text. An evaluation during training uses
+        every fourth held-out batch. `evaluate_every=None` means that the run is evaluated only at
+        its end.
       evaluated: number of batches of held-out text.
       thorough: See `measures.copies`.
     """
@@ -112,12 +113,12 @@ class Run:
 
 
 def run(run: Run, stop: Stop) -> log.Summary:
-    """Train from the last checkpoint, if there is one, and write all lines. Every rank must
-    call it, and all ranks end in the same way.
+    """Train from the last checkpoint, if there is one, and write all lines. Every rank must call
+    `run`, and all ranks end in the same way.
 
     The status of the summary is `ok` after all steps. After a signal the status is `stopped`, and
     there is a checkpoint of the steps done. If a loss or gradient is not finite, the status is
-    `diverged`. Existing checkpoints then remain, and no later checkpoint is written.
+    `diverged`. After a divergence, existing checkpoints remain, and no later checkpoint is written.
 
     Raises:
       ValueError: The checkpoint was written under other settings.

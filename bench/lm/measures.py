@@ -4,9 +4,10 @@ copies.
 A target is a token that is predicted. The kind of a target depends on the n-gram that ends with
 the target:
 
-    new     the n-gram did not occur earlier in the row
-    near    its last occurrence is within the sliding window
-    far     its last occurrence is beyond the window: only the other two branches can reach it
+- `new`: the n-gram did not occur earlier in the row.
+- `near`: the last occurrence of the n-gram is within the sliding window.
+- `far`: the last occurrence of the n-gram is beyond the sliding window. Only the compressed and the
+  selected branch can reach this occurrence.
 
 A category is a kind and the part of the row in which the target is. Every process sums the losses
 of its own rows by category. All mean losses follow from these sums by category.
@@ -52,8 +53,8 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
 
     Args:
       batch: The rows.
-      order: Length of the n-gram that ends with the target. Occurrences in other rows do not
-        count, nor do those in other documents of a packed row.
+      order: Length of the n-gram that ends with the target. Occurrences in other rows, or in other
+        documents of a packed row, do not count.
       window: An occurrence is near if it is fewer than this number of tokens before the target.
     """
     tokens, segments = batch
@@ -215,9 +216,8 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
       config: The config of the selection.
 
     Returns:
-      `[heads, 2]`: the share of each head, and the share of a random selection. Only queries
-      count for which the block is not forced. The result is None if the block is forced for all
-      queries.
+      `[heads, 2]`: the share of each head, and the share of a random selection. A query whose block
+      is forced does not count. The result is None if the block is forced for all queries.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
@@ -250,8 +250,8 @@ def found_by_best(heads: np.ndarray) -> tuple[float, float]:
     result is unbiased.
 
     Args:
-      heads: `[layers, heads, 2, 2]`, for each half of the rows the hits, and those with another
-        text.
+      heads: `[layers, heads, 2, 2]`. The third axis has the halves of the rows. The fourth axis has
+        the hits, then the hits with another text.
     """
     heads = heads.reshape(-1, 2, 2)
     best = (heads[..., 0] - heads[..., 1]).argmax(axis=0)

@@ -9,9 +9,9 @@ class Stream:
     """All tokens once, as rows of `width` tokens without boundaries. The order of the rows is
     drawn from `seed`.
 
-    In the stream, a row begins with the last token of the row before it. A token is therefore
-    predicted at most once. The stream begins at a random position, also drawn from `seed`. At
-    most a part of a row is left over after the last row.
+    In the stream, a row begins with the last token of the row before it, so that a token is
+    predicted at most once. The stream begins at a random position, also drawn from `seed`. At most
+    a part of a row is left over after the last row.
 
     Args:
       tokens: integers `[total]`.
@@ -41,10 +41,10 @@ class Packed:
     """All documents once, as rows of `width` tokens. The order of the documents is drawn from
     `seed`.
 
-    A row begins with the last token of the row before it. Every token except the first is
-    therefore a target exactly once. Tokens at the end that fill no row are dropped. A document
-    that is longer than the rest of its row continues in the next row. The rows are shuffled, so
-    that a long document does not fill a batch.
+    A row begins with the last token of the row before it, so that every token except the first is a
+    target exactly once. Tokens at the end that fill no row are dropped. A document that is longer
+    than the rest of its row continues in the next row. The rows are shuffled, so that a long
+    document does not fill a batch.
 
     Args:
       tokens: integers `[total]`.

@@ -18,8 +18,8 @@ class Parallel:
       kind: "none": one device. "ddp": every device has all weights. "fsdp": every device has a
         shard of the weights.
       devices: Total number of devices, a multiple of `tensor`.
-      tensor: Number of devices that share the heads of a row. Each has whole key/value heads. JAX
-        only.
+      tensor: Number of devices that share the heads of a row. Each of these devices has whole
+        key/value heads. JAX only.
       accumulate: number of micro-batches per batch.
       compiled: whether blocks in torch run with `torch.compile`.
       safe: the argument of `torch_parallel.DDPLearner`.

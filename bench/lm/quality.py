@@ -5,28 +5,32 @@ is as good.
     python -m bench.lm.quality runs/52m_8k/*.jsonl
     python -m bench.lm.quality runs/*/train.jsonl         # of bench.train, a seed each
 
-Runs of a seed start from the same weights and read the same batches. A run of NSA and the run of
-dense attention with the same seed are therefore a pair. For dense attention the table has means.
-If there are several kinds of dense runs, the first kind is used. For every other kind the table
-has the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on
-the table also has t, which is the mean difference divided by the standard error, with n - 1
-degrees of freedom. Losses are in nats per token:
+Runs of one seed start from the same weights and read the same batches. A run of NSA and the run of
+dense attention with the same seed are therefore a pair. For dense attention the table has means. If
+there are several kinds of dense runs, the first kind is used. For every other kind the table has
+the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on the
+table also has t, which is the mean difference divided by the standard error, with n - 1 degrees of
+freedom. Losses are in nats per token. The table has these columns:
 
-    new, near, far   of held-out targets by earlier tokens in the row (`bench.lm.measures`)
-    end              of all of them, after the last step
-    area             of the training batches, mean over the steps after the warm-up
-    copying          the step at which near targets cost 1.5 less than new ones
-    recall, copied   gained where a passage was read before (`bench.lm.recall`); copied also by
-                     how far away it is, in a table of its own
-    hit / chance     how often a selection holds the block that a copy continues, by layer
-    found / unread   the same for the head that finds copies best, and with another text
-    seen             how often a run sees its text; above 1 it can memorize the text
+- `new`, `near`, `far`: the loss of held-out targets by kind (`bench.lm.measures`).
+- `end`: the loss of all held-out targets after the last step.
+- `area`: the loss of the training batches, as a mean over the steps after the warm-up.
+- `copying`: the step at which near targets cost 1.5 less than new targets.
+- `recall`, `copied`: the gain in loss from an earlier passage (`bench.lm.recall`). A separate table
+  has `copied` by the distance of the passage.
+- `hit / chance`: how often a selection contains the block that a copy continues, by layer.
+- `found / unread`: the hits of the head that finds copies best, and its hits with another text.
+- `seen`: how often a run sees its text. A run that sees its text several times can memorize the
+  text.
 
-Bounds decide, over at least five pairs, as upper bounds of 95 % if no mean is named:
+A verdict needs at least five pairs. Differences must be within these limits. For `new` and `end`
+the upper bound of 95 % must be within the limit, and for other measures the mean:
 
-    new and end at most 0.3 % over dense; far, by its mean, at most 1 %; recall, by its mean, at
-    least dense's less 0.03; where chance is under a quarter, the best head holds blocks with the
-    copied passage more often than with another text, by three standard errors
+- `new` and `end` may exceed those of dense attention by at most 0.3 %.
+- `far` may exceed that of dense attention by at most 1 %.
+- `recall` may be at most 0.03 below that of dense attention.
+- If chance is below a quarter, the best head must contain blocks with the copied passage more often
+  than with another text, by three standard errors.
 
 The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs or lacks a
 measure.
@@ -77,7 +81,7 @@ USUAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A run that has ended. `values` has its measures by name."""
+    """A run that has ended. `values` has the measures of the run by name."""
 
     header: Header
     values: Mapping[str, float]
@@ -124,8 +128,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The measure of a kind minus that of dense attention, over `pairs` seeds. `dense` is the
-    mean of dense attention.
+    """The measure of a kind minus the measure of dense attention, over `pairs` seeds. `dense` is
+    the mean of dense attention.
     """
 
     mean: float
@@ -252,7 +256,7 @@ def _area(header: Header, lines: Sequence[Line]) -> float | None:
 
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
-    """Return the step at which the loss of near targets is `COPIED` lower than that of new
+    """Return the step at which the loss of near targets is `COPIED` lower than the loss of new
     targets. The step is interpolated between evaluations.
     """
     gaps = [(0, 0.0)]  # before training
@@ -411,8 +415,8 @@ def _over_text(kind: Kind) -> np.ndarray:
 
 
 def _copies_from(kind: Kind) -> str | None:
-    """Return the mean step at which runs begin to copy, over the runs that do. For bytes the
-    result is None, since losses per byte are too small for `COPIED`.
+    """Return the mean step at which runs begin to copy, over the runs that begin to copy. For bytes
+    the result is None, since losses per byte are too small for `COPIED`.
     """
     runs = [
         x.values
@@ -446,7 +450,7 @@ def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
 
 
 def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
-    """Return the verdicts that are possible, and the reasons for the missing ones."""
+    """Return the verdicts that are possible, and the reasons for the missing verdicts."""
     told, untold = [], []
     for judge in (verdicts, selection):
         try:

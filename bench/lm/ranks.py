@@ -130,8 +130,8 @@ class TorchRanks(Ranks):
                 raise
             first = text.strip().splitlines()[0].partition(". ")[0]
             raise LostError(
-                f"rank {self.rank} of {self.size} lost another rank, or waited for it for longer "
-                f"than {self.timeout_s:.0f} s: {first}"
+                f"rank {self.rank} of {self.size} lost another rank, or waited for "
+                f"another rank for longer than {self.timeout_s:.0f} s: {first}"
             ) from error
 
     def close(self) -> None:

@@ -10,17 +10,17 @@ by a passage q of another row:
 
 Two differences of mean losses of the last 64 tokens, in nats per token, are measured:
 
-    recall      loss in `control` - loss in `read`
-    copied      loss in `unread` - loss in `read`
+- `recall` is the loss in `control` minus the loss in `read`.
+- `copied` is the loss in `unread` minus the loss in `read`.
 
-For `copied`, both rows end in the same 64 tokens after the same preceding tokens, and only the
-earlier passage differs. The whole difference therefore comes from the earlier passage. The
-earlier passage is beyond the sliding window. Only the compressed and the selected branch can
-therefore reach the earlier passage.
+For `copied`, both rows end in the same 64 tokens after the same preceding tokens. Only the earlier
+passage differs. The whole difference `copied` therefore comes from the earlier passage. The earlier
+passage is beyond the sliding window, so that only the compressed and the selected branch can reach
+this passage.
 
-`recall` also includes that p fits the text of its row better than q does. A model that only counts
-the tokens of the preceding window already gains 0.5 for rows of 2k tokens and 0.2 for rows of 8k
-tokens of `configs/corpus/python.yaml`.
+`recall` also includes the gain from the fact that p fits the text of its row better than q. A model
+that only counts the tokens of the preceding window already gains 0.5 for rows of 2k tokens, and 0.2
+for rows of 8k tokens. These gains were measured on `configs/corpus/python.yaml`.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,5 @@
-"""A loss that trains the selection of blocks. The loss of the model does not train it, since the
-choice of blocks has no gradient.
+"""A loss that trains the selection of blocks. The loss of the model does not train the selection,
+since the choice of blocks has no gradient.
 
 The block scores of the compressed branch should predict where the selected branch would attend if
 it could read every block. For each query and group of query heads:
@@ -8,9 +8,9 @@ it could read every block. For each query and group of query heads:
     s[j] = the score by which the selection ranks block j
     KL   = sum of p log((p / sum p) / (s / sum s))      over the blocks that are not forced
 
-The loss is the sum of KL over all queries and groups, divided by the sum of p. Each query thereby
-counts by its attention to the blocks that are not forced. Neither `p` nor the queries nor the
-input of the layer have a gradient, so that the loss trains only the weights that compute
+The loss is the sum of KL over all queries and groups, divided by the sum of p. The weight of a
+query in the loss is its attention to the blocks that are not forced. Neither `p` nor the queries
+nor the input of the layer have a gradient, so that the loss trains only the weights that compute
 compressed keys.
 """
 
@@ -44,8 +44,8 @@ def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     blocks = config.num_blocks(length)
 
     def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
-        """Return the probabilities [B, g, h, t, keys]. Queries from the position `last` `[keys]`
-        on attend to a key.
+        """Return the probabilities [B, g, h, t, keys]. Key `k` is visible to queries from the
+        position `last[k]` on, where `last` is `[keys]`.
         """
         logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
         return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)

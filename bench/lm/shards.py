@@ -2,9 +2,9 @@
 
     python -m bench.lm.shards CHECKPOINT FOLDER
 
-The command writes the whole files of a sharded checkpoint to a folder: `weights.safetensors`,
-which `nsa_interop.weights` reads in both frameworks, and AdamW's moments, `mean.safetensors` and
-`square.safetensors`.
+The command writes the whole files of a sharded checkpoint to a folder. `weights.safetensors` has
+the weights, which `nsa_interop.weights` reads in both frameworks. `mean.safetensors` and
+`square.safetensors` have AdamW's moments.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def key(part: str, name: str) -> str:
 
 class Reader(dcp.FileSystemReader):
     """Reads shards. The metadata of shards is a pickle. The reader accepts only classes that
-    describe tensors in it, so that a checkpoint cannot run code.
+    describe tensors, so that a checkpoint cannot run code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
@@ -115,8 +115,8 @@ def tensors_of(learner: Learner) -> dict[str, Tensor]:
 
 
 def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Set weights and moments of `learner` to `tensors`, which are whole or sharded like those of
-    the learner. The learner continues after `step` steps.
+    """Set weights and moments of `learner` to `tensors`, which are whole or sharded like the
+    tensors of the learner. The learner continues after `step` steps.
     """
     named = dict(learner.master.named_parameters())
 
@@ -148,8 +148,9 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor, or the tensor if it is not sharded. The memory is
-    the same."""
+    """Return this process's shard of a tensor, or the tensor if it is not sharded. The result
+    shares the memory of the tensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

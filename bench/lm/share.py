@@ -13,8 +13,8 @@ class Share:
     """The rows of one of `ranks` processes. A process has its slice of each micro-batch, in the
     order of micro-batches.
 
-    A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows that
-    are computed together therefore do not depend on the number of processes.
+    A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows of a
+    micro-batch therefore do not depend on the number of processes.
 
     Attributes:
       batch: Rows of the global batch.
@@ -73,8 +73,8 @@ def split(batch: Batch, count: int) -> list[Batch]:
 
 
 def counted(batch: Batch) -> np.ndarray | None:
-    """Return whether each token predicts a token of its own document, bool `[rows, length]`.
-    Return None if all tokens do.
+    """Return whether each token predicts a token of its own document, bool `[rows, length]`. Return
+    None if every token predicts a token of its own document.
     """
     ids = batch.segment_ids
     if ids is None:

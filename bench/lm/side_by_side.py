@@ -3,9 +3,9 @@ of these curves.
 
     python -m bench.lm.side_by_side figure.svg one/train.jsonl two/train.jsonl ..
 
-The lower part of the figure compares each run on several devices with the run of the same
-framework and attention on one device, if the latter is among the files. The curve is the relative
-difference.
+The lower part of the figure shows the relative difference of each run on several devices from a run
+on one device. The run on one device must have the same framework and attention, and be among the
+files.
 """
 
 from collections.abc import Mapping, Sequence

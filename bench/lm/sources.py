@@ -49,8 +49,8 @@ def texts(paths: list[Path], column: str) -> Iterator[str]:
     """Yield the documents in the order of the files and of their rows.
 
     Raises:
-      ValueError: A file is damaged, lacks the column, or has other values than text in it. The
-        message names the file.
+      ValueError: A file is damaged, lacks the column, or has values other than text in the column.
+        The message names the file.
     """
     readers = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _txt}
     for path in paths:

@@ -27,14 +27,14 @@ class ModelSpec:
       attention: "nsa" or "dense".
       layers: Number of blocks.
       hidden: Width of the MLP.
-      vocabulary: Size of the vocabulary. Defaults to that of bytes.
+      vocabulary: Size of the vocabulary, by default of bytes.
       norm_eps: Epsilon of the norms.
       dense_first: Number of first blocks with dense attention in a model with NSA. Torch only.
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
         attention. With `dense_every=0`, only the first `dense_first` blocks have dense attention.
         Torch only.
-      selection_loss: Weight of `selection.loss`, which trains the selection. Torch only, and only
-        for rows of one sequence.
+      selection_loss: Weight of `selection.loss`, which trains the selection. Only torch supports a
+        `selection_loss`, and only for rows of one sequence.
 
     Raises:
       ValueError: A value is out of range, or dense attention has a layer with `bias` or with
@@ -205,8 +205,8 @@ class Task:
 
         The forward pass counts two FLOPs per multiply-add of `ModelSpec.products`, and attention as
         in `bench.harness.cost`: visible pairs, without the selection. The backward pass counts
-        twice as much. Values that are computed again do not count, nor do the embedding, the norms
-        and the optimizer.
+        twice as much. Values that are computed again, the embedding, the norms and the optimizer do
+        not count.
         """
         at, length = self.model.layer, self.training.seq_len
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
@@ -220,7 +220,9 @@ class Task:
         return 3 * (2 * self.tokens() * self.model.products() + attention)
 
     def mfu(self, time_ms: float, device: str) -> float | None:
-        """Return the share of the device's peak rate that a step of `time_ms` reaches, if known."""
+        """Return the share of the device's peak rate that a step of `time_ms` reaches, or None if
+        the peak rate is not known.
+        """
         limits = cost.limits(device)
         if limits is None:
             return None

@@ -44,8 +44,8 @@ def line(
 
 
 def mfu(task: spec.Task, time_ms: float, device: str, devices: int) -> float | None:
-    """Return the share of the peak rate of all devices that a step of `time_ms` reaches, if
-    known.
+    """Return the share of the peak rate of all devices that a step of `time_ms` reaches, or None if
+    the peak rate is not known.
     """
     share = task.mfu(time_ms, device)
     return None if share is None else share / devices

@@ -2,9 +2,9 @@
 
 The stream is read in blocks of `buffer` documents (the shuffle buffer). The documents of a block
 are packed in random order, and the rows of the block are shuffled. A row depends only on the seed
-and its index. To find the row, however, the stream must be read up to the row's block. The
-position of each block in the stream is therefore noted, in memory and in a folder. A resumed run
-then reads no document before the block at which it continues.
+and its index. Since the stream must be read up to the block of a row, the position of each block is
+noted, in memory and in a folder. With these positions, a resumed run reads no document before the
+block at which the run continues.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Streamed(Batches):
       length: See `Batches`.
       seed: See `Batches`.
       pack: "documents" means that rows have document boundaries, and "none" that they do not. The
-        tokens are the same in both cases.
+        tokens are the same for both values of `pack`.
       buffer: Number of documents per block. A block is held in memory.
       notes: Folder for the positions of blocks. By default the positions are only in memory.
 

@@ -1,5 +1,5 @@
-"""Adds tasks to rows of text, and measures how many tasks a model solves, by the distance in a
-task.
+"""Adds tasks to rows of text, and measures how many tasks a model solves. The result depends on the
+distance between the two parts of a task.
 
 A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs, whose
 distance is log-uniform. Most pairs contain the same record in both slots, at a random position in
@@ -7,10 +7,9 @@ each slot:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
-Keys and values are random. A model can therefore predict the value in the copy only if it finds
+Since keys and values are random, a model can predict the value in the copy only if the model finds
 the source among all records of the row (multi-query associative recall, arXiv 2312.04927). Every
-fifth pair has no record. In a pair without a record, the second slot repeats the text of the
-first.
+fifth pair has no record. In a pair without a record, the second slot repeats the text of the first.
 """
 
 from typing import Any
@@ -68,7 +67,8 @@ def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.n
 
 
 class Tasks(Edited):
-    """`Batches` in which a share of the training rows contains tasks. Held-out rows contain none.
+    """`Batches` in which a share of the training rows contains tasks. Held-out rows contain no
+    tasks.
 
     Args:
       share: Probability that a row contains tasks.
@@ -114,12 +114,12 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
     """Measure held-out rows with tasks.
 
     Returns:
-      Measures by distance in tokens from source to copy. The name of an entry is a power of two.
-      An entry covers the distances from its name up to the next power of two; "64" includes
-      shorter distances. `solved` is the share of values that are solved, and `loss` is the mean
-      loss of the values. For NSA `hit` is how often the best head selects the block of the
-      source, and `chance` is how often a random selection would. One half of the rows determines
-      the best head, and the other half measures it.
+      Measures by distance in tokens from source to copy. The name of an entry is a power of two. An
+      entry covers the distances from its name up to the next power of two; "64" includes shorter
+      distances. `solved` is the share of values that are solved, and `loss` is the mean loss of the
+      values. For NSA `hit` is how often the best head selects the block of the source, and `chance`
+      is how often a random selection would select this block. One half of the rows determines the
+      best head, and the other half measures it.
     """
     random = np.random.default_rng((batches.seed, 8))
     rows = batches.evaluation(max(2, ROWS // batches.shape[0]))
@@ -159,8 +159,8 @@ def _hits(
     learner: Learner, batch: Batch, row: int, at: np.ndarray, layer: LayerSpec
 ) -> np.ndarray | None:
     """Return `[records, 1 + layers x heads]` for a row: the chance that a random selection contains
-    the block of the source, then whether each head of each layer selects it. A record whose block
-    is always selected has NaN. If the model selects no blocks, return None.
+    the block of the source, then whether each head of each layer selects this block. A record whose
+    block is always selected has NaN. If the model selects no blocks, return None.
     """
     indices = [x for _, x in learner.observe(batch, row)]
     if not indices:

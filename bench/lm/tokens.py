@@ -150,7 +150,7 @@ def kept(
       texts: The texts, which are read only if there are no files.
       by: The tokenizer.
       source: The identity of the texts, as a JSON value.
-      folder: Folder of the cache. Defaults to a folder in the user's cache.
+      folder: Folder of the cache, by default in the user's cache folder.
 
     Raises:
       ValueError: There is no document with a token, or the files are damaged.

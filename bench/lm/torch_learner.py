@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
-    """Return the losses of the targets of `rows` in nats, `[B T]` or reduced by `reduction`. A
+    """Return the losses of the targets of `rows` in nats, `[B * T]` or reduced by `reduction`. A
     target without a loss has the loss 0.
     """
     tokens, packing = rows.tokens.long(), rows.packing
@@ -241,7 +241,7 @@ class Learner:
     def _rows(self, batch: Batch) -> list[Rows]:
         """Return the micro-batches, on the device. The divisor of losses is the number of tokens
         with a loss in the global batch, divided by the number of processes. The mean of the results
-        over the processes is therefore the mean over these tokens.
+        over the processes is therefore the mean over all tokens with a loss.
         """
         parts, count = share.split(batch, self.accumulate), share.count(batch)
         if batch.segment_ids is not None:
@@ -319,8 +319,9 @@ class Learner:
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
         """Return the names of values that are not finite: the loss, the first gradient and the
-        first weight, of the first rank that has such values. The gradients are computed again
-        without the sum over ranks, since clipping has changed all of them.
+        first weight. The names come from the first rank with values that are not finite. The
+        gradients are computed again without the sum over ranks, since clipping has changed all
+        gradients.
         """
         found = [] if loss.isfinite().all() else ["loss"]
         self._backward(rows, reduce=False)
@@ -336,7 +337,7 @@ class Learner:
 
 
 def of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """Return as text the names that the first rank with any names has `found`."""
+    """Return, as text, the names in `found` of the first rank that found any."""
     for rank, each in enumerate(ranks.gather(found)):
         if each:
             return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")

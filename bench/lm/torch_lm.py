@@ -110,8 +110,8 @@ class DenseAttention(nn.Module):
         return out.transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Compute attention of documents from their boundaries. The size of a mask would be the
-        square of the length.
+        """Compute attention of documents from their boundaries. No mask is used, since the size of
+        a mask would be the square of the length.
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -171,8 +171,7 @@ class Block(nn.Module):
             return attention(x)[0]
         if spec.selection_loss:
             raise NotImplementedError(
-                "packed rows do not support selection_loss, so it must be 0, got "
-                f"{spec.selection_loss!r}"
+                f"selection_loss must be 0 for packed rows, got {spec.selection_loss!r}"
             )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]
@@ -206,13 +205,13 @@ class LM(nn.Module):
 def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
     """Write the initial weights of `spec` for both frameworks to the file at `path`.
 
-    Matrices are drawn from a normal distribution. The standard deviation is that of torch's
-    default, `1 / sqrt(3 inputs)` (0.021 for 768 inputs). For matrices whose output is added to
-    the residual stream, the deviation is divided by `sqrt(2 layers)`. For the embedding it is
+    Matrices are drawn from a normal distribution. The standard deviation is torch's default,
+    `1 / sqrt(3 inputs)` (0.021 for 768 inputs). For matrices whose output is added to the residual
+    stream, the deviation is divided by `sqrt(2 layers)`. The standard deviation of the embedding is
     0.02. Gates, `phi` and vectors start as in their modules. A matrix depends only on `seed`, its
     name and its shape. NSA and dense attention therefore start with equal values in matrices with
-    equal names. With a deviation of 0.02 at every width, the tiny model learns markedly slower
-    with NSA than with dense attention.
+    equal names. With a deviation of 0.02 at every width, the tiny model learns markedly slower with
+    NSA than with dense attention.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

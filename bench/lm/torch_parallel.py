@@ -1,13 +1,13 @@
 """Learners for several processes in torch.
 
-    Learner      all weights in every process (`torch_learner`), with a CUDA graph per micro-batch
-                 and one sum of the gradients
-    DDPLearner   all weights in every process, by `DistributedDataParallel`, without a graph
-    FSDPLearner  shards of weights, by FSDP2 over a device mesh, with or without a graph
+- `Learner` has all weights in every process (`torch_learner`), a CUDA graph per micro-batch, and
+  one sum of the gradients.
+- `DDPLearner` has all weights in every process, by `DistributedDataParallel`, without a graph.
+- `FSDPLearner` has shards of weights, by FSDP2 over a device mesh, with or without a graph.
 
 All three learners have float32 master weights, compute in the dtype of the task and sum gradients
-in float32. Gradients are averaged over processes. The loss of a process is therefore the sum of
-its token losses, divided by the mean number of such tokens per process. The average over
+in float32. Gradients are averaged over processes, so that the loss of a process is the sum of its
+token losses, divided by the mean number of tokens with a loss per process. The average over
 processes is then the mean over the tokens of the global batch.
 """
 
@@ -101,7 +101,7 @@ class FSDPLearner(DDPLearner):
 
     With `graph` a CUDA graph per micro-batch contains the gathers of weights and the sums of
     gradients over ranks. Clipping and AdamW follow outside the graph. NCCL can destroy a process
-    group only after the graphs with its collectives. Delete the learner first.
+    group only after the graphs with its collectives. Delete the learner before the process group.
 
     Clipping and AdamW work on this process's shards as plain tensors, since operations on DTensors
     need several times as much host time.
@@ -163,8 +163,8 @@ class FSDPLearner(DDPLearner):
         return norm
 
     def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """Return the names of values that are not finite. Gradients are sums over ranks. No rank
-        is therefore named for a gradient.
+        """Return the names of values that are not finite. Since gradients are sums over ranks, no
+        rank is named for a gradient.
         """
         bad = [] if loss.isfinite().all() else ["loss"]
         if self.ranks.any(bool(bad)):

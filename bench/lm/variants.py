@@ -78,13 +78,13 @@ def nsa(
       framework: "jax" or "torch".
       names: An implementation per branch. `names=None` means the automatic choice for the forward
         pass.
-      on_unsupported: "error" or "fallback", for a named implementation that refuses.
+      on_unsupported: "error" or "fallback", for a named implementation that cannot run.
       task: The model and its training.
       packed: Whether rows have several documents.
 
     Raises:
       ValueError: The framework has no such implementation.
-      NotImplementedError: A named implementation refuses, and `on_unsupported` is "error".
+      NotImplementedError: A named implementation cannot run, and `on_unsupported` is "error".
     """
     runner = RUNNERS[framework]()
     for name in filter(None, names):

@@ -4,7 +4,7 @@
 |---|---|
 | `heartbeat_rank<r>.jsonl` | a line at observed steps, and at other steps if 10 s have passed |
 | `<run>.csv` | from rank 0, the observed values |
-| `tb/<run>` | from rank 0, the same for TensorBoard, if requested |
+| `tb/<run>` | from rank 0, the observed values for TensorBoard, if requested |
 | `stackdump_rank<r>.txt` | the stacks of a rank that hangs |
 
 `progress` shows the steps on stderr.
@@ -207,8 +207,8 @@ def watchdog(path: Path, hang_s: float) -> Iterator[Callable[[], None]]:
 def progress(
     name: str, first: int, steps: int, silent: bool = False
 ) -> Iterator[Callable[[int, float, float], None]]:
-    """Return a context that shows the progress of a run on stderr. On a terminal this is a bar
-    with the remaining time, otherwise about `REPORTS` lines.
+    """Return a context that shows the progress of a run on stderr. On a terminal the progress is a
+    bar with the remaining time, otherwise about `REPORTS` lines.
 
     The context has a function that must be called after each step. The arguments of this function
     are the number of steps done, the loss, and the milliseconds of the step.

@@ -46,7 +46,7 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
 
 def verdicts(path: str | Path, lines: Sequence[Line]) -> list[Verdict]:
     """Return verdicts on the runs in the file at `path`, which has `lines`, and on the heartbeats
-    next to it.
+    next to the file.
     """
     return [*_gates(lines), *_drops(lines), *_gaps(Path(path).parent)]
 
@@ -91,7 +91,8 @@ def _gaps(folder: Path) -> Iterable[Verdict]:
 
 def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
     """Judge whether runs of a task on several devices have the same losses as the run on one
-    device. Also judge how much of its tokens/s a device loses."""
+    device. Also judge the share of tokens/s that a device loses.
+    """
     found = [
         (path, run, header, curves.losses(lines).get(run))
         for path, lines in training

@@ -8,12 +8,12 @@ A panel answers one question for the problem that was measured at the most lengt
 compares our kernel with all dense kernels of the same framework. The curves of a panel show the
 time of the fastest dense kernel divided by the time of each kernel.
 
-At one length NSA is:
+At one length there are three answers:
 
-    faster if its 80th percentile is below the 20th percentile of the fastest dense kernel not
-    known if it would be faster, but a dense kernel that is the fastest at another length was
-                not measured at this length; or if no dense kernel has a time
-    not faster  otherwise, for example for a tie, or if the row is wrong or failed
+- "faster": the 80th percentile of NSA is below the 20th percentile of the fastest dense kernel.
+- "not known": no dense kernel has a time at this length. The answer is also not known if NSA would
+  be faster, but the fastest dense kernel of another length was not measured at this length.
+- "not faster": all other cases, for example a tie, or a row of NSA that is wrong or failed.
 
 NSA counts as faster from a length on if it is faster at that length and at all longer lengths for
 which the answer is known.
@@ -97,7 +97,7 @@ class Point:
         return min(timed, key=lambda run: run.row.times_ms or (), default=None)
 
     def ratio(self, run: Run) -> float | None:
-        """Return the time of the fastest dense kernel divided by that of `run`."""
+        """Return the time of the fastest dense kernel divided by the time of `run`."""
         best = self.best.row.times_ms if self.best else None
         return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
 
@@ -137,7 +137,9 @@ class Panel:
 
     @property
     def crossover(self) -> int | None:
-        """The length from which NSA is faster at every length for which this is known, or None."""
+        """The length from which NSA is faster at every length for which the answer is known, or
+        None.
+        """
         wins = list(itertools.takewhile(lambda point: point.faster, reversed(self.known)))
         return wins[-1].tokens if wins else None
 

@@ -32,8 +32,8 @@ class Report:
 
     @property
     def environments(self) -> list[Values]:
-        """The environments of the runs. Each has the device, commit, versions, number of rows,
-        first and last time.
+        """The environments of the runs. Each environment has the device, commit, versions, number
+        of rows, first and last time.
         """
         found: dict[str, Values] = {}
         for record in self.records:

@@ -1,9 +1,10 @@
 """Derives from records the length from which NSA is faster than dense attention, for each
 combination of heads and pass.
 
-Only records of one sequence with the paper's config in bfloat16 count. Of these, only records
-with random inputs count, on which NSA is slowest. `reports/crossover.py` defines when NSA is
-faster. If the answer is known at only one length, and NSA is faster at it, no length is derived.
+Only records of one sequence with the paper's config in bfloat16 count. Only records with random
+inputs count, since NSA is slowest on random inputs. `reports/crossover.py` defines when NSA is
+faster. If the answer is known at only one length, and NSA is faster at this length, no length is
+derived.
 """
 
 import itertools

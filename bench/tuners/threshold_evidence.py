@@ -96,8 +96,8 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """Return the pairs of that measured kernel which the automatic choice tries first.
-        Kernels that it tries later do not affect this threshold.
+        """Return the pairs of the measured kernel that the automatic choice tries first. Kernels
+        that the automatic choice tries later do not affect this threshold.
         """
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
@@ -169,7 +169,9 @@ class Evidence:
 
 
 def _other(extra: Values) -> str | None:
-    """Return the reason why a row does not concern the automatic choice, or None if it does."""
+    """Return the reason why a row does not concern the automatic choice, or None if the row
+    concerns the automatic choice.
+    """
     if extra.get("path") == "dense":
         return "the dense call of FA-2, which the library does not use"
     if str(extra.get("streams") or 1) != "1":
