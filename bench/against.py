@@ -1,5 +1,5 @@
-"""Compares the speed and the bits of the results of this checkout with those of another checkout,
-on this GPU.
+"""Compares the speed and the bits of the results of two checkouts, this one and `--checkout`, on
+this GPU.
 
     git worktree add ../before <commit>
     python -m bench.against --checkout ../before

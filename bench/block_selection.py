@@ -253,7 +253,7 @@ class Mode:
       results: Names of the results of `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
       lists_apart: The largest allowed share of our lists, or of their blocks, that differ from the
-        expected ones.
+        expected lists or blocks.
     """
 
     names: tuple[str, ...] = "nsa_torch", "plain"
@@ -275,7 +275,7 @@ class Mode:
 
     def apart(self) -> float | None:
         """Return the share of our lists, or of the blocks in our lists, that differ from the
-        expected ones. Return None if the mode has no lists.
+        expected lists or blocks. Return None if the mode has no lists.
         """
         return None
 
@@ -309,7 +309,7 @@ class Mode:
 
 
 def last(x: Tensor, dim: int = 1) -> Tensor:
-    """Return the part of `x` that belongs to the judged queries, which are the last ones."""
+    """Return the part of `x` that belongs to the last queries, which are judged."""
     return x.narrow(dim, max(x.shape[dim] - FLAGS.checked, 0), min(x.shape[dim], FLAGS.checked))
 
 
@@ -447,7 +447,7 @@ class Listed(Mode):
     lists: Tensor | None = None
 
     def attend(self, implementation: Any, to: To = same, lists: Any = None) -> list[Tensor]:
-        """Return the lists and the output. The lists are selected if they are not given."""
+        """Return the lists and the output. If no lists are given, the lists are selected."""
         raise NotImplementedError
 
     @property

@@ -7,8 +7,8 @@
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
 Each of several lengths has its own process. All processes compile and compare with the oracle in
-parallel. The processes are then timed one after the other. The last example measures the first
-chart of the report (docs/benchmarks.md).
+parallel. After the compilation, the processes are timed one after the other. The last example
+measures the first chart of the report (docs/benchmarks.md).
 
 Parity is checked first, and a wrong path is not timed. If a path that is named on the command
 line cannot run, the exit status is 3 (not measured).
@@ -118,7 +118,9 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
 
 def of_length(length: int | None) -> int:
-    """Explain or measure one length, by default that of the config. Return the exit status."""
+    """Explain or measure one length, by default the length of the config. Return the exit
+    status.
+    """
     runners, gpu = started(FLAGS.framework)
     given = {"seq_len": length, "batch": FLAGS.batch, "precision": FLAGS.dtype}
     given |= {f"{step}_kernel": name for step, name in kernel_flags.named()._asdict().items()}
@@ -229,8 +231,8 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
     """Return the rows that determine the exit status. All rows that the command line names count.
-    Of the other rows of a branch, only the first row that is ok counts, or the first row if none is
-    ok. Next to other branches, dense attention is only a baseline.
+    Of the rows that are not named, only the first row that is ok counts, or the first row if none
+    is ok. Next to other branches, dense attention is only a baseline.
     """
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:

@@ -104,7 +104,7 @@ def lines(problem: str, printed: str, written: str, commit: str | None) -> Itera
       commit: The commit that was measured.
 
     Raises:
-      ValueError: ncu reported other launches than those that ran.
+      ValueError: The launches that ncu reports differ from the launches that ran.
     """
     launched = [line.split("\t") for line in printed.splitlines() if "\t" in line]
     # Skip the messages of ncu, and the line with the units.

@@ -7,7 +7,8 @@
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
 On a GPU each of several lengths has its own process. All processes compile, and compare their
-results with the oracle, in parallel. The processes are then timed one after the other.
+results with the oracle, in parallel. After the compilation, the processes are timed one after the
+other.
 
 `S` is the number of tokens in the cache, including the `--q_len` new tokens. More than one new
 token means draft tokens that are verified. Columns:
@@ -122,9 +123,9 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 
 def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:
-    """Compile every step of one cache length and compare it with the oracle. Return a function
-    that times the steps and returns the values of the table's row. The arguments of the returned
-    function are those of `timing`.
+    """Compile every step of one cache length and compare the step with the oracle. Return a
+    function that times the steps and returns the values of the table's row. The arguments of the
+    returned function are those of `timing`.
     """
     config = config_of(FLAGS)
     settings = command.settings(
@@ -209,8 +210,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:
-        """Time every step. The branches are timed before the whole step, since `doubt` compares
-        the whole step with them.
+        """Time every step. The branches are timed before the whole step, since `doubt` compares the
+        whole step with the branches.
         """
         common, done = command.about(runner, settings, inputs), dict[str, Record]()
         for key, (branch, each) in waiting.items():

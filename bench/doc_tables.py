@@ -162,7 +162,7 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
       device: Folder of the records. Defaults to the folder in the table's description, or to
         `DEVICE`.
       commit: The first digits of the commits, separated by commas. By default all commits are used.
-      options: The other options of a marker.
+      options: The options of a marker other than `device` and `commit`.
 
     Raises:
       ValueError: The table has no such option, or no line has a value that an option lists.
@@ -278,8 +278,8 @@ def crossovers() -> str:
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
-    """Return a row per run of parallel training. Runs on several devices are compared with the
-    same run on one device.
+    """Return a row per run of parallel training. A run on several devices is compared with the run
+    on one device.
     """
     runs = []
     for path in sorted((DEVICE.parent / device / "train").glob("*.jsonl")):

@@ -89,7 +89,7 @@ def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
 
 
 def _arrays(given: Values) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, keys and values of either branch."""
+    """Return query, keys and values of the sliding or the compressed branch."""
     prefix = "compressed_" if "compressed_key" in given else ""
     return given["query"], given[f"{prefix}key"], given[f"{prefix}value"]
 
@@ -125,8 +125,8 @@ def dense(branch: str, config: NSAConfig, kv_len: int):
 
 
 def _dense(query, key, value, window: int = -1):
-    """Run causal FA-2 on `[B, T, H, D]` with T = S. A query attends to its own key and the last
-    `window` keys before it. With a `window` of -1, a query attends to all keys before its own.
+    """Run causal FA-2 on `[B, T, H, D]` with T = S. A query attends to its own key and the `window`
+    keys before its own key. With a `window` of -1, a query attends to all keys before its own.
     """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]

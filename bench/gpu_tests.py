@@ -59,7 +59,7 @@ def pytest_arguments() -> list[str]:
 
 
 def whole(parts: set[str | None]) -> bool:
-    """Return whether these runs together contain all tests."""
+    """Return whether the runs together contain all tests."""
     counts = {int(part.split("/")[1]) for part in parts if part}
     return None in parts or any(parts >= {f"{k}/{n}" for k in range(1, n + 1)} for n in counts)
 

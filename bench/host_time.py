@@ -27,9 +27,9 @@ rounds:
 
 `--launch` measures one launch in us instead of calls. Launches are measured in torch in both forms,
 and in a compiled program of JAX. A small kernel runs 8 or 72 times in a series, each time on the
-output of the previous launch. The time of a launch is the difference of the two series divided by
-64, which excludes the constant part of a call. The lines have the format of
-`bench/records/<device>/kernel_log/variants.jsonl`.
+output of the previous launch. The time of a launch is the difference between the series of 72 and
+of 8 launches, divided by 64. The difference excludes the constant part of a call. The lines have
+the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 
 Without `--launch` the output also has the times of this host for a million additions in Python and
 for torch's `add_` on eight numbers.

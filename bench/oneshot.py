@@ -7,8 +7,8 @@
 
 Each step is a process with its own timeout and log. The results are in a new folder
 `artifacts/<commit>`, including `summary.json`. The exit status is 1 if a requested step fails, runs
-out of time or cannot start. Later steps still run. SIGINT and SIGTERM end the current step; the
-status in the summary is then `interrupted`.
+out of time or cannot start. After a failed step, later steps still run. SIGINT and SIGTERM end the
+current step; the status in the summary is then `interrupted`.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def load(name: str) -> list[Step]:
     """Return the steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
     Raises:
-      ValueError: Two steps have the same name, or a step needs a step that is not before it.
+      ValueError: Two steps have the same name, or a step needs a later step or an unknown step.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
     data = config_files.load(path)

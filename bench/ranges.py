@@ -4,9 +4,9 @@
     python -m bench.ranges --S_list=256,1024,4096
 
 v1 is a loop on the host over the blocks of one row after the other. v2 is
-`nsa_jax.ranges.to_ranges`, one compiled array program. Before v1 and v2 are timed, they must return
-the same ranges. The last printed line is the adaptive rule. The adaptive rule gives the smallest
-length from which v2 was faster at every measured length, or `never`.
+`nsa_jax.ranges.to_ranges`, one compiled array program. v1 and v2 must return the same ranges before
+their times are measured. The last printed line is the adaptive rule. The adaptive rule gives the
+smallest length from which v2 was faster at every measured length, or `never`.
 """
 
 import functools

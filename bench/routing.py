@@ -1,5 +1,4 @@
-"""Prints which implementation each step uses for each preset and framework, as `explain` reports
-it.
+"""Prints which implementation each step uses for each preset and framework, as `explain` reports.
 
 python -m bench.routing              # print it
 python -m bench.routing --out DIR    # and store it in DIR/routing.json

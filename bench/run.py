@@ -23,8 +23,8 @@ def rows(
     kept: str | None = None,
     out: Path | None = None,
 ) -> list[str]:
-    """Print each row as soon as it is measured and append its record to a file, since the
-    process may be ended from outside. Return the statuses.
+    """Print each row as soon as it is measured and append its record to a file, since another
+    process may end this process. Return the statuses.
 
     Args:
       bench: Name of the command.

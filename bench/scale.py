@@ -17,7 +17,7 @@ Each number of devices is a separate run. In torch a run has one process per GPU
   tokens, so that this rate can be compared between numbers of devices. The work per token still
   grows with the length.
 - `compute_ms`: time of the same call without transport (torch). Each device uses copies of its own
-  keys and values instead of those of other devices.
+  keys and values instead of the keys and values of other devices.
 - `exposed_ms`: `ms - compute_ms`, the transport that no computation hides.
 - `transport_ms`: time of only the transport of a call (torch).
 - `imbalance`: `compute_ms` of the slowest device divided by the mean over the devices.
@@ -30,9 +30,9 @@ Each number of devices is a separate run. In torch a run has one process per GPU
   gradients that follow from these tokens. With `--check rows`, a row is `wrong` if an error exceeds
   one rounding.
 
-If one device cannot hold the problem, the row of one device reports this, and the other rows have
-no efficiency. `--predict` computes the time on more devices from measured rows. A predicted time
-is not a measurement.
+If one device cannot hold the problem, the row of one device states this, and the rows of several
+devices have no efficiency. `--predict` computes the time on more devices from measured rows. A
+predicted time is not a measurement.
 """
 
 import importlib

@@ -114,7 +114,7 @@ def last_lines(folder: Path, step: str) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Return the report, which is both templates with their values.
+    """Return the report, which consists of two filled templates.
 
     Raises:
       FileNotFoundError: The folder has no results of a run.

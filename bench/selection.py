@@ -17,9 +17,9 @@ The blocks form runs of adjacent blocks at random positions. `--dist few` means 
 - `mae`: mean absolute error against the float64 reference.
 
 Implementations of `--beside` have their own columns. With `--streams k` each time is the time of k
-concurrent calls on k CUDA streams. All implementations are checked before they are timed. With
-`--processes p`, p processes prepare the rows in parallel, and a kernel that crashes or hangs costs
-only its own row.
+concurrent calls on k CUDA streams. All implementations are checked before any implementation is
+timed. With `--processes p`, p processes prepare the rows in parallel, and a kernel that crashes or
+hangs costs only its own row.
 
 `--preset` names a matrix in `configs/selection/`, or the path of a matrix file. A flag that is
 given replaces the corresponding list of the matrix. The preset `s2` compares Triton, packed SDPA

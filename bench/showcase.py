@@ -120,8 +120,8 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """Return a context in which nvidia-smi, if it is installed, appends one line per second about
-    the first visible GPU to `path`.
+    """Return a context in which nvidia-smi appends one line per second about the first visible GPU
+    to `path`. Without nvidia-smi, nothing is written.
     """
     if shutil.which("nvidia-smi") is None:
         yield path

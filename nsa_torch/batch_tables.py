@@ -8,8 +8,8 @@ boundaries instead, the tables are computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches. Tables with work items of interval attention need four launches. Without Triton, torch
-computes the tables. For more sequences than one Triton program can sum up, torch computes the
-tables too.
+computes the tables. For more sequences than one Triton program can sum up, torch also computes the
+tables.
 """
 
 import functools

@@ -51,7 +51,7 @@ def block_attention(
         `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
         repeated. The entries of a list may have any order, and negative entries are empty. Blocks
         after the query's own block, or beyond the last key, are masked. A list must not contain a
-        block twice, since its keys would then count twice.
+        block twice, since the keys of this block would count twice.
       block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
         size up to 128. `mosaic` and `triton` also support larger multiples of 64. `mosaic` and
         `triton` split blocks of more than 128 tokens into parts of 128 tokens. If `block_size` is

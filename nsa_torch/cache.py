@@ -5,9 +5,9 @@ Calls write to the tensors of the cache in place. If an autograd graph holds a t
 writes to a copy, and the copy replaces the tensor in the cache. A write beyond the capacity of
 the cache raises `ValueError`. The counterpart in JAX is `nsa_jax.cache`.
 
-The cache consists of pages, and the pages of a row are adjacent. A decode step without
-gradients runs on a kernel that reads pages (`paged_attend.py`), if such a kernel supports the
-step. Every other call treats the pages of a row as one tensor.
+The cache consists of pages, and the pages of a row are adjacent. A decode step without gradients
+runs on a kernel that reads pages (`paged_attend.py`), if such a kernel supports the step. Every
+call without such a kernel treats the pages of a row as one tensor.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class NSACache:
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
-        """Remove all tokens, and the record of how they were computed. Each tensor keeps its
+        """Remove all tokens, and the record of how the tokens were computed. Each tensor keeps its
         memory, unless an autograd graph holds the tensor.
         """
         self.pages = self.pages.map(zeroed)
@@ -195,9 +195,9 @@ def cached_attention(
       scale, implementation: as in `attention`.
       new_lengths: int32 or int64 `[B]`, from 0 to `T`; how many of the `T` new tokens belong to
         each sequence. The remaining new tokens of a row are padding at the end, and the output of
-        padding is undefined. Padding needs capacity in the cache, and later tokens overwrite it.
-        The host reads `new_lengths` only on a CPU or under `nsa_core.debug`. `new_lengths=None`
-        means `T`.
+        padding is undefined. Padding needs capacity in the cache, and later tokens overwrite the
+        padding. The host reads `new_lengths` only on a CPU or under `nsa_core.debug`.
+        `new_lengths=None` means `T`.
 
     Returns:
       `(out, cache)`, where `out` is `[B, T, H, Dv]` in the dtype of `query`, and `cache` is the

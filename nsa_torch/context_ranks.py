@@ -129,15 +129,15 @@ def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
     """Check that `describe()` returns the same text on all ranks. Return the text, and a row of
-    numbers that encodes it.
+    numbers that encodes the text.
 
     Every call gathers one row of numbers from each rank. On a GPU the host writes and reads rows
     only for a new description, since writing and reading wait for the device.
 
     Raises:
       ValueError: The descriptions differ, or `describe` failed on a rank. All ranks raise this
-        error, except that a rank on which `describe` failed raises the error of `describe`. On a
-        GPU, a rank that has already described the same call compares the rows in `say`.
+        error, but a rank on which `describe` failed raises the error of `describe`. On a GPU, a
+        rank that has already described the same call compares the rows in `say`.
     """
     try:
         words = describe()

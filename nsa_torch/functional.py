@@ -100,9 +100,9 @@ def attention(
       varlen: the result of `varlen_metadata`, which replaces `cu_seqlens`. Call `varlen_metadata`
         once per batch.
       scale: factor of the logits, a positive number; None means `D**-0.5`.
-      recompute: whether to save only the inputs and the block indices for the backward pass. The
-        backward pass then computes the branches again. If `recompute` is False, three more
-        tensors of the output's size are saved.
+      recompute: whether to save only the inputs and the block indices for the backward pass. With
+        `recompute`, the backward pass computes the branches again. If `recompute` is False, three
+        more tensors of the output's size are saved.
       context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`).
         With a mesh, the tensors contain only the tokens of this rank (`T = S`), but `compressed`
         and `cu_seqlens` describe the whole sequence.

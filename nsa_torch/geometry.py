@@ -1,7 +1,7 @@
 """Computes the position of each query in its sequence, in the key array and in the compressed
 array. The masks of `sdpa`, `fa2`, indexers and kernels are derived from these positions. Kernels
-that read packed rows from slots derive their masks from `nsa_core.varlen` instead. The numbers
-are computed on the device of the query, so that the host does not wait for the device.
+that read packed rows from slots derive their masks from `nsa_core.varlen`. The numbers are computed
+on the device of the query, so that the host does not wait for the device.
 """
 
 import dataclasses

@@ -481,10 +481,10 @@ def launch(
     """Launch the Triton kernel that splits `projection` into `apart`, one tensor per group of
     heads.
 
-    If `back` is true, the kernel computes the gradient of a projection and writes it to
+    If `back` is true, the kernel computes the gradient of a projection and writes the gradient to
     `projection`. With `back`, `apart` has the gradients of the heads, and `given` has the
-    projection. If there are norms, the kernel then also writes `partials`, which are sums of the
-    gradients of the norm weights.
+    projection. If heads have norms, the kernel that computes the gradient also writes `partials`,
+    which are sums of the gradients of the norm weights.
     """
     kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
     if back:
@@ -508,7 +508,7 @@ def _join(
 ) -> list[Tensor]:
     """Compute the gradient `[B, T, row]` of the projection from the gradients of the results of
     `_split`. If the heads were normalized, `normed` has the projection and the norm weights of
-    query and keys. The gradients of these weights are then returned too.
+    query and keys. For normalized heads, the gradients of these weights are returned too.
     """
     heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
     if not normed:

@@ -205,8 +205,9 @@ class KernelPath:
     Args:
       name: name of the implementation.
       steps: the steps of attention on the kernels of this implementation.
-      masks: Whether the kernels never read padding, or keys and values to which no query attends.
-        If `masks` is False, the kernels read copies in which such tokens are zeros.
+      masks: Whether the kernels skip padding, and keys and values to which no query attends. If
+        `masks` is False, the kernels read copies in which padding and unread keys and values are
+        zeros.
       list_shapes: function that returns the shapes of `steps.lists`. The arguments of
         `list_shapes` are query, key, value, the number of selected blocks and `select_block`.
     """

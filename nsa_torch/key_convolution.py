@@ -61,7 +61,7 @@ class KeyConvolution(nn.Conv1d):
         cu_seqlens_q: Tensor | None,
     ) -> Tensor:
         """Convolve the projected keys `key` [N, columns] of new tokens, and store the newest
-        ones in `pages`.
+        projected keys in `pages`.
 
         Args:
           pages: `[P, taps - 1, columns]`. Each page of `page_size` tokens stores the projected

@@ -118,18 +118,18 @@ class NSAAttention(nn.Module):
         function. A packed row is compared by the `max_seqlen` of `varlen`, or by its total length
         if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the length from which NSA
         is faster than dense attention. Attention to a cache never uses dense attention.
-      compute_dtype: as in `NSAConfig`; it applies only to inference on whole sequences. You may
-        also set the attribute `compute_dtype` later. Attention to a cache computes in the dtype
-        of the layer's input.
+      compute_dtype: as in `NSAConfig`, only for inference on whole sequences. You may also set the
+        attribute `compute_dtype` later. Attention to a cache computes in the dtype of the layer's
+        input.
       context_mesh, context_layout: as in `nsa_torch.attention`. With a mesh, the input `x` has
         only the tokens of this rank.
       device, dtype: of the parameters; None means torch's defaults.
 
     The state_dict has entries whose names record `gate` and `phi` (for example
-    `kind.gate_sigmoid`), and `kv` if it is "shared". Averaging weights does not change these names.
-    `load_state_dict` raises `ValueError` if the recorded kinds do not fit the layer. Without
-    recorded kinds, `load_state_dict` raises `ValueError` unless you passed `gate` and `phi` to the
-    constructor.
+    `kind.gate_sigmoid`). If `kv` is "shared", an entry also records `kv`. Averaging weights does
+    not change these names. `load_state_dict` raises `ValueError` if the recorded kinds do not fit
+    the layer. Without recorded kinds, `load_state_dict` raises `ValueError` unless you passed
+    `gate` and `phi` to the constructor.
     """
 
     # Whether the layer sets padding to zero if a gradient is recorded. False means that the
@@ -279,8 +279,7 @@ class NSAAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of the compressor `phi`: those for keys, then those for
-        values."""
+        """Return the parameters of the compressor `phi`, first for keys, then for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         rates = lambda key: heads.rates(*turns, key.position.device)
         return self.spec.compress_params(self, rates)
@@ -331,8 +330,8 @@ class NSAAttention(nn.Module):
 
     def convolve_after(self, before, position, count):
         """Return a function and a list. The function is the argument `convolve` of `project` for
-        tokens that follow those of a cache. When the function runs, it puts the newest keys into
-        the list.
+        tokens that follow those of a cache. When the function runs, this function puts the newest
+        keys into the list.
 
         Args:
           before: The newest projected keys of the cache.

@@ -332,9 +332,9 @@ class Program:
 
 
 class Eager(torch.autograd.Function):
-    """A call with a gradient that bypasses the dispatcher of torch. Only tensors are arguments of
-    this function, and its autograd node holds the saved results. torch.library.register_autograd
-    would instead list all arguments of the schema for each tensor.
+    """A call with a gradient that bypasses the dispatcher of torch. torch.library.register_autograd
+    would list all arguments of the schema for each tensor. With `Eager`, only tensors are
+    arguments, and the autograd node holds the saved results.
     """
 
     @staticmethod
@@ -552,8 +552,8 @@ def all_steps(
       key, value: Keys and values by branch. The compressed field is not read if `compressed` is
         given.
       compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.
-      assume_finite: Whether keys and values to which no query attends are finite, as in a cache. If
-        these keys and values are finite, the operator makes no copy in which they are zeros.
+      assume_finite: Whether keys and values to which no query attends are finite, as in a cache.
+        For finite keys and values, the operator makes no copy with zeros.
       recompute: Whether the backward pass computes the branches again, so that the forward pass
         does not save their outputs.
       pages: Pages with the keys and values of the selected branch, which have no gradient.

@@ -63,8 +63,8 @@ class PagedCache(PagedArrays):
         unrounded.
 
     Attributes:
-      apart: The stride between two pages of this cache in the tensors, in units of pages. The
-        stride is above 1 if other pages are between the pages of this cache (`view`).
+      apart: The stride between two pages of this cache in the tensors, in units of pages. `apart`
+        is above 1 if other pages are between the pages of this cache (`view`).
 
     Raises:
       ValueError: A size is not a positive int, or the dtype is not supported.
@@ -106,12 +106,12 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype = torch.bfloat16,
         max_rows: int = MAX_ROWS,
     ) -> Self:
-        """Make a cache on pages that a serving engine owns, without copying the pages. Other
-        pages, such as those of other layers, may be between the given pages. For example, pages
-        of keys and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same
-        stride between pages, kernels read the arrays without a copy. With a common stride, the
-        tensors of the cache include the pages in between. Tensors that this method allocates get
-        the same number of pages.
+        """Make a cache on pages that a serving engine owns, without copying the pages. Other pages,
+        such as those of other layers, may be between the given pages. For example, pages of keys
+        and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
+        between pages, kernels read the arrays in place. With a common stride, the tensors of the
+        cache include the pages in between. Tensors that this method allocates have the same number
+        of pages as the given arrays.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
@@ -471,7 +471,7 @@ def checked_tokens(
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
     """Return the function that writes the tokens with a kernel, or None if torch operations write
-    them.
+    the tokens.
     """
     if implementation not in (None, *APPENDERS):
         raise ValueError(

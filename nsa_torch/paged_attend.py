@@ -445,9 +445,9 @@ def gathering(
     """Return a function that gathers the pages of each row and runs `attention`. Call the
     returned function after the new tokens have been written to their pages.
 
-    `whole` has the keys and values of all tokens if the rows have no earlier tokens. If `whole`
-    is given, the pages are not read. `full` states that all rows have the same number of queries
-    and that no row has length 0. No output is then masked.
+    `whole` has the keys and values of all tokens if the rows have no earlier tokens. If `whole` is
+    given, the pages are not read. `full` states that all rows have the same number of queries and
+    that no row has length 0. With `full`, no output is masked.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -543,8 +543,8 @@ def side_by_side(
     last_page: bool = False,
 ) -> Branches[Pair]:
     """Return the keys and values of each branch as `[B, S, Hkv, .]`. The compressed branch has
-    `[B, S / d, Hkv, .]`, with one entry per slot in the pages. The entries of the compressed
-    branch begin with compressed token 0, and the last `l / d - 1` of them are unused.
+    `[B, S / d, Hkv, .]`, with one entry per slot in the pages. The compressed branch begins with
+    compressed token 0, and its last `l / d - 1` entries are unused.
 
     Args:
       page_table, lengths: as in `paged_attention`.
@@ -552,8 +552,8 @@ def side_by_side(
         the sliding branch needs.
       at_hand: Keys and values `[B, S, Hkv, .]` of all tokens of the rows. If `at_hand` is given,
         only compressed tokens are copied.
-      margin: The number of tokens directly before those of the sliding branch that must be zeros.
-        Tokens before the `margin` zeros may be uninitialized. `margin=None` means that all
+      margin: The number of tokens directly before the tokens of the sliding branch that must be
+        zeros. Tokens before the `margin` zeros may be uninitialized. `margin=None` means that all
         earlier tokens must be zeros.
       last_page: Whether the selected branch needs only the page with each row's last token.
     """

@@ -1,17 +1,18 @@
 """Detects whether torch runs operations on tensors directly, and whether a backward pass is
 recorded or is the last one.
 
-Only `reference` has second derivatives. `once_differentiable` of torch raises no error if the
-incoming gradient requires no gradient. A Hessian or a gradient penalty would then silently lack the
-part that depends on the inputs. This module raises an error instead.
+Only `reference` has second derivatives. With `once_differentiable` of torch, a Hessian or a
+gradient penalty would silently lack the part that depends on the inputs, since
+`once_differentiable` raises no error if the incoming gradient requires no gradient. This module
+raises an error instead of a wrong result.
 
 By default, torch frees the tensors that an operator has saved only after the operator's backward
 pass. The outputs of the three branches are half of the memory of a call. In the backward pass only
 one of the first launches (`deltas`) reads the outputs of the branches. The memory of these outputs
-can then be reused for dq. The outputs are released early only in the last pass through a graph (no
-`retain_graph`), and only without hooks for saved tensors. A hook may keep a saved tensor, or copy
-it back on another stream. After the backward pass, code that reads `out.grad_fn.saved_tensors`
-finds tensors without memory.
+can be reused for dq after `deltas`. The outputs are released early only in the last pass through a
+graph (no `retain_graph`), and only without hooks for saved tensors. A hook may keep a saved tensor,
+or copy it back on another stream. After the backward pass, code that reads
+`out.grad_fn.saved_tensors` finds tensors without memory.
 """
 
 import contextlib
@@ -54,7 +55,8 @@ def undisturbed() -> bool:
 
 def traced(tensors: Iterable[Any]) -> bool:
     """Return whether a tensor represents an input of a function that torch.compile traces.
-    `is_compiling` does not suffice, since it is False while torch 2.11 traces a backward pass.
+    `is_compiling` does not suffice, since `is_compiling` is False while torch 2.11 traces a
+    backward pass.
     """
     return any([isinstance(x, FakeTensor | FunctionalTensor) for x in tensors])
 

@@ -129,8 +129,8 @@ class BoundPlan:
       known: Three entries: a weak reference to the constants, a list of addresses with the
         constants' addresses, and a stream that does not have to wait for the constants.
       tables: the function that computes the tables of a batch.
-      tables_read_by_torch: indices of tables that torch reads, and of the results of `tables`
-        that contain them.
+      tables_read_by_torch: indices of the tables that torch reads, and indices of the results of
+        `tables` that contain these tables.
     """
 
     def __init__(

@@ -215,7 +215,7 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
 
 
 def _logsumexp(logits, empty):
-    """Compute the log-sum-exp, and set it to -inf for `empty` rows. The logits of empty rows
-    must be finite, since the gradient that torch computes for a log-sum-exp of -inf is NaN.
+    """Compute the log-sum-exp, and set the log-sum-exp of `empty` rows to -inf. The logits of empty
+    rows must be finite, since the gradient that torch computes for a log-sum-exp of -inf is NaN.
     """
     return logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

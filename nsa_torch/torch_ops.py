@@ -161,9 +161,8 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 
 def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor that contains these arrays at equal distances, so that one copy serves
-    all of them. The arrays are usually gates. Return None if no single tensor contains the
-    arrays.
+    """Return the tensor that contains the arrays at equal distances, so that one copy serves all
+    arrays. The arrays are usually gates. Return None if no single tensor contains the arrays.
     """
     first, *others = arrays
     if not others:

@@ -1,6 +1,6 @@
-"""The implementation `triton` in torch, which runs all steps on Triton kernels on NVIDIA GPUs
-from Ampere on. A new sequence length causes no compilation. A CUDA graph can capture a call if
-the layer has run before. If compressed tokens are means, torch computes them.
+"""The implementation `triton` in torch, which runs all steps on Triton kernels on NVIDIA GPUs from
+Ampere on. A new sequence length causes no compilation. A CUDA graph can capture a call if the layer
+has run before. If compressed tokens are means, torch computes the means.
 """
 
 import types

@@ -5,7 +5,7 @@
         y = nsa_torch.attention(query, key, value, gates, config=config, varlen=meta)
 
 The tables that kernels read are computed when a call first needs them. The metadata object stores
-the tables, and other layers, the backward pass and recomputation reuse them.
+the tables. Other layers, the backward pass and recomputation reuse the stored tables.
 """
 
 import importlib
@@ -37,10 +37,10 @@ def varlen_metadata(
 ) -> "VarlenMetadata":
     """Make the argument `varlen` for calls on packed rows, which replaces `cu_seqlens`.
 
-    If `cu_seqlens` is on a CPU, the host reads it and derives missing arguments from it. If
-    `cu_seqlens` is on a GPU, the host reads it only while `nsa_core.debug` reports events. If the
-    host does not read `cu_seqlens`, invalid boundaries are corrected (see
-    `nsa_torch.functional`).
+    If `cu_seqlens` is on a CPU, the host reads `cu_seqlens` and derives missing arguments from
+    these values. If `cu_seqlens` is on a GPU, the host reads `cu_seqlens` only while
+    `nsa_core.debug` reports events. If the host does not read `cu_seqlens`, invalid boundaries are
+    corrected (see `nsa_torch.functional`).
 
     Args:
       cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
@@ -54,8 +54,8 @@ def varlen_metadata(
       total: `T`, the number of tokens of the row. `total=None` means `cu_seqlens[-1]` if the host
         reads `cu_seqlens`. If the host does not read `cu_seqlens`, the first call determines
         `total`.
-      padded: whether `cu_seqlens[-1]` may be less than `T`. `padded=None` means that the host
-        compares `cu_seqlens[-1]` and `T` if it reads the boundaries. If the host does not read the
+      padded: whether `cu_seqlens[-1]` may be less than `T`. If `padded` is None and the host reads
+        the boundaries, the host compares `cu_seqlens[-1]` and `T`. If the host does not read the
         boundaries, `padded=None` means True. If `padded` is False, tokens after the last sequence
         must be finite.
       max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`

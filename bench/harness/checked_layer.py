@@ -4,9 +4,9 @@
     python -m bench.harness.checked_layer --planted=memcheck
 
 The layer is called three times without gradients and three times with gradients. The three results
-of each kind must be bit-equal. The first call runs step by step. The other calls run from a plan
-(`nsa_core.plan`), and their temporary tensors share one allocation. One JSON line lists the
-kernels that ran in the first call of each kind.
+without gradients must be bit-equal, and so must the three results with gradients. The first call
+runs step by step. All later calls run from a plan (`nsa_core.plan`), in which temporary tensors
+share one allocation. One JSON line lists the kernels that ran in the first call of each kind.
 """
 
 import collections
@@ -77,8 +77,9 @@ def symbol(name: str) -> str:
 
 
 def plant(tool: str, name: str) -> None:
-    """Run a kernel with the fault for `tool`. The symbol of this kernel looks like that of a
-    Mosaic kernel."""
+    """Run a kernel with the fault for `tool`. The symbol of this kernel looks like the symbol of a
+    Mosaic kernel.
+    """
     name = symbol(name)
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)

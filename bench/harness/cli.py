@@ -7,7 +7,7 @@ log, and calls `main`.
 `FLAGS` are in `flags.FLAGS` only if the command is the main program, since other commands define
 flags with the same names. Invalid input is reported in one line, and `--verbosity=1` adds the
 traceback. `exit_status` defines the exit statuses of commands. If a command prints nothing for a
-while, it reports on stderr that it is still running (`heartbeat`).
+while, a line on stderr reports that the command is still running (`heartbeat`).
 """
 
 import dataclasses

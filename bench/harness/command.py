@@ -238,7 +238,7 @@ class Results:
 
         Args:
           values: Records and other values, by the names that the columns use. The status of the row
-            is that of the first record that is not ok, unless `worst` is given. `more` has
+            is the status of the first record that is not ok, unless `worst` is given. `more` has
             additional columns at the end, and `line` has values that are only printed.
         """
         found = [x for x in values.values() if isinstance(x, Record)]

@@ -26,7 +26,7 @@ from .runners import rotated
 
 
 class Cached:
-    """A cache with all tokens except the last ones. The object also has the queries of the last
+    """A cache with all tokens except the last tokens. The object also has the queries of the last
     tokens, and the steps for these queries.
     """
 
@@ -260,8 +260,8 @@ class Step:
             return self.call(index)
 
     def timed(self, how: Values) -> tuple[timing.Timing, str]:
-        """Return the time. Also return whether a CUDA graph replayed the step, or the reason why
-        it did not.
+        """Return the time. Also return whether a CUDA graph replayed the step, or the reason why no
+        graph replayed the step.
         """
         if self.runner.framework == "jax":
             return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"

@@ -106,8 +106,8 @@ FLAGS = {
 
 
 def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
-    """Measure rows for the process that started this one with `--turn`, and return the exit status.
-    The records of a row are written to `<number>.jsonl` in the folder of `--turn`.
+    """Measure rows for the process that started this process with `--turn`, and return the exit
+    status. The records of a row are written to `<number>.jsonl` in the folder of `--turn`.
     `<number>.begun` exists in that folder while this process works on the row.
     """
     faulthandler.enable(STDERR)

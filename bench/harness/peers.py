@@ -1,5 +1,6 @@
-"""Kernels of other libraries, which `bench.compare --peers` compares with ours if they are
-installed. Dense attention of `fa4` and `flash_attn` is also compared without `--peers`.
+"""Kernels of other libraries, which `bench.compare --peers` compares with this library if the other
+libraries are installed. Dense attention of `fa4` and `flash_attn` is also compared without
+`--peers`.
 
 | name | package on PyPI | content | branches |
 |---|---|---|---|
@@ -7,14 +8,14 @@ installed. Dense attention of `fa4` and `flash_attn` is also compared without `-
 | `fa4` | flash-attn-4 | FlashAttention in CuTe, for Hopper and Blackwell | dense, sliding |
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
 
-The dense kernel `flash` of torch needs no package; it is torch's copy of FlashAttention-2.
+The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package.
 `native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
 
 `fla.ops.nsa` computes another function than this library. Its compressed tokens are means of whole
 selection blocks without overlap. With blocks of 64 tokens and a stride of 16 tokens, `fla.ops.nsa`
 has four times fewer compressed tokens than this library. All branches of `fla.ops.nsa` share one
 array of keys. Attention to given blocks and the sliding window are the same functions as in this
-library, so that the oracle judges them. Whole attention of `fla` is not judged, and has no
+library, so that the oracle judges these steps. Whole attention of `fla` is not judged, and has no
 speed-up.
 """
 

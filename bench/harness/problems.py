@@ -106,9 +106,9 @@ class Inputs:
 
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings in `configs/<name>.yaml` or in the file at a path, which override
-    those of the base file. `runtime` overrides single values of the section `runtime`. A value of
-    None overrides nothing.
+    """Return the settings in `configs/<name>.yaml` or in the file at a path, which override the
+    settings of the base file. `runtime` overrides single values of the section `runtime`. A value
+    of None overrides nothing.
     """
     merged = config_files.overlay(config_files.load("base"), config_files.load(name))
     given = {name: x for name, x in (runtime or {}).items() if x is not None}

@@ -179,8 +179,8 @@ def run(
 def answer(
     command: str, *words: str, variables: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
-    """Return the exit status of `python -m <command>`, and the JSON of the last line that it
-    prints, or None if it fails. `variables` has the same meaning as in `run`.
+    """Return the exit status of `python -m <command>`, and the JSON of the last printed line, or
+    None if the command fails. `variables` has the same meaning as in `run`.
     """
     called = [sys.executable, "-m", module(command), *words]
     env = environment(variables or {})

@@ -302,7 +302,7 @@ def environment(commit: str | None = None) -> Values:
     """Return the fields `versions`, `commit` and `dirty` of this process.
 
     Args:
-      commit: The commit of which this tree is a copy. Defaults to the commit that git reports. If
+      commit: The commit whose files this tree contains. Defaults to the commit that git reports. If
         git reports another commit, or none, `dirty` is None, since a copy may have the .git of
         another tree.
     """
@@ -334,7 +334,7 @@ def _driver() -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """Return the output of the command, or None if it cannot run or fails."""
+    """Return the output of the command, or None if the command cannot run or fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,9 +1,8 @@
 """Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
 
-The gradient of the output is zero except in the judged rows. All gradients, including those of
-all keys and values, then follow only from the judged rows. A float32 oracle computes the
-gradients row by row. The selected blocks are given, since the choice of another block is not an
-arithmetic error.
+The gradient of the output is zero except in the judged rows. All gradients, also of the keys and
+values of other rows, follow only from the judged rows. A float32 oracle computes the gradients row
+by row. The selected blocks are given, since the choice of another block is not an arithmetic error.
 """
 
 import itertools
@@ -20,8 +19,9 @@ ROWS = 16
 
 
 def rows_of(problem: Problem) -> list[int]:
-    """Return the indices of the judged tokens: the first, the last, and others drawn between
-    them."""
+    """Return the indices of the judged tokens: the first, the last, and random tokens between
+    them.
+    """
     draw = torch.Generator().manual_seed(0)
     found = (1 + torch.randperm(problem.S - 2, generator=draw)[: ROWS - 2]).tolist()
     return sorted({0, problem.S - 1, *found})

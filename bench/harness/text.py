@@ -91,7 +91,7 @@ def project(
 ) -> TextInputs:
     """Return the keys and values of `tokens` [B, S], and the queries and gates of the last
     `num_queries` tokens, by default of all tokens. No result depends on later tokens. The results
-    are computed in float32 and rounded to `dtype`. The sizes are those of `problems.Model`.
+    are computed in float32 and rounded to `dtype`. The sizes are in `problems.Model`.
     """
     length = tokens.shape[1]
     count = length if num_queries is None else num_queries

@@ -4,8 +4,8 @@
 
 The process uses only public names of the library that all checkouts share, and no other module of
 `bench`. First the process compiles the problem and prints one JSON line with the hashes of the
-results. After that the process prints one line of milliseconds for every line that it reads. The
-parent process thereby decides which process has the GPU.
+results. After the hashes, the process prints one line of milliseconds for every line that it reads.
+The parent process thereby decides which process has the GPU.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ SAMPLE_S = 0.25  # seconds of consecutive calls
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The sizes of a problem, with the letters of `nsa_core.types`. The config is that of the
-    paper."""
+    """The sizes of a problem, with the letters of `nsa_core.types`. The config is the config of the
+    paper.
+    """
 
     name: str
     T: int

@@ -167,8 +167,8 @@ def in_a_row(
       samples: Number of samples.
       wait: A function that waits for the device, given a result. Defaults to waiting for torch's
         device.
-      done: Whether the time until the device has finished counts. If `done` is False, the times
-        are those of the host.
+      done: Whether the time until the device has finished counts. If `done` is False, the times are
+        host times.
       warmup: Samples that are dropped first.
     """
     if wait is None:

@@ -49,8 +49,8 @@ class Child:
         self.start, self.printed = time.monotonic(), ""
 
     def ready(self) -> str:
-        """Wait until the child is ready or has ended. Return a phrase that states which of the
-        two happened, and after how many seconds.
+        """Wait until the child is ready or has ended. Return a phrase that states whether the child
+        is ready or has ended, and after how many seconds.
         """
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -124,9 +124,9 @@ def of_names(
     environment: Mapping[str, str],
     unit: str = "",
 ) -> Iterator[tuple[str, int]]:
-    """Run commands. The commands start in order and prepare in parallel. After that the commands
-    are timed one after the other, the last command first. The standard error of each command is
-    in `<name>.log` in `folder`.
+    """Run commands. The commands start in order and prepare in parallel. After the preparation, the
+    commands are timed one after the other, the last command first. The standard error of each
+    command is in `<name>.log` in `folder`.
 
     Yields:
       The name and the exit status of each command when it ends. The output of the command is

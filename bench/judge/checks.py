@@ -41,7 +41,7 @@ class Checker:
           most_rows: The maximum number of checked query positions per sequence, by default as in
             `oracle.Slabs.of`.
           pools: Whether the compressed tokens of whole attention are means of its tokens. If
-            `pools` is False, the compressed tokens are those in `inputs`.
+            `pools` is False, `inputs` has the compressed tokens.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward

@@ -17,12 +17,12 @@ maximum. The slope detects a common factor, since rounding errors have no direct
 many elements is 1. The rms detects errors in few elements or without a direction, such as a missing
 key in the window.
 
-For products in e4m3 the rule differs in three points. The baseline rounds the same values as the
-kernels. The absolute limits 5e-5 and 1e-3 do not apply, since errors in e4m3 exceed these limits.
-The slope of the path may differ from 1 by 2^-7 more than the slope of the baseline does. The slope
-of the baseline also differs from 1, since rounded logits flatten the softmax. The 2^-7 allow for
-tensor cores, which keep 13 bits of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum,
-and a tile's list of 64 blocks has 128 steps.
+For products in e4m3 the rule differs in three points. For products in e4m3, the baseline rounds the
+same values as the kernels. For products in e4m3, the absolute limits 5e-5 and 1e-3 do not apply,
+since errors exceed these limits. The slope of the path may differ from 1 by 2^-7 more than the
+slope of the baseline does. The slope of the baseline also differs from 1, since rounded logits
+flatten the softmax. The 2^-7 allow for tensor cores, which keep 13 bits of a sum in steps of 32
+keys. Each step may lose 2^-14 of the sum, and a tile's list of 64 blocks has 128 steps.
 """
 
 import dataclasses

@@ -2,10 +2,10 @@
 differences by float64 scores.
 
 A row is one query position and one key/value head. The reference selects in float32, for one slab
-of queries after the other. Rows that differ are scored again in float64. The shortfall of such a
-row is the best score of a block that the row left out, minus the worst score of a block that the
-row selected instead. A difference is explained if the row obeys the rules of Eq. 11 and its
-shortfall is within the resolution of float32 (`resolution`).
+of queries after the other. Rows that differ are scored again in float64. The shortfall of a row
+that differs is the best score of a block that the row left out, minus the worst score of a block
+that the row selected instead. A difference is explained if the row obeys the rules of Eq. 11 and
+its shortfall is within the resolution of float32 (`resolution`).
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`. The folder is
-complete, or it does not exist. The last two checkpoints of a run are stored.
+"""Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`. A checkpoint folder
+is complete or does not exist. The last two checkpoints of a run are stored.
 
 A folder has the weights and AdamW's moments in one of two forms:
 
@@ -54,8 +54,8 @@ def save(
     """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except this one
     and the previous one.
 
-    Every rank must call this function. The function returns on all ranks, or raises an error on
-    all of them.
+    Every rank must call this function. The function returns on all ranks, or raises an error on all
+    ranks.
 
     Raises:
       ValueError: A weight or moment is not finite. Existing checkpoints are unchanged.
@@ -104,8 +104,8 @@ def load_last(
     folder: Path, learner: Learner, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> int:
     """Read the last checkpoint in `folder` that is not damaged, and return its number of steps. A
-    damaged checkpoint is reported on stderr. Rank 0 checks the checkpoints, and all ranks read
-    the same one.
+    damaged checkpoint is reported on stderr. Rank 0 checks the checkpoints, and all ranks read the
+    same checkpoint.
 
     Raises:
       ValueError: All checkpoints are damaged, or a setting differs.

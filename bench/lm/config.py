@@ -1,5 +1,5 @@
 """The keys that a file of a training run may have in addition to the flags of `bench.train`.
-`config_file` reads such files. A value of None means the default of the command.
+`config_file` reads the files of training runs. A value of None means the default of the command.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ type Size = Annotated[int, Gt(0)]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes that replace those of the named model. By default `hidden` grows with `dim`, and
-    `vocabulary` is the vocabulary of the data."""
+    """Sizes that replace the sizes of the named model. By default `hidden` grows with `dim`, and
+    `vocabulary` is the vocabulary of the data.
+    """
 
     dim: Size | None = None
     layers: Size | None = None

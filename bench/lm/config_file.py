@@ -1,7 +1,7 @@
 """Reads the settings of training runs from YAML: `bench.train --config NAME_OR_PATH --set
 key=value`.
 
-A value comes from the first of the following sources that has it: the flag on the command line,
+A value comes from the first of these sources that has the value: the flag on the command line,
 `--set`, the file, the default of the command. Keys of the seed system (docs/seed.md) are accepted
 (`SEED_KEYS`). An unknown key or a value of another type is an error.
 """

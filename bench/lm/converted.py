@@ -1,17 +1,17 @@
-"""Continues the training of converted models, and compares their held-out losses with those of
-the dense model from which they were converted.
+"""Continues the training of converted models, and compares their held-out losses with the losses of
+the dense model from which the models were converted.
 
     python -m bench.lm.converted --seed 0 --out runs/converted
     python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
     python -m bench.lm.converted --preset 52m --corpus corpus \\
         --runs values,shared,shared:num_selected=64,shared:lora=16
 
-A Llama trains with dense attention for `--steps` steps, on bytes of the standard library or on
-the tokens of a corpus. `nsa_torch.huggingface.convert` converts it. The converted models and the
-dense model are then trained for `--after` further steps, all on the same batches. No text is read
-twice. The held-out loss, in nats per token, is measured for all positions, within and beyond
-num_selected * select_block tokens. Within num_selected * select_block tokens a converted model
-starts equal to the dense model. `recall` and `copied`, also by distance, are measured as in
+A Llama trains with dense attention for `--steps` steps, on bytes of the standard library or on the
+tokens of a corpus. `nsa_torch.huggingface.convert` converts it. After the conversion, the converted
+models and the dense model are trained for `--after` further steps, all on the same batches. No text
+is read twice. The held-out loss, in nats per token, is measured for all positions, within and
+beyond num_selected * select_block tokens. Within num_selected * select_block tokens a converted
+model starts equal to the dense model. `recall` and `copied`, also by distance, are measured as in
 `bench.lm.recall` if rows are long enough. A model is evaluated before the first step, after 1, 2,
 4, .. times the preset's `every` steps, and at the end. Each evaluation appends a line to
 `converted.jsonl` in the folder `--out`.

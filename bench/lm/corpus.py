@@ -74,13 +74,13 @@ class Wheels:
 
     Attributes:
       train: Wheels of the training text: the SHA-256 of each `name==version`.
-      held_out: Wheels of the held-out text, in the same form.
+      held_out: Wheels of the held-out text, as SHA-256 of each `name==version`.
       vocabulary: Size of the tokenizer's vocabulary.
       file_bytes: Minimum and maximum size of a file.
       package_bytes: Maximum number of bytes per wheel.
       tokenizer_bytes: Number of bytes from which the tokenizer learns.
-      tokenizer: SHA-256 of the tokenizer; None if it is not known yet.
-      tokens: SHA-256 of the tokens; None if it is not known yet.
+      tokenizer: SHA-256 of the tokenizer; None if the hash is not known yet.
+      tokens: SHA-256 of the tokens; None if the hash is not known yet.
       learns_from: The list from whose training text the tokenizer learns. A file names that list by
         a relative path. By default the tokenizer learns from this list itself.
 

@@ -87,7 +87,7 @@ def verdicts(
       tolerance: Bound of the relative difference between the losses of JAX and torch in one step,
         by default the bound for the dtype. The means over the last tenth of the steps may differ by
         a fifth of the bound.
-      margin: The share by which the loss of NSA may exceed that of dense attention, on the last
+      margin: The share by which the loss of NSA may exceed the loss of dense attention, on the last
         tenth of the training batches and on held-out text.
     """
     curves, ends = losses(lines), last(lines, Summary)
@@ -167,7 +167,7 @@ def draw(
     bound: tuple[float, int | None],
     below_is: str,
 ) -> None:
-    """Draw curves, and their differences below them.
+    """Draw curves, and their differences below the curves.
 
     Args:
       drawn: The curves.

@@ -101,8 +101,8 @@ class Batches:
             self._epoch, self._packed = 0, self._of_epoch(0)
 
     def epochs(self, steps: int) -> float | None:
-        """Return how often a token is read in `steps` steps on average, or None if this is not
-        known.
+        """Return how often a token is read in `steps` steps on average, or None if the number of
+        tokens is not known.
         """
         rows, width = self.shape
         return steps * rows * (width - 1) / len(self.training)
@@ -247,8 +247,8 @@ def load(
       size: Bytes of "text".
       pack: See `Batches`. By default "none" for the dataset "text", "once" for a corpus, and
         "documents" for all other datasets.
-      tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). Defaults to bytes,
-        or to that of the corpus.
+      tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). By default bytes
+        are tokens, but a corpus has its own tokenizer.
       column: Name of the text column, in files with columns and on the Hub.
       split: Split of a dataset of the Hub.
       revision: Revision of a dataset of the Hub, by default the newest.
@@ -292,8 +292,8 @@ def load(
 
 
 def is_hub(dataset: str) -> bool:
-    """Return whether `dataset` may be a name on the Hub, `owner/name[:config]`. The name of a
-    local file does not count as such a name.
+    """Return whether `dataset` may be a name on the Hub, `owner/name[:config]`. A name that is also
+    a local file does not count as a name on the Hub.
     """
     name = dataset.partition(":")[0]
     parts = name.split("/")

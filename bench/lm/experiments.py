@@ -7,11 +7,11 @@ attention with several seeds.
 
 Runs of one seed start from the same weights and read the same rows. A run is one file,
 `<out>/<setting>/<variant>-<seed>.jsonl`, which is written when the run ends. If the command is
-interrupted, the same command again runs the missing runs. A file contains about a hundred lines
-of steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time and
-distributes them over the GPUs. If two runs share a GPU, one computes while the host works between
-steps of the other. Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs
-were omitted, since `--limit` seconds might not suffice.
+interrupted, the same command again runs the missing runs. A file contains about a hundred lines of
+steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time and distributes
+them over the GPUs. If two runs share a GPU, one run computes while the host works between steps of
+the other run. Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs were
+omitted, since `--limit` seconds might not suffice.
 """
 
 import contextlib
@@ -260,7 +260,7 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """Return those runs of experiments that do not exist yet, seed by seed.
+    """Return the runs of experiments that do not exist yet, seed by seed.
 
     Raises:
       ValueError: There is no such experiment, variant or seed.

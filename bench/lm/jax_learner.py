@@ -108,8 +108,8 @@ def _cast(tree, dtype):
 
 
 def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
-    """Return the losses `[B, T]` of some rows in nats. A target without a loss has the loss 0. On
-    a mesh the rows are those of one device.
+    """Return the losses `[B, T]` of some rows in nats. A target without a loss has the loss 0. On a
+    mesh, the rows are the rows of one device.
     """
     layout = program.layout
     prepare = functools.partial(
@@ -303,9 +303,9 @@ class Learner:
         Args:
           batch: The rows of this process (`share`).
           step: Index of the step, which determines the learning rate.
-          following: The batch of the next step, if it is known. With `following`, the devices begin
-            with the gradients of the next batch before the host reads the loss, so that they do not
-            wait for the host.
+          following: The batch of the next step, if this batch is known. With `following`, the
+            devices begin with the gradients of the next batch before the host reads the loss, and
+            need not wait for the host.
 
         Raises:
           DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.

@@ -67,7 +67,7 @@ class Run:
       save_every: Steps between checkpoints. `save_every=None` means no checkpoint, even at the
         end.
       commit: as in `records.environment`.
-      ranks: the processes of the run; the first of them writes.
+      ranks: the processes of the run. The first process writes the files.
       watched: Settings of the observed values, whose files are next to `path`.
       evaluate_every: Steps between evaluations on held-out text. An evaluation during training uses
         every fourth held-out batch. `evaluate_every=None` means that the run is evaluated only at

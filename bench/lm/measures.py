@@ -180,7 +180,7 @@ def copies(
     observed = np.linspace(0, count - 1, looked_at).astype(int).tolist()
 
     def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
-        """Return the hits `[rows, layers, heads, 2]` of those observed rows that have hits."""
+        """Return the hits `[rows, layers, heads, 2]` of the observed rows that have hits."""
         found = [
             [hit(x, int(starts[row]), layer.config) for _, x in learner.observe(batch, row)]
             for row in observed

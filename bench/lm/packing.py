@@ -49,7 +49,7 @@ class Packed:
     Args:
       tokens: integers `[total]`.
       starts: int64 `[documents + 1]`: where each document begins in `tokens`, and the end.
-      seed: seed of both orders.
+      seed: seed of the order of documents and of the order of rows.
       width: tokens of a row.
     """
 

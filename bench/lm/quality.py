@@ -26,9 +26,9 @@ freedom. Losses are in nats per token. The table has these columns:
 A verdict needs at least five pairs. Differences must be within these limits. For `new` and `end`
 the upper bound of 95 % must be within the limit, and for other measures the mean:
 
-- `new` and `end` may exceed those of dense attention by at most 0.3 %.
-- `far` may exceed that of dense attention by at most 1 %.
-- `recall` may be at most 0.03 below that of dense attention.
+- `new` and `end` may exceed the losses of dense attention by at most 0.3 %.
+- `far` may exceed the loss of dense attention by at most 1 %.
+- `recall` may be at most 0.03 below the `recall` of dense attention.
 - If chance is below a quarter, the best head must contain blocks with the copied passage more often
   than with another text, by three standard errors.
 
@@ -108,7 +108,7 @@ class Kind:
 
     @property
     def hits(self) -> np.ndarray:
-        """Hits and chance of the runs that have them, `[runs, layers, 2]`."""
+        """Hits and chance of the runs that have hits, `[runs, layers, 2]`."""
         return np.array([run.hits for run in self.runs.values() if len(run.hits)])
 
 
@@ -163,8 +163,8 @@ class Difference:
         return self.reach((1 + CONFIDENCE) / 2)
 
     def __format__(self, spec: str) -> str:
-        """Return the mean as text in a form such as `.3f`, with its error if there is one. The
-        form `.3f and t` adds t. For dense attention, return only the mean.
+        """Return the mean as text in a form such as `.3f`, with the standard error if the error is
+        known. The form `.3f and t` adds t. For dense attention, return only the mean.
         """
         form, _, with_t = spec.partition(" and ")
         if self.none:
@@ -409,8 +409,9 @@ def _over_chance(kind: Kind) -> np.ndarray:
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """For each run with such records, return the hits of the best head minus the hits of this
-    head with another text."""
+    """For each run with these records, return the hits of the best head minus the hits of this head
+    with another text.
+    """
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 

@@ -55,8 +55,9 @@ class Ranks:
 @contextlib.contextmanager
 def debug_level(name: str) -> Iterator[None]:
     """Return a context in which torch creates process groups with the debug level `name`.
-    Collectives of a group with the level "DETAIL" are compared between the ranks before they run.
-    With the level "OFF" collectives are not compared."""
+    Collectives of a group with the level "DETAIL" are compared between the ranks before the
+    collectives run. With the level "OFF" collectives are not compared.
+    """
     import torch.distributed as dist
 
     before = dist.get_debug_level()

@@ -1,8 +1,9 @@
-"""Measures whether a language model predicts a passage better if it has read it before.
+"""Measures whether a language model predicts a passage better after an earlier occurrence of the
+passage.
 
 Each row of held-out text gives three rows. The row `read` ends in a copy of an earlier passage p of
-64 tokens. The other two rows are the same, except that one of the two occurrences of p is replaced
-by a passage q of another row:
+64 tokens. The other two rows are copies of `read`, in which a passage q of another row replaces one
+of the two occurrences of p:
 
     `read`      .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
     `control`   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64

@@ -2,7 +2,7 @@
 since the choice of blocks has no gradient.
 
 The block scores of the compressed branch should predict where the selected branch would attend if
-it could read every block. For each query and group of query heads:
+the selected branch could read every block. For each query and group of query heads:
 
     p[j] = sum of softmax(q . k_sel / sqrt(D)) over the keys of block j and the heads of the group
     s[j] = the score by which the selection ranks block j

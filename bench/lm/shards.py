@@ -138,8 +138,9 @@ def put(learner: Learner, tensors: Mapping[str, Tensor], step: int) -> None:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor` sharded like `like`. Return `tensor` unchanged if it is already sharded or
-    if `like` is not sharded."""
+    """Return `tensor` sharded like `like`. If `tensor` is already sharded, or if `like` is not
+    sharded, return `tensor` unchanged.
+    """
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     whole = tensor.to(like.device)
@@ -148,8 +149,8 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor, or the tensor if it is not sharded. The result
-    shares the memory of the tensor.
+    """Return this process's shard of a tensor, or the whole tensor if the tensor is not sharded.
+    The result shares the memory of the tensor.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

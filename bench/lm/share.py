@@ -51,8 +51,9 @@ class Share:
         return [slice(start, start + self.rows) for start in starts]
 
     def of(self, fetch: Callable[[slice], Batch]) -> Batch:
-        """Fetch the rows of this process from each micro-batch. Return these rows one after the
-        other."""
+        """Fetch the rows of this process from each micro-batch. Return the fetched rows one after
+        the other.
+        """
         return joined([fetch(rows) for rows in self.slices()])
 
     def rows_of(self, whole: np.ndarray) -> np.ndarray:

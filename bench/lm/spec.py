@@ -22,8 +22,8 @@ class ModelSpec:
     A block computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. The MLP is SwiGLU.
 
     Attributes:
-      layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding
-        and `key_taps`, but one key and value per token instead of one per branch.
+      layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding and
+        `key_taps`, but one key and value per token for all branches.
       attention: "nsa" or "dense".
       layers: Number of blocks.
       hidden: Width of the MLP.
@@ -70,7 +70,7 @@ class ModelSpec:
 
     def as_dict(self) -> Values:
         """Return all values by name, for the metadata of a checkpoint. Values named in `UNSTATED`
-        are omitted if they are the default.
+        are omitted if the value is the default.
         """
         own = dataclasses.asdict(self)
         for name in UNSTATED:
@@ -231,7 +231,9 @@ class Task:
 
 
 class DivergedError(ArithmeticError):
-    """The error that a loss or gradient is not finite. The weights are those before the step."""
+    """The error that a loss or gradient is not finite. The weights are unchanged by the failed
+    step.
+    """
 
     def __init__(self, step: int, loss: float, grad_norm: float, first: str = ""):
         """Make the error. `first` names the first value of each kind that is not finite."""

@@ -56,8 +56,8 @@ class Streamed(Batches):
       batch: See `Batches`.
       length: See `Batches`.
       seed: See `Batches`.
-      pack: "documents" means that rows have document boundaries, and "none" that they do not. The
-        tokens are the same for both values of `pack`.
+      pack: "documents" gives rows with document boundaries, and "none" gives rows without
+        boundaries. The tokens are the same for both values of `pack`.
       buffer: Number of documents per block. A block is held in memory.
       notes: Folder for the positions of blocks. By default the positions are only in memory.
 

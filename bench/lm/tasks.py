@@ -1,5 +1,5 @@
-"""Adds tasks to rows of text, and measures how many tasks a model solves. The result depends on the
-distance between the two parts of a task.
+"""Adds tasks to rows of text, and measures how many tasks a model solves. The share is measured by
+the distance between the two parts of a task.
 
 A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs, whose
 distance is log-uniform. Most pairs contain the same record in both slots, at a random position in

@@ -143,7 +143,7 @@ def kept(
     name: str, texts: Iterable[str], by: Tokenizer, source: object, folder: Path | None
 ) -> Documents:
     """Return the tokens of all `texts` from a cache in files. If no earlier call with an equal
-    `source` and tokenizer has written the files, this call writes them.
+    `source` and tokenizer has written the files, this call writes the files.
 
     Args:
       name: Name of the dataset, for messages.

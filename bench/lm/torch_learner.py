@@ -300,8 +300,8 @@ class Learner:
         ]
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Return the same as `_gradients`, but replay a graph. The graph of a shape is captured
-        for the first rows of that shape.
+        """Compute the result of `_gradients` by replaying a CUDA graph. The graph of a shape is
+        captured for the first rows of that shape.
         """
         shapes = tuple(map(_shape, _leaves(rows)))
         if shapes not in self.captured:

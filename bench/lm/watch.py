@@ -46,7 +46,7 @@ class Settings:
       heartbeat_s: Seconds without a line of the heartbeat after which the next step writes a
         line.
       hang_s: Seconds without a step after which a process ends. With `hang_s=0`, a process never
-        ends for this reason.
+        ends because a step is late.
     """
 
     every: int = EVERY

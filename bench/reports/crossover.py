@@ -11,8 +11,9 @@ time of the fastest dense kernel divided by the time of each kernel.
 At one length there are three answers:
 
 - "faster": the 80th percentile of NSA is below the 20th percentile of the fastest dense kernel.
-- "not known": no dense kernel has a time at this length. The answer is also not known if NSA would
-  be faster, but the fastest dense kernel of another length was not measured at this length.
+- "not known": at this length no dense kernel has a time. The answer is also not
+  known if NSA would be faster, but the fastest dense kernel of another length was not measured at
+  this length.
 - "not faster": all other cases, for example a tie, or a row of NSA that is wrong or failed.
 
 NSA counts as faster from a length on if it is faster at that length and at all longer lengths for
@@ -219,8 +220,8 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 def _points(found: Sequence[Run]) -> tuple[Point, ...]:
     """Return the lengths at which our kernel and a dense kernel have runs. `found` has the runs of
     one problem, oldest first. If several of our kernels have runs, the kernel with the most timed
-    lengths is used. Among kernels with the same number of timed lengths, this is the kernel that is
-    the fastest at its longest length.
+    lengths is used. Among kernels with the same number of timed lengths, the kernel that is the
+    fastest at its longest length is used.
     """
     lines: dict[tuple[bool, str], dict[int, Run]] = {}
     for run in found:

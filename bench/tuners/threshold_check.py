@@ -24,8 +24,8 @@ SIZES = {"dtype": "bfloat16", "B": 1, "H": 4, "Hkv": 1, "D": 64, "Dv": 64, "pack
 
 
 def check(device: Device) -> Iterator[tuple[bool, str]]:
-    """Yield a verdict and a sentence about it, for each of the two problems at each threshold of
-    `device`.
+    """Yield a verdict and a sentence about the verdict, for each of the two problems at each
+    threshold of `device`.
 
     Raises:
       ValueError: The file has no thresholds.

@@ -248,7 +248,7 @@ class NSAModelCache(Cache):
         self.clear()
 
     def clear(self) -> None:
-        """Reset the cache to its state before any call. The first call of each layer then
+        """Reset the cache to its state before any call. After `clear`, the first call of each layer
         creates its tensors again.
         """
         self.layers: list[Any] = [
@@ -277,15 +277,15 @@ class NSAModelCache(Cache):
         return self.capacity or -1
 
     def check_model(self, config: NSAModelConfig) -> None:
-        """Raise ValueError unless the cache was made for layers like those of the model."""
+        """Raise ValueError unless the layers of the cache are like the layers of the model."""
         ours, theirs = (
             [(x, getattr(each, x)) for x in CACHED] for each in (config, self.config)
         )
         Contents(theirs).with_facts(ours, "for a model ")
 
     def reserve(self, num_new: int) -> int:
-        """Return the number of columns after `num_new` columns are added. Raise a ValueError if
-        this number exceeds the capacity.
+        """Return the number of columns after `num_new` columns are added. Raise a ValueError if the
+        number of columns exceeds the capacity.
         """
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
@@ -336,8 +336,8 @@ class NSAModelCache(Cache):
         self.columns, self.ragged = 0, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last `-tokens_to_remove` columns from all layers. No row may have padding
-        in these columns. If the method raises an error, no layer has changed.
+        """Remove the last `-tokens_to_remove` columns from all layers. No row may have padding in
+        the removed columns. If the method raises an error, no layer has changed.
         """
         count = -int(tokens_to_remove)  # transformers may pass a tensor
         if not 0 <= count <= self.columns:
@@ -378,9 +378,9 @@ class NSAPagedModelCache(NSAModelCache):
     object to `generate` as `cache`.
 
     Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
-    device, and each call reads and writes them once on the device. A step does not wait for the
-    device, and allocates no memory that outlives the step. `StepGraph` captures a step of the model
-    once and replays it while rows grow.
+    device, and each call reads and writes both tensors once on the device. A step does not wait for
+    the device, and allocates no memory that outlives the step. `StepGraph` captures a step of the
+    model once and replays the captured step while rows grow.
 
     Args:
       config: configuration of the model.
@@ -477,8 +477,8 @@ def attend_pages(
     convolve: Callable[[Tensor], Tensor] | None = None,
     **at: Any,
 ) -> Tensor:
-    """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute
-    `attention` for them.
+    """Append new tokens `x` [B, T, dim] at `position` [B, T] to `pages`, and compute `attention`
+    for the new tokens.
 
     Args:
       order: int64 [B * T], the order in which the tokens are passed to `paged_attention`

@@ -74,9 +74,9 @@ class SavedConfig(PreTrainedConfig):
     classes: ClassVar[dict[str, str]]
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        """Run `to_json_file` of transformers, and write the module. `save_pretrained` calls this
-        method after it has listed the existing files and before it uploads new files. The order of
-        these steps makes `save_pretrained` upload the module too.
+        """Run `to_json_file` of transformers, and write the module. `save_pretrained` lists the
+        existing files, calls this method, and then uploads new files. Therefore `save_pretrained`
+        also uploads the module that this method writes.
         """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
         super().to_json_file(json_file_path, *args, **kwargs)
@@ -104,10 +104,10 @@ class NSAModelConfig(SavedConfig):
         width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
         computation depends on `max_position_embeddings`.
-      initializer_range: initial standard deviation of all matrices except those of gates, `phi` and
-        `key_taps`. `initializer_range=None` means 0.02 for the embedding and `1 / sqrt(3 * inputs)`
-        for other matrices. The initial standard deviation of matrices that write to the residual
-        stream is smaller by the factor `sqrt(2 * layers)`.
+      initializer_range: initial standard deviation of all matrices except the matrices of gates,
+        `phi` and `key_taps`. `initializer_range=None` means 0.02 for the embedding and
+        `1 / sqrt(3 * inputs)` for other matrices. The initial standard deviation of matrices that
+        write to the residual stream is smaller by the factor `sqrt(2 * layers)`.
       rms_norm_eps: epsilon of the norms.
       rope_parameters: A dictionary with `rope_theta` and `rope_type`. The type is "default",
         "linear", "llama3" or "yarn". For "linear", positions are divided by `factor`. For "llama3"

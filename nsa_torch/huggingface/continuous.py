@@ -5,12 +5,12 @@
 `ContinuousBatch`. Each layer projects the new tokens, appends their keys and values to the pages
 and calls `paged_attention`.
 
-Each step is planned once for all layers. In a step of one token per row, the manager passes a block
-table. In this step, all shapes depend only on the shape of the block table, and the host reads no
-tensor. On a GPU the manager captures steps of one token per row as CUDA graphs, one for each power
-of two of rows. In other steps, the manager passes the blocks of all rows one after the other. The
-host reads the boundaries of the rows once and removes padding. `plan_runs` decides which rows run
-together.
+Each step is planned once for all layers. In a step of one token per row, the manager of
+transformers passes a block table. In a step of one token per row, all shapes depend only on the
+shape of the block table, and the host reads no tensor. On a GPU the manager captures steps of one
+token per row as CUDA graphs, one for each power of two of rows. In steps with more tokens, the
+manager passes the blocks of all rows one after the other. The host reads the boundaries of the rows
+once and removes padding. `plan_runs` decides which rows run together.
 """
 
 import copy
@@ -52,7 +52,7 @@ def check_manager() -> None:
 
     Raises:
       NotImplementedError: transformers' manager has no allocators, or its allocators differ from
-        those of the supported versions (5.19 to 5.24).
+        the allocators of the supported versions (5.19 to 5.24).
     """
     if not hasattr(FullAttentionCacheAllocator, "layer_type"):
         raise NotImplementedError(
@@ -81,15 +81,15 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     object. The manager assigns blocks of `select_block` tokens to requests, shares prefixes, and
     has blocks copied when a request forks. Each block has memory for all layers of the model. A
     layer with NSA stores the compressed tokens, and the keys and values of three branches. If the
-    branches share keys and values, the layer stores them once. A dense layer stores its keys and
-    values. The manager owns the memory, so that its accounting is correct. This class divides the
-    memory into arrays over all blocks, as kernels require. The block of a token follows from the
-    block table:
+    branches share keys and values, the layer stores keys and values once. A dense layer stores its
+    keys and values. The manager owns the memory, so that its accounting is correct. This class
+    divides the memory into arrays over all blocks, as kernels require. The block of a token follows
+    from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 
     A step reads only indices of blocks. The allocators of transformers return one index per token
-    of the context, but this allocator returns one index per block.
+    of the context, but `NSACacheAllocator` returns one index per block.
 
     Raises:
       ValueError: Pages do not have `select_block` tokens.
@@ -169,8 +169,8 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_read_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """Return the indices of the request's blocks. The allocators of transformers instead
-        return the indices of its tokens.
+        """Return the indices of the request's blocks. The allocators of transformers return the
+        indices of the request's tokens.
         """
         count = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][:count]

@@ -16,8 +16,8 @@ creates. Weights are read and written one safetensors file at a time.
   | all others      | the same names            | unchanged                                   |
 
 A layer that stays dense stores its keys and values once, as W_K and W_V. Up to num_selected *
-select_block tokens every block is selected. Up to this number of tokens, the converted model equals
-the dense model with every `--start`:
+select_block tokens every block is selected. Up to num_selected * select_block tokens, the converted
+model equals the dense model with every `--start`:
 
 - `--start values`: All gates are 1/2. The values of the selected branch are doubled, and the values
   of the other branches are zero. All weights learn, but keys and gates of the branches with zero
@@ -91,13 +91,13 @@ TIMES_YARDSTICK = 4  # upper bound of the difference between logits in `--check`
 
 
 class DifferentError(Exception):
-    """The logits of the converted model differ from those of its source."""
+    """The logits of the converted model differ from the logits of the dense model."""
 
 
 def pairs(x: Tensor, width: int) -> Tensor:
     """Reorder the rows of each head, which has `width` rows, for another pairing in the rotary
-    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, this pair has
-    the rows 2i and 2i + 1.
+    embedding. transformers rotates rows i and i + width / 2 as a pair. In the result, rows i and i
+    + width / 2 become the rows 2i and 2i + 1.
     """
     return x.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
@@ -221,8 +221,8 @@ def convert(
     check: int | None = None,
     **nsa: Any,
 ) -> NSAModelConfig:
-    """Convert the model at `source` to NSA and write it to the folder `target`. If an error
-    occurs, `target` is not created.
+    """Convert the model at `source` to NSA and write the converted model to the folder `target`. If
+    an error occurs, `target` is not created.
 
     Args:
       source: a folder, or owner/name on the Hugging Face Hub.

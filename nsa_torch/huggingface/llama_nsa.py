@@ -10,9 +10,9 @@ forced. One call of `nsa_torch.attention` computes all branches, and also select
 
 - selection="exact" selects the `block_counts` best blocks (arXiv 2502.11089, Eq. 11).
 - selection="trained" selects blocks as fla-org's kernel does, which processes chunks of 16 blocks
-  with 16 slots. After each chunk, the slots hold the best half of their old blocks and the best
-  half of the chunk. Half of the selected blocks are therefore the best blocks before the last
-  chunk. Up to half are blocks of the last chunk, regardless of their scores.
+  with 16 slots. After each chunk, the slots contain the best half of their old blocks and the best
+  half of the chunk. Half of the selected blocks are the best blocks before the last chunk. Up to
+  half of the selected blocks are blocks of the last chunk, regardless of their scores.
 
 zen-E/NSA-1B was trained with selection="trained" if its authors used the file that the README of
 the checkpoint asks users to install.
@@ -85,8 +85,9 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
 
 class LlamaNSAAttention(LlamaAttention):
-    """The attention of a layer. This class replaces the attention of Llama, and its weights have
-    the same names."""
+    """The attention of a layer. This class replaces the attention of Llama, and has weights of the
+    same names.
+    """
 
     config: LlamaNSAConfig
 

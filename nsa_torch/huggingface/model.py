@@ -171,7 +171,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ):
         """Run `from_pretrained` of transformers for a complete checkpoint in safetensors. Other
-        formats are refused, since they are pickles. Loading a pickle can run arbitrary code.
+        formats are refused, since they are pickles, and loading a pickle can run arbitrary code.
 
         Args:
           strict: If False, missing weights are initialized and unknown weights are ignored, and
@@ -179,10 +179,10 @@ class NSAPreTrainedModel(PreTrainedModel):
 
         Raises:
           OSError: The checkpoint has no weights in safetensors.
-          ValueError: gate, phi or kv differ from those of the checkpoint, or `use_safetensors` is
-            False. `ValueError` is also raised if a weight has another shape, unless
+          ValueError: gate, phi or kv differ from the values in the checkpoint, or `use_safetensors`
+            is False. `ValueError` is also raised if a weight has another shape, unless
             `ignore_mismatched_sizes` is true. With `strict`, a missing or unknown weight also
-            raises `ValueError`. The error message names the first of these weights.
+            raises `ValueError`. The error message names the first weight that does not fit.
         """
         path, stated = pretrained_model_name_or_path, {}
         if kwargs.pop("use_safetensors", None) is False:
@@ -289,10 +289,9 @@ class NSAModel(NSAPreTrainedModel):
           use_cache: Whether to make a cache if none is given, except for a packed row.
             `use_cache=None` means the value of the configuration, or False during training.
           cu_seq_lens_q: int `[sequences + 1]`, the boundaries of a packed row, as from
-            transformers' `DataCollatorWithFlattening`. Tables are derived from these boundaries
-            once for all layers. You may also pass the boundaries as `cu_seqlens` or
-            `cu_seq_lens_k`. `seq_idx` [1, T], the sequence of each token, may replace the
-            boundaries.
+            transformers' `DataCollatorWithFlattening`. Tables are derived from the boundaries once
+            for all layers. You may also pass the boundaries as `cu_seqlens` or `cu_seq_lens_k`.
+            `seq_idx` [1, T], the sequence of each token, may replace the boundaries.
           max_length_q: The number of tokens of the longest sequence of a packed row. If
             `max_length_q` is given, the last sequence must end with the row.
 
@@ -417,8 +416,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits, and the loss if labels are given. The arguments that are not listed
-        below are those of `NSAModel.forward` and of the loss function.
+        """Compute logits, and the loss if labels are given. `NSAModel.forward` and the loss
+        function document the arguments that are not listed below.
 
         Args:
           labels: `[B, T]`, the tokens to predict. The logits of a column predict the label of

@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
 def check_keywords(call: dict[str, Any], *others: str) -> None:
     """Raise an error if a keyword of the call is unknown or has an unsupported value. Known
-    keywords are those in `READ` and `others`.
+    keywords are the names in `READ` and `others`.
     """
     for name, x in checks.present(**call).items():
         if name not in READ.union(others):
@@ -113,8 +113,8 @@ def rows(
     cache: NSAModelCache | None,
     config: NSAConfig,
 ) -> Rows:
-    """Find the tokens among the `length` columns of a call with `batch` rows. The columns
-    follow those of `cache`.
+    """Find the tokens among the `length` columns of a call with `batch` rows. The columns of the
+    call follow the columns of `cache`.
 
     Args:
       attention_mask: `[B, columns of the cache + T]` of 0 and 1. For a step of one token per row
@@ -234,8 +234,9 @@ def free_to_read(x: Tensor) -> bool:
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
     """Return the boundaries of a packed row from the first entry of `told`. The other entries of
-    `told` must describe the same boundaries. Entries of the same names are compared only until one
-    call finds them equal, since on a GPU the comparison waits for the device.
+    `told` must describe the same boundaries. After one call has found the entries equal, later
+    calls with the same names do not compare the entries, since on a GPU the comparison waits for
+    the device.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)

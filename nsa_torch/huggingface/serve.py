@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Convert the arguments of this command to those of `transformers serve`. The first of
+    """Convert the arguments of this command to arguments of `transformers serve`. The first of
     `arguments` is a checkpoint or an option.
 
     Raises:

@@ -1,9 +1,9 @@
 """Converts weights of `NSAForCausalLM` to weights of the models that `nsa_bench.train` trains,
 and back.
 
-The file has the format of `nsa_interop.weights`. The names and hyper-parameters in the file are
-those of `nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The classes of this module hold
-the parameters of a transformers model under these names.
+The file has the format of `nsa_interop.weights`. The names and hyper-parameters in the file are the
+names and hyper-parameters of `nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The classes
+of this module hold the parameters of a transformers model under these names.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
     """Write the weights to `path`. If an error occurs, an existing file is unchanged. Tied
-    embeddings are written twice, under both names.
+    embeddings are written twice, once for the embedding and once for the head.
 
     Raises:
       ValueError: `nsa_bench.train` does not support the model. `nsa_bench.train` supports neither

@@ -1,5 +1,5 @@
 """Implements an attention backend of vLLM and two operators. One operator appends tokens and
-computes attention. The other convolves keys (`step.py`).
+computes attention. The other operator convolves keys (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
 N, C]`. The C elements per token and key/value head are memory for all data that NSA stores per
@@ -134,7 +134,9 @@ def _convolve(key: Tensor, out: Tensor, layer_name: str) -> None:
 
 
 def _writes_nothing(*arguments: Any) -> None:
-    """Do nothing. This function replaces both operators while torch traces them."""
+    """Do nothing. This function replaces the two operators of this module while torch traces
+    them.
+    """
 
 
 direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_writes_nothing)

@@ -51,8 +51,8 @@ class Pages(nn.Module, AttentionLayerBase):
         return cache_spec(self.attention[0].spec, vllm_config.model_config.dtype)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Use the memory `[B, Hkv, N, C]` as the cache of the layer. The memory is not stored in
-        an attribute `kv_cache`, since vLLM would then set blocks of it to zero.
+        """Use the memory `[B, Hkv, N, C]` as the cache of the layer. The memory is not stored in an
+        attribute `kv_cache`, since vLLM would set blocks of such an attribute to zero.
         """
         self.pages, self.newest_keys = pages_in(kv_cache, self.attention[0].spec)
 

@@ -1,5 +1,6 @@
 """Makes a layer's cache in the memory of vLLM, and runs a step from the metadata of vLLM. The
-module does not import vLLM, so that recorded metadata can run the same code without it.
+module does not import vLLM. Tests can therefore run the same code on recorded metadata without
+vLLM.
 """
 
 from typing import Any, NamedTuple, Self
@@ -53,8 +54,8 @@ class Step(NamedTuple):
     def convolve(
         self, convolution: KeyConvolution, key: Tensor, newest: Tensor, page: int, out: Tensor
     ) -> None:
-        """Convolve the keys `key` [N, columns] of a layer's new tokens and write them to `out`.
-        `newest` and `page` are as in `KeyConvolution.in_pages`.
+        """Convolve the keys `key` [N, columns] of a layer's new tokens and write the convolved keys
+        to `out`. `newest` and `page` are as in `KeyConvolution.in_pages`.
         """
         n, at = self.tokens, (self.page_table, self.lengths, self.starts)
         out[:n] = convolution.in_pages(key[:n], newest, page, *at)
@@ -72,8 +73,8 @@ class Step(NamedTuple):
         out: Tensor,
     ) -> None:
         """Append the new tokens of a layer to `pages`. Compute attention of the new tokens to all
-        tokens, and write the result to `out`. The shapes are the same as in the operator
-        (`backend.py`).
+        tokens, and write the result to `out`. The shapes are as in the operator that `backend.py`
+        registers.
         """
         n = self.tokens
         keys, values = (
