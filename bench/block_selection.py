@@ -42,14 +42,14 @@ A line has these fields:
 - `ms` is the median. `p20_ms` and `p80_ms` are the 20th and 80th percentile.
 - `peak_gib` is the peak allocation, including the arguments.
 - `extra_gib` is the peak allocation of one call, including its results.
-- `errors` has the root mean square of the difference from an oracle, divided by the root mean
-  square of the oracle, for the last `--checked` queries and all keys. The oracle of attention is
-  `eager` in float32, or `sdpa` in float64 if the inputs are float32. The oracle of the other modes
-  is `plain` in the same precision.
+- `errors` has relative errors for the last `--checked` queries and all keys. An error is the root
+  mean square of the difference from an oracle, divided by the root mean square of the oracle. The
+  oracle of attention is `eager` in float32, or `sdpa` in float64 if the inputs are float32. The
+  oracle of the other modes is `plain` in the same precision.
 - `errors.lists` in mode `indexer` is the share of queries whose blocks differ from the blocks of
   float32 scores, and may be at most 2 %. `errors.lists` in modes `decode`, `qsa` and `qsa_decode`
-  is the share of blocks that `plain` does not select, and may be at most `2 eps` of the inputs'
-  dtype.
+  is the share of blocks that `plain` does not select. This share may be at most `2 eps` of the
+  inputs' dtype.
 - `status` is `wrong` if our results break the rule of `bench/judge/parity.py`. The baseline of the
   rule is `sdpa` or `plain` in the precision of the inputs.
 

@@ -94,8 +94,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
     """Return the sections `runtime` and `evidence` of a device's file.
 
     Raises:
-      ValueError: A requested threshold has no measured rows, or no threshold was requested and
-        none has measured rows, or the rows come from several devices.
+      ValueError: A requested threshold has no measured rows, no threshold has measured rows, or the
+        rows come from several devices.
     """
     if not wanted:
         wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)

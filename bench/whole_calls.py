@@ -4,9 +4,9 @@
     python -m bench.whole_calls --only 64k --out variants.jsonl
 
 `bench.shapes` times single calls with flushed caches. `bench.whole_calls` measures two other
-conditions, since a GPU at its power limit is faster after a rest, and since consecutive calls hide
-the host time. Times per call are in milliseconds, as medians of `--rounds`. The shapes are the
-shapes of `bench.against`, forward and with gradients, on `mosaic`:
+conditions: a GPU at its power limit is faster after a rest, and consecutive calls hide the host
+time. Times per call are in milliseconds, as medians of `--rounds`. The shapes are the shapes of
+`bench.against`, forward and with gradients, on `mosaic`:
 
 - `<shape>` is a series of calls, without a flush of caches.
 - `<shape>, after 50 ms of rest` is a single call with flushed caches (only in eager torch).

@@ -137,9 +137,9 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
 
     Args:
       arguments: The tensors of the call, with boundaries that have been clamped.
-      checked: whether the arguments have been checked. If `checked` is true, `key` and `value`
-        are `Branches`, and the queries of a packed row may be the last `T` of its first `S`
-        tokens.
+      checked: whether the arguments have been checked. If `checked` is true, `key` and `value` are
+        `Branches`. In addition, the queries of a packed row may be the last `T` of the row's first
+        `S` tokens.
     """
     signature, tensors = None, []
     if not torch.compiler.is_compiling():

@@ -2,9 +2,9 @@
 recorded or is the last one.
 
 Only `reference` has second derivatives. With `once_differentiable` of torch, a Hessian or a
-gradient penalty would silently lack the part that depends on the inputs, since
-`once_differentiable` raises no error if the incoming gradient requires no gradient. This module
-raises an error instead of a wrong result.
+gradient penalty would silently lack the part that depends on the inputs. `once_differentiable`
+raises no error if the incoming gradient requires no gradient. This module raises an error instead
+of computing an incomplete derivative.
 
 By default, torch frees the tensors that an operator has saved only after the operator's backward
 pass. The outputs of the three branches are half of the memory of a call. In the backward pass only

@@ -120,8 +120,9 @@ def selected_attention(
 
 
 def block_rows(where, block_indices, queries, num_keys, config):
-    """Return the indices in `[B*S*Hkv]` of the keys in the selected blocks of a chunk of queries,
-    and whether the query attends to each of these keys. Both results are `[B, Q, Hkv, n*l']`.
+    """Return two arrays about the keys in the selected blocks of a chunk of queries. The first
+    array has the index of each key in `[B*S*Hkv]`. The second array states whether the query
+    attends to the key. Both arrays are `[B, Q, Hkv, n*l']`.
     """
     blocks = block_indices[:, queries].to(torch.int64)
     batch, _, kv_heads, _ = blocks.shape

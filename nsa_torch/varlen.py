@@ -176,9 +176,9 @@ class VarlenMetadata:
           implementation: `mosaic` or `triton`.
 
         Raises:
-          ValueError: The number of tokens T is not known yet, `implementation` is not `mosaic` or
-            `triton` or has no kernels for this layer, or the caller's `cu_seqlens` have been
-            modified.
+          ValueError: The number of tokens T is not known yet, or the caller's `cu_seqlens` have
+            been modified. `ValueError` is also raised if `implementation` is not `mosaic` or
+            `triton`, or has no kernels for this layer.
         """
         if self.total is None:
             raise ValueError(

@@ -2,8 +2,9 @@
 variables in this library.
 
 Commands have flags and no environment variables of their own. For each variable of the seed system
-that is still set, `apply` prints one line on stderr, with the flag that replaces the variable or
-the reason why there is none. `apply` sets a flag with the same meaning, unless the command line
+that is still set, `apply` prints one line on stderr. The line has the flag that replaces the
+variable, or the reason why no flag does. `apply` sets a flag with the same meaning, unless the
+command line
 sets this flag. Settings that would be lost are errors: a name that is not in the table, a value
 without a counterpart, a kernel that the command does not support, or `CONFIG` if the command
 reads no file. `bench/reports/seed_env.md.jinja` is the table in the documentation.

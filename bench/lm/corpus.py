@@ -7,8 +7,9 @@
 A list (`configs/corpus/python.yaml`) determines the corpus:
 
 1. The list names wheels by version and SHA-256. `pip download` adds missing wheels to the folder.
-2. The `.py` files of each wheel whose size is within `file_bytes` are documents, in the order of
-   the hash of their names, up to `package_bytes` per wheel. Equal texts are used once.
+2. The `.py` files of each wheel are documents if their size is within `file_bytes`. A wheel
+   provides up to `package_bytes` of documents, in the order of the hash of the file names. Equal
+   texts are used once.
 3. The wheels in `held_out` are the held-out text, and the others are the training text.
 4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
    `tokenizer_bytes` of the training text. With `learns_from`, the BPE learns from the training text

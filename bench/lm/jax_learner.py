@@ -42,9 +42,9 @@ class Step(NamedTuple):
 
     The arguments are lists, since JAX flattens a list in C++, but the state of a module in Python.
     Flattening in Python can take longer than a step on a GPU. For 694 arrays, flattening in Python
-    took 20 ms per call and in C++ 1 ms, measured on a CPU. Since the step has two programs, the
-    host can read the loss, a result of the first program, while the devices run the second program
-    and the first program of the next batch.
+    took 20 ms per call and in C++ 1 ms, measured on a CPU. The step has two programs. While the
+    devices run the second program and the first program of the next batch, the host can read the
+    loss, a result of the first program.
     """
 
     gradients: jax.stages.Compiled  # (weights, rows) to numbers, squares and gradients

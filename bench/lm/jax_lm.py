@@ -87,8 +87,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    If `axis` of a mesh divides the heads, each device has some of them, and the outputs of
-    attention and MLP are summed over the axis.
+    If `axis` of a mesh divides the heads, each device has some heads. The outputs of attention and
+    MLP are summed over the axis.
     """
 
     def __init__(

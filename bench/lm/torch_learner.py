@@ -329,7 +329,7 @@ class Learner:
 
     def _bad(self) -> list[list[str]]:
         """Return the names of the first gradient and the first weight of this process that are not
-        finite, each as a list of at most one name.
+        finite. Each of the two results is a list of at most one name.
         """
         names = [name for name, _ in self.master.named_parameters()]
         kinds = {"gradient of": [x.grad for x in self.trained], "weight": self.trained}

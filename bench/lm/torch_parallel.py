@@ -6,9 +6,9 @@
 - `FSDPLearner` has shards of weights, by FSDP2 over a device mesh, with or without a graph.
 
 All three learners have float32 master weights, compute in the dtype of the task and sum gradients
-in float32. Gradients are averaged over processes, so that the loss of a process is the sum of its
-token losses, divided by the mean number of tokens with a loss per process. The average over
-processes is then the mean over the tokens of the global batch.
+in float32. Since gradients are averaged over processes, the loss of a process is the sum of its
+token losses divided by a common number. This number is the mean number of tokens with a loss per
+process. The average over processes is then the mean over the tokens of the global batch.
 """
 
 import contextlib
