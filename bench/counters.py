@@ -146,7 +146,7 @@ def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
     """Yield a record per kernel and column.
 
     Raises:
-      ChildProcessError: ncu failed. The error message has its output.
+      ChildProcessError: ncu failed. The error message has the output of ncu.
     """
     # Kernels are built here, since a build would replace ncu's driver in the observed process.
     call_kernels.prepared(problem)

@@ -171,7 +171,7 @@ class PlanTables:
     Args:
       steps: Derived steps of a plan (`nsa_core.plan`), which compute arrays from the boundaries.
         Buffer 0 of these steps has the boundaries, and the results of the steps follow in order.
-      by_torch: The indices of the tables that steps of torch read.
+      by_torch: Indices of the tables that torch reads in steps of the plan.
       kernels: Whether to compute tables with Triton kernels, if the kernels support these tables.
     """
 

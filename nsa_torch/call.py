@@ -77,7 +77,7 @@ def signature_of(
     of this kind cannot have a stored program.
 
     Args:
-      given: The tensors of the call. Each entry may be None or a tuple. The last entry is the
+      given: The tensors of the call. Each entry may be None or a tuple. The last entry has the
         boundaries of a packed row.
       checked: as in `functional.decided`.
     """

@@ -214,8 +214,8 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """Return valid boundaries, so that no kernel reads outside the row. The first boundary is 0,
     and each boundary is at least the previous one and at most `length`. In eager mode the last
-    boundary is repeated until there are `room(sequences)` sequences. Calls with different numbers
-    of sequences then have the same signature.
+    boundary is repeated until there are `room(sequences)` sequences. The repetition gives calls
+    with different numbers of sequences the same signature.
 
     Raises:
       ValueError: The same as in `borders`.

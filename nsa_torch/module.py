@@ -115,9 +115,10 @@ class NSAAttention(nn.Module):
       dense_below: whole sequences with fewer tokens than this number use dense attention.
         `dense_below` requires `gate="selected"`, and may be at most `n_sel * l_sel + 1`. Up to
         `n_sel * l_sel` tokens all blocks are selected, so that dense attention computes the same
-        function. A packed row is compared by the `max_seqlen` of `varlen`, or by its total length
-        if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the length from which NSA
-        is faster than dense attention. Attention to a cache never uses dense attention.
+        function. For a packed row, `dense_below` is compared with the `max_seqlen` of `varlen`, or
+        with the total length if `varlen` is None. On measured GPUs `nsa_torch.explain` reports the
+        length from which NSA is faster than dense attention. Attention to a cache never uses dense
+        attention.
       compute_dtype: as in `NSAConfig`, only for inference on whole sequences. You may also set the
         attribute `compute_dtype` later. Attention to a cache computes in the dtype of the layer's
         input.

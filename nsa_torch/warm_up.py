@@ -40,8 +40,8 @@ def prepare(
       dtype, config, scale: The same as in the calls of `attention`.
       gradients: Whether to include the kernels of the backward pass.
       packed: Whether to prepare the kernels for batches with `cu_seqlens` instead of the kernels
-        for batches without `cu_seqlens`. For both values of `packed`, kernels that compute means
-        are included, for tokens that the branches share and for separate tokens.
+        for batches without `cu_seqlens`. Kernels that compute means are always included, for shared
+        and for separate keys and values.
       lengths: Numbers of tokens of the calls. A kernel supports all lengths, but short and long
         sequences run different kernels. By default the kernels for short and for long sequences
         are included.

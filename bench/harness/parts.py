@@ -1,10 +1,10 @@
 """Measures the rows of a table in several processes. The processes prepare in parallel, so that
 compilation uses all cores of the machine. Only one process is timed at a time.
 
-Each process has some of the rows. If a process crashes during a row, or needs more than `ROW_S`
-seconds for the row, the row is an error, and a new process gets the remaining rows. A kernel that
-crashes or hangs makes only one row fail. A process times its rows twice and uses the shorter time
-of each call, so that a short disturbance of the host has no effect.
+Each process measures some of the rows. If a process crashes during a row, or needs more than
+`ROW_S` seconds for the row, the row is an error, and a new process gets the remaining rows. A
+kernel that crashes or hangs makes only one row fail. A process times its rows twice and uses the
+shorter time of each call, so that a short disturbance of the host has no effect.
 """
 
 import dataclasses

@@ -167,7 +167,7 @@ def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
     """Append one JSON line per mapping to the file at `path`, in one write.
 
     Raises:
-      OSError: The disk is full. The file is unchanged.
+      OSError: The disk is full, and the file is unchanged.
       ValueError: The last line of the file is truncated.
     """
     path = Path(path)

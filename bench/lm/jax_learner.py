@@ -308,7 +308,8 @@ class Learner:
             need not wait for the host.
 
         Raises:
-          DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.
+          DivergedError: The loss or the norm is not finite. After this error, weights and moments
+            are unchanged.
         """
         begun, self._begun = self._begun, None
         if begun is None or begun.batch is not batch:

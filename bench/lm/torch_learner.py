@@ -130,7 +130,8 @@ class Learner:
           following: The batch of the next step, which is not used.
 
         Raises:
-          DivergedError: The loss or the norm is not finite. Weights and moments are unchanged.
+          DivergedError: The loss or the norm is not finite. After this error, weights and moments
+            are unchanged.
         """
         rows = self._rows(batch)
         loss = self._backward(rows)

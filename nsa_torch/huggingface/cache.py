@@ -248,8 +248,8 @@ class NSAModelCache(Cache):
         self.clear()
 
     def clear(self) -> None:
-        """Reset the cache to its state before any call. After `clear`, the first call of each layer
-        creates its tensors again.
+        """Reset the cache to its state before the first call. After `clear`, the first call of each
+        layer creates its tensors again.
         """
         self.layers: list[Any] = [
             DenseLayer() if kind == "dense" else self.nsa_layer()

@@ -19,14 +19,14 @@ A layer that stays dense stores its keys and values once, as W_K and W_V. Up to 
 select_block tokens every block is selected. Up to num_selected * select_block tokens, the converted
 model equals the dense model with every `--start`:
 
-- `--start values`: All gates are 1/2. The values of the selected branch are doubled, and the values
-  of the other branches are zero. All weights learn, but keys and gates of the branches with zero
-  values learn only from the second step.
-- `--start gates`: The gate of the selected branch is 1, and the other gates are 0. Values are
-  unchanged, and only the selected branch learns.
-- `--start shared`: The gates are the same as with `--start gates`. All branches share keys and
-  values, as W_K and W_V, so that the cache has a third of the size. All weights except the gates
-  learn.
+- `--start values` sets all gates to 1/2. The values of the selected branch are doubled, and the
+  values of the other branches are zero. With `--start values` all weights learn, but keys and gates
+  of the branches with zero values learn only from the second step.
+- `--start gates` sets the gate of the selected branch to 1 and the other gates to 0. With
+  `--start gates` the values are unchanged, and only the selected branch learns.
+- `--start shared` sets the gates as `--start gates` does. All branches then share keys and values,
+  as W_K and W_V, so that the cache has a third of the size. With `--start shared` all weights
+  except the gates learn.
 """
 
 import argparse
