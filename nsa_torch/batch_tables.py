@@ -91,8 +91,8 @@ def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """Return the result of `function` for `borders` and numbers. The result is cached if the
-    boundaries have a `Tables` object.
+    """Return `function(borders, **static)`. The result is cached if the boundaries have a `Tables`
+    object.
     """
     if torch.compiler.is_compiling():
         return function(borders, **static)

@@ -2,10 +2,9 @@
 planning of a call run only once for all calls with the same signature.
 
 `signature_of` returns the `Signature` of a call, which records all properties on which checks,
-choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature, which runs the
-bound plans of the forward and the backward pass. A call under a mode, a tracer or a transform of
-torch has no signature. The dispatcher of torch passes such a call to an operator
-(`operators.py`).
+choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature, which runs the bound
+plans of the forward and the backward pass. A call under a dispatch mode, a tracer or a transform of
+torch has no signature. The dispatcher of torch passes such a call to an operator (`operators.py`).
 """
 
 import itertools

@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens `begin .. end - 1` of every batch row, which are read without a copy."""
+    """The tokens `range(begin, end)` of every batch row, which are read without a copy."""
 
     begin: int
     end: int

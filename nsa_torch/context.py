@@ -3,9 +3,9 @@
 Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
 values are gathered for one batch row and a few key/value heads at a time (`head_groups`). The
 gather of the next heads runs while the current heads are computed. The attention of a chunk of
-queries is an ordinary local call, whose keys end with the chunk's last token. The backward pass
-gathers keys and values again. A reduce-scatter in float32 sums the gradients of keys and values
-over the ranks, for a few heads at a time.
+queries is an ordinary call on one rank, whose keys end with the chunk's last token. The backward
+pass gathers keys and values again. A reduce-scatter in float32 sums the gradients of keys and
+values over the ranks, for a few heads at a time.
 
 On Mosaic kernels one local call can compute both chunks of a rank, with a gap between the queries
 of the chunks. For means on Mosaic kernels, each rank computes the compressed tokens of all windows
@@ -15,7 +15,7 @@ the rank's chunks. The tokens that follow a chunk and belong to its windows are 
 chunk. The ranks gather the compressed tokens, of which there are `d` times fewer than raw tokens.
 Since compressed tokens are gathered, `phi` runs once per window, not once per rank and window. A
 window of `l` tokens belongs to the chunk with its first token. In general the halo has `l - 1`
-tokens. Only `l - d` tokens are needed if the row is not packed and the length of a chunk is a
+tokens. The halo has only `l - d` tokens if the row is not packed and the length of a chunk is a
 multiple of the stride. The ranks provide the halos by gathering the first tokens of every chunk. In
 the backward pass the gathers of halos and of compressed tokens become reduce-scatters in float32.
 The backward pass computes a learned `phi` again.
@@ -354,8 +354,8 @@ def _words(**given: Any) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """The tensors of a call. The compressed tokens are those of the whole sequence. All other
-    tensors have only the tokens of this rank.
+    """The tensors of a call. The compressed tokens belong to the whole sequence. All other tensors
+    have only the tokens of this rank.
     """
 
     own: tuple[Tensor, ...]  # query [B, T, H, D]; three gates [B, T, H], or one [B, T, H, 3]

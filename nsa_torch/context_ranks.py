@@ -56,8 +56,8 @@ class Ranks:
             ) from error
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Start an all-gather of `x`. Call the returned function to wait for the result, `[R,
-        *x.shape]`. Error messages call the data `what`.
+        """Start an all-gather of `x`. Call the returned function to wait for the result
+        `[R, ...]`. Error messages call the data `what`.
         """
         found = x.new_empty(self.size, *x.shape)
         run = dist.all_gather_into_tensor, found.flatten(0, 1), x.contiguous()
@@ -115,7 +115,7 @@ class Shards(layouts.Shards):
         `[R, T, ...]`.
 
         Args:
-          chunk: Number of entries per chunk. Defaults to the number of tokens per chunk.
+          chunk: Number of entries per chunk, by default the number of tokens per chunk.
         """
         pieces = [x for shard in shards for x in shard.split(chunk or self.chunk)]
         return [pieces[at] for at in self.places]

@@ -16,8 +16,8 @@ named implementation never falls back to another one. These implementations exis
 - `reference`: dense computation for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or int64,
-which starts with 0. Sequence `i` has the tokens `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be
-empty. Tokens after the last sequence are padding. In every sequence, positions and block indices
+which starts with 0. Sequence `i` has the tokens `range(cu_seqlens[i], cu_seqlens[i + 1])` and may
+be empty. Tokens after the last sequence are padding. In every sequence, positions and block indices
 start at 0. No query reads another sequence. On a CPU the host reads the boundaries in `cu_seqlens`,
 and invalid boundaries raise `ValueError`. While `nsa_core.debug` reports events, the host reads the
 boundaries on every device. On a GPU and under torch.compile, invalid boundaries are corrected:
@@ -90,8 +90,8 @@ def attention(
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one tensor `[B, T, H, 3]` in the branches' order.
-      config: block sizes, strides and number of selected blocks; the defaults are those of the
-        paper. `config.compute_dtype` is for inference only.
+      config: block sizes, strides and number of selected blocks; the defaults come from the paper.
+        `config.compute_dtype` is for inference only.
       compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
         Hkv, Dv]`; `compressed=None` means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that
@@ -247,8 +247,8 @@ def compress(
         means that `phi` is the mean.
       config: the sizes `compress_block` (`l`) and `compress_stride` (`d`) of the windows.
       cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch. The compressed tokens of all
-        its sequences are in the order of their first tokens, without gaps. The remaining slots of
-        the result are zeros.
+        sequences of the batch are in the order of their first tokens, without gaps. The remaining
+        slots of the result are zeros.
       varlen: as in `attention`.
 
     Returns:

@@ -80,7 +80,7 @@ def geometry(
     device: torch.device | None,
 ) -> Geometry:
     """Return the `Geometry` of queries that are the last `num_queries` of `kv_len` tokens. In a
-    packed row, the `kv_len` tokens are the first ones of the row.
+    packed row, the `kv_len` tokens are the first tokens of the row.
     """
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)

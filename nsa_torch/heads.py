@@ -508,7 +508,7 @@ def _join(
 ) -> list[Tensor]:
     """Compute the gradient `[B, T, row]` of the projection from the gradients of the results of
     `_split`. If the heads were normalized, `normed` has the projection and the norm weights of
-    query and keys. For normalized heads, the gradients of these weights are returned too.
+    query and keys. For normalized heads, the gradients of the norm weights are returned too.
     """
     heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
     if not normed:

@@ -91,7 +91,8 @@ def key_states(
     Returns:
       None if there is no padding and the last key belongs to the last query's token. In all other
       cases the mask is int8 `[B, 1, 1 or 2, Sk]`. The first row of the mask is 1 in all slots up to
-      the slot of the last query. The second row exists only with padding, and is 1 for tokens.
+      the slot of the last query. The second row exists only with padding, and is 1 for tokens and 0
+      for padding.
 
     Raises:
       NotImplementedError: The rows are packed, the caller passes a mask function, the cache has a

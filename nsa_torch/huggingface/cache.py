@@ -48,7 +48,7 @@ CACHED = (
 
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return `arguments` with the caller's cache under the name `cache`. The caller may have passed
-    the cache under either of `NAMES`.
+    the cache under either name in `NAMES`.
 
     Raises:
       ValueError: The caller passed caches under both names.
@@ -73,8 +73,8 @@ def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Call(NamedTuple):
     """The data of one call of a model on `B` rows of `T` columns. All layers read the same data.
-    Each layer receives this object as an argument, so that a device map moves it with the layer's
-    tokens.
+    Each layer receives this object as an argument, so that a device map moves the object with the
+    layer's tokens.
     """
 
     columns: int  # number of columns before the call, including padding
@@ -377,10 +377,11 @@ class NSAPagedModelCache(NSAModelCache):
     """The keys and values of a batch's earlier tokens in pages, for `NSAForCausalLM`. Pass this
     object to `generate` as `cache`.
 
-    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
-    device, and each call reads and writes both tensors once on the device. A step does not wait for
-    the device, and allocates no memory that outlives the step. `StepGraph` captures a step of the
-    model once and replays the captured step while rows grow.
+    Row `b` has the pages `range(b * M, (b + 1) * M)` of every layer, where `M` is the number of
+    pages per row. The page table and `lengths` are on the device, and each call reads and writes
+    both tensors once on the device. A step does not wait for the device, and allocates no memory
+    that outlives the step. `StepGraph` captures a step of the model once and replays the captured
+    step while rows grow.
 
     Args:
       config: configuration of the model.

@@ -68,7 +68,7 @@ class SavedConfig(PreTrainedConfig):
     not import `nsa_torch.huggingface` find the classes through that module.
 
     Attributes:
-      classes: A mapping from names of transformers' Auto classes to our classes.
+      classes: A mapping from names of transformers' Auto classes to classes of this package.
     """
 
     classes: ClassVar[dict[str, str]]

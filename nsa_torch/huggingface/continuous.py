@@ -82,9 +82,9 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     has blocks copied when a request forks. Each block has memory for all layers of the model. A
     layer with NSA stores the compressed tokens, and the keys and values of three branches. If the
     branches share keys and values, the layer stores keys and values once. A dense layer stores its
-    keys and values. The manager owns the memory, so that its accounting is correct. This class
-    divides the memory into arrays over all blocks, as kernels require. The block of a token follows
-    from the block table:
+    keys and values. The manager owns the memory, so that the accounting of the manager is correct.
+    This class divides the memory into arrays over all blocks, as kernels require. The block of a
+    token follows from the block table:
 
         block of token p of a request   block_table[request][p // select_block]
 

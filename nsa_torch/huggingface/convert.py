@@ -24,9 +24,9 @@ model equals the dense model with every `--start`:
   of the branches with zero values learn only from the second step.
 - `--start gates` sets the gate of the selected branch to 1 and the other gates to 0. With
   `--start gates` the values are unchanged, and only the selected branch learns.
-- `--start shared` sets the gates as `--start gates` does. All branches then share keys and values,
-  as W_K and W_V, so that the cache has a third of the size. With `--start shared` all weights
-  except the gates learn.
+- `--start shared` sets the gates as `--start gates` does. With `--start shared` all branches share
+  keys and values, as W_K and W_V, so that the cache has a third of the size. With `--start shared`
+  all weights except the gates learn.
 """
 
 import argparse

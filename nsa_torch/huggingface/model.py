@@ -224,8 +224,8 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the weights of `module`, but not those of its children. transformers calls
-        this function for the children first.
+        """Initialize the weights of `module`, but not the weights of its children. transformers
+        calls this function for the children first.
         """
         given, residual = self.config.initializer_range, 2 * self.config.num_hidden_layers
         draw = lambda x, default: nn.init.normal_(x, std=default if given is None else given)
