@@ -6,12 +6,12 @@ this GPU.
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
 The two checkouts run in separate processes on one machine. As many processes as fit into
-`--memory_gib` compile in parallel. Consecutive calls are then timed in turn (before, after, after,
-before, ...), with one process on the GPU at a time. A row is one problem in one pass. A row is
-slower if the median of its ratios (time after / time before) exceeds 1 + `--margin`. The exit
-status is 1 if a row is slower or not bit-equal, or if a process failed. For a change that may
-round differently, pass `--allow_other_bits`. All rows run on `mosaic`, so that a Hopper GPU is
-needed.
+`--memory_gib` compile in parallel. After the compilation, consecutive calls are timed in turn
+(before, after, after, before, ...), with one process on the GPU at a time. A row is one problem in
+one pass. A row is slower if the median of its ratios (time after / time before) exceeds 1 +
+`--margin`. The exit status is 1 if a row is slower or not bit-equal, or if a process failed. For a
+change that may round differently, pass `--allow_other_bits`. All rows run on `mosaic`, so that a
+Hopper GPU is needed.
 """
 
 import contextlib

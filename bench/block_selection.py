@@ -33,8 +33,8 @@ These modes are measured:
 - `loss`: `indexer_kl` and its gradients.
 - `decode`: the selection and attention for one token per row, from pages of one block, in one CUDA
   graph.
-- `qsa`: selection and attention of QSA's layer, whose sizes replace those of the flags. In this
-  mode `sdpa` is dense attention without blocks.
+- `qsa`: selection and attention of QSA's layer, whose sizes replace the sizes of the flags. In mode
+  `qsa`, `sdpa` is dense attention without blocks.
 - `qsa_decode`: a decode step of QSA's layer.
 
 A line has these fields:

@@ -105,9 +105,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def side_by_side(lengths: Sequence[int]) -> int:
-    """Start a process per length. The processes compile in parallel and are timed in turn.
-    Return the worst exit status. All records are in `compare.jsonl`, and other files of a
-    length are in its folder.
+    """Start a process per length. The processes compile in parallel and are timed in turn. Return
+    the worst exit status. All records are in `compare.jsonl`. The other files of a length are in a
+    folder of this length.
     """
     lines, statuses = command.new_file(FLAGS.out, "compare.jsonl"), []
     for _, status, done in turns.of_lengths("seq_len", lengths, lines, FLAGS.framework):

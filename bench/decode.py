@@ -24,8 +24,8 @@ token means draft tokens that are verified. Columns:
 - `graph`: whether a CUDA graph replayed the step (torch on CUDA, if the step can be captured).
 - `ms_host`: host time of consecutive eager steps without the graph. `ms_paged_host` is the host
   time of steps on the paged cache.
-- `above_whole`: branches whose time exceeds `ms_total`. The printed line marks these branches with
-  `*`.
+- `above_whole`: branches whose time exceeds `ms_total`. The printed line marks branches that exceed
+  `ms_total` with `*`.
 
 The branches are launched and timed separately, so that their times need not add up to the time of
 the whole step. If another process uses the machine, the median time of a branch can exceed the time
@@ -34,8 +34,8 @@ of the whole step. If the difference is larger than noise, the row of the whole 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
 - `reads_actual_decode` is counted, as the sum over the three branches and the mean over sequences
-  and key/value heads. With a query of zeros every logit is 0, and the log-sum-exp of a branch is
-  the logarithm of the number of its keys.
+  and key/value heads. The query of the count is zero, so that every logit is 0 and the log-sum-exp
+  of a branch is the logarithm of the number of its keys.
 - `reads_expected_decode` is `(S - l)/d + 1 + n*l' + w`, with the limits of a short cache.
 - `reads_actual` and `reads_expected` are sums over sequences and key/value heads.
 """
@@ -124,8 +124,8 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:
     """Compile every step of one cache length and compare the step with the oracle. Return a
-    function that times the steps and returns the values of the table's row. The arguments of the
-    returned function are those of `timing`.
+    function that times the steps and returns the values of the table's row. The returned function
+    has the arguments of `timing`.
     """
     config = config_of(FLAGS)
     settings = command.settings(
@@ -151,8 +151,9 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     paged_kernel = FLAGS.paged
 
     def freeze() -> Values:
-        """From now on, use the path's own selection of blocks. The row `scores` judges the path's
-        own selection."""
+        """Use the path's own selection of blocks in all later calls. The row `scores` judges the
+        path's own selection.
+        """
         nonlocal cached, frozen
         cached = decode_steps.Cached(runner, inputs, config, chosen)
         frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))
@@ -254,8 +255,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
 def doubt(parts: Mapping[str, Record], whole: Values) -> Values:
     """Return fields that make the row of the whole step an error, if a branch is slower than the
-    whole step by more than `NOISE`. If no branch is that slow, or if there are few samples,
-    return no fields.
+    whole step by more than `NOISE`. Return no fields if no branch is slower by more than `NOISE`,
+    or if there are few samples.
     """
     longer = [
         f"{branch} {part.time_ms:.4g} ms"

@@ -104,9 +104,9 @@ def new_lengths() -> dict:
 
 
 def in_jax() -> dict:
-    """Measure the first call of a process in JAX, and then one call per new length. JAX's cache
-    of programs is in the folder of the kernels. The second process finds the cache in that
-    folder.
+    """Measure the first call of a process in JAX, and then one call per new length. JAX's cache of
+    programs is in the folder of the kernels. The second process finds the cache in the folder of
+    the kernels.
     """
     import jax
 

@@ -10,9 +10,9 @@ loads machine code that another process has built. `--gpus 2` runs only the test
 GPUs, in one process. A skipped test counts as in `bench.suite`.
 
 `--save_records` appends a line with commit, outcomes, seconds and versions to
-bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit this file with a change of kernels.
-`--age` runs no test. `--age` prints a warning unless all tests on one GPU were recorded and passed
-since the last change of the kernels or the host side.
+bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit gpu_tests.jsonl together with a change of
+kernels. `--age` runs no test. `--age` prints a warning unless all tests on one GPU were recorded
+and passed since the last change of the kernels or the host side.
 """
 
 import datetime

@@ -14,8 +14,8 @@ alternately, each in its own process:
   (`kernels_pallas.runtime.sequence`).
 - `each`: every launch is separate.
 
-Each shape and pass has these times per call in ms, with 20th and 80th percentile, as medians of the
-rounds:
+Each shape and pass has these times per call in ms. All times are medians of the rounds and have a
+20th and an 80th percentile:
 
 - `host`: the time until the call returns, if the GPU was idle.
 - `done`: the time until the GPU is done too.
@@ -155,8 +155,9 @@ def kernel() -> Kernel:
 
 
 def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
-    """Run `count` launches, each on the output of the previous one, and return the last
-    output."""
+    """Run `count` launches, each on the output of the previous launch, and return the last
+    output.
+    """
     for _ in range(count):
         (x,) = run(kernel(), gate, x)
     return x

@@ -57,9 +57,9 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY
 
 
 def watched(tool: str, layer: str, folder: Path) -> Values:
-    """Run a layer under a tool, or the planted fault if `layer` is "", and judge the result. In
-    the returned row, `ran` is the output of `checked_layer`, and `watched` is `--kernels` if the
-    tool checked only these kernels.
+    """Run a layer under a tool, or the planted fault if `layer` is "", and judge the result. In the
+    returned row, `ran` is the output of `checked_layer`, and `watched` is `--kernels` if the tool
+    checked only the kernels of this flag.
     """
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]

@@ -176,12 +176,12 @@ class Run:
         return {str(path.relative_to(self.folder)) for path in found} - {"summary.json"}
 
     def good(self, result: Result) -> bool:
-        """Whether the result is not a failure: it succeeded, or was not requested."""
+        """Whether the step succeeded or was not requested."""
         step = next(step for step in self.plan if step.name == result.name)
         return result.status == "ok" or self.not_asked(step) is not None
 
     def tell(self, result: Result) -> None:
-        """Print a line, and for a failure the end of its log."""
+        """Print a line, and for a failed step the end of the log."""
         if result.status == "skipped" and self.good(result):
             return
         line = f"{result.name}: {result.status} {result.seconds:.1f} s {result.reason}".rstrip()

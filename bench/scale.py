@@ -14,8 +14,8 @@ Each number of devices is a separate run. In torch a run has one process per GPU
   the 20th and 80th percentile.
 - `efficiency`: `ms` on one device divided by `devices * ms`, for the same problem.
 - `tokens_s_device`: tokens per second and device. With `--weak` every device has the same number of
-  tokens, so that this rate can be compared between numbers of devices. The work per token still
-  grows with the length.
+  tokens, so that this rate can be compared between numbers of devices. With `--weak`, the work per
+  token grows with the length.
 - `compute_ms`: time of the same call without transport (torch). Each device uses copies of its own
   keys and values instead of the keys and values of other devices.
 - `exposed_ms`: `ms - compute_ms`, the transport that no computation hides.

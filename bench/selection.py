@@ -124,7 +124,7 @@ def columns_of(name: str) -> tuple[str, ...]:
 
 
 def mode(dist: str) -> str:
-    """Return the kind of a row, which is its mode in a record."""
+    """Return the mode of a row, as in a record."""
     if FLAGS.decode:
         return "decode"
     return "dense" if SPANS[dist] == 1 else "varlen"

@@ -8,10 +8,10 @@ and memory.
 
 Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch. All
 shapes are measured with one input before the next input, so that the second input of a shape finds
-the compiled oracles of the first. Up to `--at_once` processes of `bench.compare` compile and check
-parity in parallel. Each process is then timed with exclusive use of the GPU. Parity is checked for
-`--most_rows` queries of each sequence. The targets and their measurements are in
-bench/records/log/calls.md, "Against the targets".
+the compiled oracles of the first input. Up to `--at_once` processes of `bench.compare` compile and
+check parity in parallel. After the compilation, each process is timed with exclusive use of the
+GPU. Parity is checked for `--most_rows` queries of each sequence. The targets and their
+measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl. `--save_records` also appends these records to
 bench/records/<device>/compare.jsonl.

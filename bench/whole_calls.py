@@ -4,7 +4,7 @@
     python -m bench.whole_calls --only 64k --out variants.jsonl
 
 `bench.shapes` times single calls with flushed caches. `bench.whole_calls` measures two other
-conditions: a GPU at its power limit is faster after a rest, and consecutive calls hide the host
+conditions. A GPU at its power limit is faster after a rest, and consecutive calls hide the host
 time. Times per call are in milliseconds, as medians of `--rounds`. The shapes are the shapes of
 `bench.against`, forward and with gradients, on `mosaic`:
 

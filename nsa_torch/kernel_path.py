@@ -206,8 +206,7 @@ class KernelPath:
       name: name of the implementation.
       steps: the steps of attention on the kernels of this implementation.
       masks: Whether the kernels skip padding, and keys and values to which no query attends. If
-        `masks` is False, the kernels read copies in which padding and unread keys and values are
-        zeros.
+        `masks` is False, the kernels read copies in which these tokens are zeros.
       list_shapes: function that returns the shapes of `steps.lists`. The arguments of
         `list_shapes` are query, key, value, the number of selected blocks and `select_block`.
     """

@@ -6,7 +6,8 @@
 The layer is called three times without gradients and three times with gradients. The three results
 without gradients must be bit-equal, and so must the three results with gradients. The first call
 runs step by step. All later calls run from a plan (`nsa_core.plan`), in which temporary tensors
-share one allocation. One JSON line lists the kernels that ran in the first call of each kind.
+share one allocation. One JSON line lists the kernels that ran in the first call without gradients
+and in the first call with gradients.
 """
 
 import collections

@@ -54,12 +54,12 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
       own: The values to which the flags are added, by default new values that also have the flag
         `--commit`.
       known: For each flag the default, the help, and optionally a bound or the allowed values. An
-        entry can also be the name of another flag. The new flag is then an alias of the named flag.
-        A flag has the type of its default. The values of a list are separated by commas. A tuple
-        means that the flag may be repeated, with one value each. A type instead of a default means
-        that the default is None, or empty for a tuple. A bound is the minimum, or a pair of minimum
-        and maximum. The bound defaults to the minimum 1 for integers and 0 for other numbers. The
-        bound None means that there is no bound.
+        entry can also be the name of another flag, of which the new flag becomes an alias. A flag
+        has the type of its default. The values of a list are separated by commas. A tuple means
+        that the flag may be repeated, with one value each. A type instead of a default means that
+        the default is None, or empty for a tuple. A bound is the minimum, or a pair of minimum and
+        maximum. The bound defaults to the minimum 1 for integers and 0 for other numbers. The bound
+        None means that there is no bound.
     """
     if own is None:
         own = flags.FlagValues()
@@ -143,7 +143,8 @@ def refuse_beside(
     """Raise an error for flags that have no effect together with the flag `mode`.
 
     Raises:
-      ValueError: One of the flags `others`, which have no effect, differs from its default.
+      ValueError: One of the flags `others`, which have no effect with `mode`, differs from its
+        default.
     """
     if given := [other.name for other in others if other.value != other.default]:
         raise ValueError(f"--{given[0]} has no effect with --{mode.name}")

@@ -1,7 +1,7 @@
 """Common parts of the commands that measure attention: flags, output folder, table, exit status.
 
-A module of such a command begins with `FLAGS = command.flag_values()` and ends with
-`cli.run(main, FLAGS)`. The flags are in `flags.FLAGS` only if the command is the main program,
+The module of a command that measures attention begins with `FLAGS = command.flag_values()` and ends
+with `cli.run(main, FLAGS)`. The flags are in `flags.FLAGS` only if the command is the main program,
 since other commands define flags with the same names.
 """
 

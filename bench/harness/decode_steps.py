@@ -201,8 +201,8 @@ class Paged:
         return paged_attend
 
     def chosen(self) -> jax.Array | None:
-        """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. Return
-        None if the selected blocks are the same as those of the contiguous cache.
+        """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. Return None
+        if the selected blocks equal the selected blocks of the contiguous cache.
         """
         if self.name == "gathered":
             return None

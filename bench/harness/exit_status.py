@@ -36,8 +36,8 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """Return the status of a command that ran several commands, given their statuses `ends`. A
-    status outside 0 to 3 counts as 1.
+    """Return the status of a command that ran several commands, given the statuses `ends` of these
+    commands. A status outside 0 to 3 counts as 1.
     """
     found = {end if end in range(4) else WRONG for end in ends}
     return next((end for end in (WRONG, USAGE, NOT_MEASURED, OK) if end in found), NOT_MEASURED)

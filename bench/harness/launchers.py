@@ -36,5 +36,7 @@ def check_one(together: str = "") -> None:
 
 
 def is_first() -> bool:
-    """Return whether this is the only process of a run, or the first one that torchrun started."""
+    """Return whether this is the only process of a run, or the first process that torchrun
+    started.
+    """
     return os.environ.get("RANK", "0") == "0"

@@ -108,7 +108,7 @@ FLAGS = {
 def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
     """Measure rows for the process that started this process with `--turn`, and return the exit
     status. The records of a row are written to `<number>.jsonl` in the folder of `--turn`.
-    `<number>.begun` exists in that folder while this process works on the row.
+    `<number>.begun` exists in the folder of `--turn` while this process works on the row.
     """
     faulthandler.enable(STDERR)
     folder, numbered = Path(own.turn), _asked(own, rows)
@@ -201,7 +201,7 @@ def _ended(status: int, log: Path) -> str:
 
 def _better(first: Record, second: Record) -> Record:
     """Return the faster of two measurements of one call. If a measurement is invalid, return the
-    invalid one.
+    invalid measurement.
     """
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 

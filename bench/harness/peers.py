@@ -11,12 +11,12 @@ libraries are installed. Dense attention of `fa4` and `flash_attn` is also compa
 The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package.
 `native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
 
-`fla.ops.nsa` computes another function than this library. Its compressed tokens are means of whole
-selection blocks without overlap. With blocks of 64 tokens and a stride of 16 tokens, `fla.ops.nsa`
-has four times fewer compressed tokens than this library. All branches of `fla.ops.nsa` share one
-array of keys. Attention to given blocks and the sliding window are the same functions as in this
-library, so that the oracle judges these steps. Whole attention of `fla` is not judged, and has no
-speed-up.
+`fla.ops.nsa` computes another function than this library. The compressed tokens of `fla.ops.nsa`
+are means of whole selection blocks without overlap. With blocks of 64 tokens and a stride of 16
+tokens, `fla.ops.nsa` has four times fewer compressed tokens than this library. All branches of
+`fla.ops.nsa` share one array of keys. Attention to given blocks and the sliding window are the same
+functions as in this library, so that the oracle judges these steps. Whole attention of `fla` is not
+judged, and has no speed-up.
 """
 
 import functools

@@ -45,8 +45,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a step ended. `command` is relative to the root of the repository, and `files` to the
-    folder of the run.
+    """How a step ended. `command` is relative to the root of the repository, and `files` are
+    relative to the folder of the run.
     """
 
     name: str
@@ -127,9 +127,9 @@ def run(
     before: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores
-    compiled modules for the next step, even if the environment disables this. Stored modules save
-    2 s when torch is imported.
+    """Run `python -m <words>` and write its output to `<folder>/<name>.log`. Python stores compiled
+    modules for the next step, even if the environment disables such files. Stored modules save 2 s
+    when torch is imported.
 
     Args:
       name: Name of the step.

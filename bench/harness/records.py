@@ -262,7 +262,7 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
 
 
 def flat_lines(path: str | Path) -> list[Values]:
-    """Return the fields of each line, including those in a record's `extra`."""
+    """Return the fields of each line, including the fields in a record's `extra`."""
     return [line | line.pop("extra", {}) for _, line in read_lines(path)]
 
 
@@ -303,7 +303,7 @@ def environment(commit: str | None = None) -> Values:
 
     Args:
       commit: The commit whose files this tree contains. Defaults to the commit that git reports. If
-        git reports another commit, or none, `dirty` is None, since a copy may have the .git of
+        git reports another commit or no commit, `dirty` is None, since a copy may have the .git of
         another tree.
     """
     versions = {

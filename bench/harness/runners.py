@@ -70,8 +70,9 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """Return `problem(settings, ..)` for the device of `runner`. The policy of that device then
-    applies."""
+    """Return `problem(settings, ..)` for the device of `runner`. The policy of that device applies
+    to the problem.
+    """
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -300,7 +301,9 @@ RUNNERS: dict[str, Any] = {"jax": JaxRunner, "torch": TorchRunner}
 
 
 def started(framework: str) -> tuple[list[Any], bool]:
-    """Return the runners of `framework`, which may be `both`, and whether one has a GPU."""
+    """Return the runners of `framework`, which may be `both`, and whether one of the runners has a
+    GPU.
+    """
     found = [make() for name, make in RUNNERS.items() if framework in (name, "both")]
     return found, any(runner.device != "cpu" for runner in found)
 

@@ -228,9 +228,9 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """Return a context in which copies of this rank's data replace the data of other ranks. A
-    call then does all its computation without transport. The results of a call without transport
-    are meaningless.
+    """Return a context in which copies of this rank's data replace the data of other ranks. In this
+    context, a call does all its computation without transport. The results of a call without
+    transport are meaningless.
     """
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum

@@ -44,7 +44,7 @@ class Meaning:
 
 
 def truthy(text: str) -> bool:
-    """Return whether the text of a variable means true, in upper or lower case.
+    """Return whether the text of a variable means true. Upper and lower case have the same meaning.
 
     Raises:
       ValueError: the text means neither true nor false.

@@ -1,8 +1,8 @@
 """Runs commands that prepare in parallel and are timed one after the other.
 
 A child is a process of a command. A child prints `ready` when only the timing is left, and waits
-for a line on its standard input before it starts the timing. Compilation thereby uses all cores
-of the machine, and one process at a time uses the GPU.
+for a line on its standard input before it starts the timing. With this protocol, compilation uses
+all cores of the machine, and one process at a time uses the GPU.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def wait() -> None:
 
 
 class Child:
-    """A process of `python -m <words>`, its standard error in the file `log`."""
+    """A process of `python -m <words>`, whose standard error goes to the file `log`."""
 
     def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]):
         with log.open("wb") as errors:
@@ -88,8 +88,8 @@ def measured(
       at_once: Maximum number of commands that run together. Defaults to all.
 
     Yields:
-      The name, the exit status and the records of each command. The records are appended to
-      `lines` immediately, since a later command may be ended from outside.
+      The name, the exit status and the records of each command. The records are appended to `lines`
+      immediately, since another process may end a later command.
     """
     for wave in itertools.batched(commands.items(), at_once or len(commands)):
         for name, status in of_names(dict(wave), lines.parent, environment, unit):

@@ -40,8 +40,8 @@ class Checker:
           backward: Whether steps return gradients.
           most_rows: The maximum number of checked query positions per sequence, by default as in
             `oracle.Slabs.of`.
-          pools: Whether the compressed tokens of whole attention are means of its tokens. If
-            `pools` is False, `inputs` has the compressed tokens.
+          pools: Whether whole attention computes its compressed tokens as means. If `pools` is
+            False, `inputs` has the compressed tokens.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
@@ -71,7 +71,7 @@ class Checker:
         """Run `step` of one branch and compare all its results with the oracle. For whole attention
         (`all`), the step must use the selection of the inputs.
 
-        `arguments` are those of `step`, as arrays of the runner's framework.
+        `arguments` are the arguments of `step`, as arrays of the runner's framework.
         """
         heartbeat.say(f"{runner.framework} {branch}: compares with the oracle")
         result = step(*self.sources(runner, arguments))

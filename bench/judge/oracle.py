@@ -36,7 +36,7 @@ FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
 
 class Slabs(NamedTuple):
     """Slabs of `size` query rows, which begin at the ascending `starts`. If two slabs overlap, the
-    common rows belong to the earlier one.
+    common rows belong to the earlier slab.
     """
 
     starts: tuple[int, ...]
@@ -54,7 +54,7 @@ class Slabs(NamedTuple):
         offset: int = 0,
         most_rows: int | None = None,
     ) -> "Slabs":
-        """Choose all rows of a small problem, and some rows of a large one.
+        """Choose all rows of a small problem, and some rows of a large problem.
 
         Args:
           num_queries: Query positions of each sequence.
@@ -107,8 +107,8 @@ class Slabs(NamedTuple):
 
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
-    """Return the reference results of a branch. The results are `out` and `lse` for a branch,
-    only `scores` for the scores, and only `out` for `all`. `arguments` are those of the branch,
+    """Return the reference results of a branch. The results are `out` and `lse` for a branch, only
+    `scores` for the scores, and only `out` for `all`. `arguments` are the arguments of the branch,
     and for `all` also the block indices.
     """
     where = {"config": config, "kv_len": kv_len}

@@ -2,7 +2,7 @@
 is judged) and the oracle. Arrays are NumPy arrays.
 
 `oracle` is the dense reference in float64 on the already rounded inputs. `yardstick`, the baseline,
-is the same reference in the precision of the path. With `e = path - oracle` and
+is the dense reference in the precision of the path. With `e = path - oracle` and
 `y = yardstick - oracle`, all of the following bounds must hold:
 
 max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 also at most 5e-5
@@ -19,10 +19,11 @@ key in the window.
 
 For products in e4m3 the rule differs in three points. For products in e4m3, the baseline rounds the
 same values as the kernels. For products in e4m3, the absolute limits 5e-5 and 1e-3 do not apply,
-since errors exceed these limits. The slope of the path may differ from 1 by 2^-7 more than the
-slope of the baseline does. The slope of the baseline also differs from 1, since rounded logits
-flatten the softmax. The 2^-7 allow for tensor cores, which keep 13 bits of a sum in steps of 32
-keys. Each step may lose 2^-14 of the sum, and a tile's list of 64 blocks has 128 steps.
+since errors exceed these limits. For products in e4m3, the slope of the path may differ from 1 by
+2^-7 more than the slope of the baseline does. The slope of the baseline also differs from 1, since
+rounded logits flatten the softmax. The margin of 2^-7 allows for tensor cores, which keep 13 bits
+of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum, and a tile's list of 64 blocks
+has 128 steps.
 """
 
 import dataclasses
@@ -129,8 +130,9 @@ def check_parity(
     Args:
       name: The name of the array, for the reason.
       actual: The path's result.
-      oracle: The reference in float64, of the same shape.
-      yardstick: The baseline, which is the reference in the path's precision, of the same shape.
+      oracle: The reference in float64, in the shape of `actual`.
+      yardstick: The baseline, which is the reference in the path's precision, in the shape of
+        `actual`.
       dtype: The path's precision, if `actual` was converted. By default the dtype of `actual` is
         used.
       selection: Whether the array is the output of the selected branch.
@@ -219,8 +221,8 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
 
 
 def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each rule of Eq. 11 that does not depend on scores, and a bool array `[..]` of the
-    rows that obey it.
+    """Yield each rule of Eq. 11 that does not depend on scores, and a bool array `[..]` of the rows
+    that obey the rule.
 
     Args:
       indices: `[.., n]`, -1 in empty slots.
@@ -303,9 +305,9 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
-    """Return a mask of the rows that have only one admissible selection, bool `[B, T, Hkv]`. In
-    such a row, the score of the best block that is not selected is too low for this block to
-    replace the last selected block.
+    """Return a mask of the rows that have only one admissible selection, bool `[B, T, Hkv]`. A row
+    has only one admissible selection if the score of the best block that is not selected is too low
+    to replace the last selected block.
     """
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]

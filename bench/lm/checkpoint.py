@@ -6,7 +6,7 @@ A folder has the weights and AdamW's moments in one of two forms:
 - the files `weights`, `mean` and `square` of `nsa_interop.weights`, with which a run can continue
   in the other framework
 - the folder `shards` of `torch.distributed.checkpoint`, which any number of processes can read.
-  `bench.lm.shards` converts a checkpoint in shards to the first form
+  `bench.lm.shards` converts a checkpoint in shards to whole files
 
 `progress.json` has the number of steps done (the position in the data), the settings that must not
 change, and the checksum of every file.
@@ -51,7 +51,7 @@ def latest(folder: Path) -> Path | None:
 def save(
     folder: Path, learner: Learner, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except this one
+    """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except the new one
     and the previous one.
 
     Every rank must call this function. The function returns on all ranks, or raises an error on all

@@ -10,7 +10,7 @@ A list (`configs/corpus/python.yaml`) determines the corpus:
 2. The `.py` files of each wheel are documents if their size is within `file_bytes`. A wheel
    provides up to `package_bytes` of documents, in the order of the hash of the file names. Equal
    texts are used once.
-3. The wheels in `held_out` are the held-out text, and the others are the training text.
+3. The wheels in `held_out` are the held-out text, and the other wheels are the training text.
 4. A byte-level BPE (library `tokenizers`) with `vocabulary` tokens learns from the first
    `tokenizer_bytes` of the training text. With `learns_from`, the BPE learns from the training text
    of another list.
@@ -238,7 +238,7 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
     """Build the contents of `corpus.json`, the file of the tokenizer, and the tokens.
 
     Raises:
-      ValueError: The hashes differ from those in the list, or no document is left.
+      ValueError: The hashes differ from the hashes in the list, or no document is left.
     """
     train, held_out = texts(given, folder)
     if not train or not held_out:

@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 def losses(lines: Sequence[Line]) -> dict[str, np.ndarray]:
     """Return the losses `[steps]` of each run in the order of its steps. A later line for a step
-    replaces an earlier one.
+    replaces an earlier line.
     """
     found: dict[str, dict[int, float]] = {}
     for line in lines:

@@ -245,8 +245,8 @@ def load(
       length: See `Batches`.
       seed: See `Batches`.
       size: Bytes of "text".
-      pack: See `Batches`. By default "none" for the dataset "text", "once" for a corpus, and
-        "documents" for all other datasets.
+      pack: See `Batches`. `pack` defaults to "none" for the dataset "text", to "once" for a corpus,
+        and to "documents" for all other datasets.
       tokenizer: Path of a tokenizer.json file (Hugging Face `tokenizers`). By default bytes
         are tokens, but a corpus has its own tokenizer.
       column: Name of the text column, in files with columns and on the Hub.

@@ -7,11 +7,11 @@ attention with several seeds.
 
 Runs of one seed start from the same weights and read the same rows. A run is one file,
 `<out>/<setting>/<variant>-<seed>.jsonl`, which is written when the run ends. If the command is
-interrupted, the same command again runs the missing runs. A file contains about a hundred lines of
-steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time and distributes
-them over the GPUs. If two runs share a GPU, one run computes while the host works between steps of
-the other run. Times of steps are stored only with `--jobs 1`. Exit status 3 means that runs were
-omitted, since `--limit` seconds might not suffice.
+interrupted, a second call of the same command makes the missing runs. A file contains about a
+hundred lines of steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time
+and distributes them over the GPUs. If two runs share a GPU, one run computes while the host works
+between steps of the other run. Times of steps are stored only with `--jobs 1`. Exit status 3 means
+that runs were omitted, since `--limit` seconds might not suffice.
 """
 
 import contextlib

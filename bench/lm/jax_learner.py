@@ -51,7 +51,7 @@ class Step(NamedTuple):
     update: jax.stages.Compiled  # (weights and moments, gradients, numbers, rate) to new ones
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory on one device in bytes, as the compiler plans it."""
+        """Return the peak memory on one device in bytes, by the plan of the compiler."""
         first, second = (x.memory_analysis() for x in self)
         if first is None or second is None:
             return None
@@ -205,8 +205,9 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
 def _gradients(program: Program, params, rows: Rows):
     """Return three results: the loss and the norm of the gradient, the squared norms of the
-    gradients of each weight, and the gradients. The gradients are a list, or one array if there
-    are several devices and each has all weights."""
+    gradients of each weight, and the gradients. The gradients are a list, or one array if there are
+    several devices and each device has all weights.
+    """
     layout = program.layout
     if layout is not None and layout.data_only:
         compute = layout.summed_gradients(functools.partial(_part, program))
@@ -401,7 +402,7 @@ class Learner:
         return self._tree.unflatten(self.leaves)[1]
 
     def keep(self, params: nnx.State, state: Any) -> None:
-        """Use the weights `params` and the moments in `state` from now on."""
+        """Use the weights `params` and the moments in `state` in all later steps."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
         self.weights = len(jax.tree.leaves(params))  # weights come first
         self.compiled: Step | None = None  # compiled for rows with the shapes of the first step

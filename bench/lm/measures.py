@@ -208,7 +208,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
     """Measure how often the queries in a copy select the block that contains the next token.
 
     The row has T + 1 tokens and ends in a copy of an earlier passage. The token that follows a
-    query also occurs in that passage.
+    query also occurs in the earlier passage.
 
     Args:
       indices: Blocks that each query selects, `[T, heads, n]`, -1 in empty slots.

@@ -29,7 +29,7 @@ the upper bound of 95 % must be within the limit, and for other measures the mea
 - `new` and `end` may exceed the losses of dense attention by at most 0.3 %.
 - `far` may exceed the loss of dense attention by at most 1 %.
 - `recall` may be at most 0.03 below the `recall` of dense attention.
-- If chance is below a quarter, the best head must contain blocks with the copied passage more often
+- If chance is below a quarter, the best head must select blocks with the copied passage more often
   than with another text, by three standard errors.
 
 The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs or lacks a
@@ -409,8 +409,8 @@ def _over_chance(kind: Kind) -> np.ndarray:
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """For each run with these records, return the hits of the best head minus the hits of this head
-    with another text.
+    """For each run that recorded the hits of heads, return the hits of the best head minus the hits
+    of this head with another text.
     """
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 

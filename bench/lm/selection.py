@@ -1,8 +1,8 @@
 """A loss that trains the selection of blocks. The loss of the model does not train the selection,
 since the choice of blocks has no gradient.
 
-The block scores of the compressed branch should predict where the selected branch would attend if
-the selected branch could read every block. For each query and group of query heads:
+The block scores of the compressed branch should predict to which blocks the selected branch would
+attend without a limit on their number. For each query and group of query heads:
 
     p[j] = sum of softmax(q . k_sel / sqrt(D)) over the keys of block j and the heads of the group
     s[j] = the score by which the selection ranks block j

@@ -13,8 +13,8 @@ class Share:
     """The rows of one of `ranks` processes. A process has its slice of each micro-batch, in the
     order of micro-batches.
 
-    A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The rows of a
-    micro-batch therefore do not depend on the number of processes.
+    A micro-batch consists of `batch / accumulate` adjacent rows of the global batch. The number of
+    processes does not change the rows of a micro-batch.
 
     Attributes:
       batch: Rows of the global batch.

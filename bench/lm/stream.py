@@ -176,8 +176,9 @@ class Streamed(Batches):
         os.replace(scratch, self.notes / f"{at.block:06d}.json")
 
     def _noted(self) -> list[Position]:
-        """Return the positions that are noted in the folder, up to the first that is missing or
-        damaged."""
+        """Return the positions that are noted in the folder, up to the first position that is
+        missing or damaged.
+        """
         found: list[Position] = []
         while self.notes is not None:
             try:

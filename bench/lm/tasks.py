@@ -10,7 +10,7 @@ each slot:
 Since keys and values are random, a model can predict the value in the copy only by finding the
 source among all records of the row. The task is multi-query associative recall (arXiv 2312.04927).
 Every fifth pair has no record. In a pair without a record, the second slot repeats the text of the
-first.
+first slot.
 """
 
 from typing import Any

@@ -74,7 +74,7 @@ class FromFile:
 
     Args:
       data: The contents of the tokenizer's file.
-      path: The path of that file, for messages.
+      path: The path of the tokenizer's file, for messages.
 
     Raises:
       ValueError: The library cannot read `data`, or there are no tokens.

@@ -207,11 +207,11 @@ def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
 
     Matrices are drawn from a normal distribution. The standard deviation is torch's default,
     `1 / sqrt(3 inputs)` (0.021 for 768 inputs). For matrices whose output is added to the residual
-    stream, the deviation is divided by `sqrt(2 layers)`. The standard deviation of the embedding is
-    0.02. Gates, `phi` and vectors start as in their modules. A matrix depends only on `seed`, its
-    name and its shape. NSA and dense attention therefore start with equal values in matrices with
-    equal names. With a deviation of 0.02 at every width, the tiny model learns markedly slower with
-    NSA than with dense attention.
+    stream, the standard deviation is divided by `sqrt(2 layers)`. The standard deviation of the
+    embedding is 0.02. Gates, `phi` and vectors start as in their modules. A matrix depends only on
+    `seed`, its name and its shape. NSA and dense attention therefore start with equal values in
+    matrices with equal names. With a standard deviation of 0.02 at every width, the tiny model
+    learns markedly slower with NSA than with dense attention.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -3,10 +3,10 @@ report's page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
-A run is one kernel at one length. If a kernel has several runs at one length, the newest counts.
-A panel answers one question for the problem that was measured at the most lengths. The panel
-compares our kernel with all dense kernels of the same framework. The curves of a panel show the
-time of the fastest dense kernel divided by the time of each kernel.
+A run is one kernel at one length. If a kernel has several runs at one length, only the newest run
+counts. A panel answers one question for the problem that was measured at the most lengths. The
+panel compares our kernel with all dense kernels of the same framework. The curves of a panel show
+the time of the fastest dense kernel divided by the time of each kernel.
 
 At one length there are three answers:
 
@@ -110,7 +110,7 @@ class Point:
 
     @property
     def faster(self) -> bool | None:
-        """Whether NSA is faster, or None if that is not known."""
+        """Whether NSA is faster, or None if the answer is not known."""
         best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
         if not best:
             return None

@@ -166,8 +166,10 @@ def needles(found: Mapping[str, Mapping[str, Sequence[float]]], depths: Sequence
 
 
 def _draw(panel: Panel, axes) -> None:
-    """Draw an answer. Above 1, NSA is faster than dense attention. A hollow dot means that a fast
-    dense kernel was not measured at that length. A word is the status of a row without a time."""
+    """Draw an answer. A ratio above 1 means that NSA is faster than dense attention. A hollow dot
+    means that a fast dense kernel was not measured at that length. A word is the status of a row
+    without a time.
+    """
     for name, curve in panel.curves.items():
         tokens, ratios, failed, missing = zip(*curve, strict=True)
         own = {"linewidth": 1.0, "markersize": 2.5, "color": COLORS.get(name, OTHER)}

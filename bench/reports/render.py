@@ -117,7 +117,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 def note(record: Record) -> str:
     """Return the note of a row. The note has the row's reason, the number of rows whose selection
-    differs, and the implementations that refused.
+    differs, and the implementations that could not run.
     """
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
