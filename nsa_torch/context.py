@@ -8,17 +8,17 @@ pass gathers keys and values again. A reduce-scatter in float32 sums the gradien
 values over the ranks, for a few heads at a time.
 
 On Mosaic kernels one local call can compute both chunks of a rank, with a gap between the queries
-of the chunks. For means on Mosaic kernels, each rank computes the compressed tokens of all windows
-from the gathered tokens of the selected branch. With other kernels or another `phi`, each rank
-computes the compressed tokens of the windows that begin in its own tokens. Windows extend beyond
-the rank's chunks. The tokens that follow a chunk and belong to its windows are the halo of the
-chunk. The ranks gather the compressed tokens, of which there are `d` times fewer than raw tokens.
-Since compressed tokens are gathered, `phi` runs once per window, not once per rank and window. A
-window of `l` tokens belongs to the chunk with its first token. In general the halo has `l - 1`
-tokens. The halo has only `l - d` tokens if the row is not packed and the length of a chunk is a
-multiple of the stride. The ranks provide the halos by gathering the first tokens of every chunk. In
-the backward pass the gathers of halos and of compressed tokens become reduce-scatters in float32.
-The backward pass computes a learned `phi` again.
+of the chunks. On Mosaic kernels, each rank computes means of the selected branch's tokens for all
+windows, from the gathered tokens. Each other compressed token is computed by the rank in whose
+tokens its window begins. Windows extend beyond the rank's chunks. The tokens that follow a chunk
+and belong to its windows are the halo of the chunk. The ranks gather the compressed tokens, of
+which there are `d` times fewer than raw tokens. Since compressed tokens are gathered, `phi` runs
+once per window, not once per rank and window. A window of `l` tokens belongs to the chunk with its
+first token. In general the halo has `l - 1` tokens. The halo has only `l - d` tokens if the row is
+not packed and the length of a chunk is a multiple of the stride. The ranks provide the halos by
+gathering the first tokens of every chunk. In the backward pass the gathers of halos and of
+compressed tokens become reduce-scatters in float32. The backward pass computes a learned `phi`
+again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
 backward pass slices the input tensors from the rank's own tensors, or gathers them again. Since the

@@ -110,8 +110,8 @@ class PagedCache(PagedArrays):
         such as those of other layers, may be between the given pages. For example, pages of keys
         and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
         between pages, kernels read the arrays in place. With a common stride, the tensors of the
-        cache include the pages in between. Tensors that this method allocates have the same number
-        of pages as the given arrays.
+        cache include the pages in between, and tensors that this method allocates have the same
+        number of pages.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.

@@ -16,8 +16,8 @@ creates. Weights are read and written one safetensors file at a time.
   | all others      | the same names            | unchanged                                   |
 
 A layer that stays dense stores its keys and values once, as W_K and W_V. Up to num_selected *
-select_block tokens every block is selected. Up to num_selected * select_block tokens, the converted
-model equals the dense model with every `--start`:
+select_block tokens, every block is selected, so that the converted model equals the dense model
+with every `--start`:
 
 - `--start values` sets all gates to 1/2. The values of the selected branch are doubled, and the
   values of the other branches are zero. With `--start values` all weights learn, but keys and gates
