@@ -13,7 +13,8 @@ CAPABILITIES = {"mosaic": mosaic_capability, "triton": triton_capability}
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Return the reason why no kernel of this kind can run `problem` (framework, branch,
-    shapes), or None.
+    """Return the reason why no kernel of `implementation` can run `problem`, or None.
+
+    `problem` has the framework, the branch and the shapes.
     """
     return CAPABILITIES[implementation].why_not(problem)

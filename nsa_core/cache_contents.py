@@ -51,7 +51,7 @@ def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = (
     """
     if not isinstance(made_with, tuple | list) or not _are_facts(made_with):
         raise ValueError(
-            "made_with must be pairs of a name and a value that has a hash, such as "
+            "made_with must be pairs of a name and a hashable value, such as "
             f'(("rope_base", 1e4),), got {made_with!r}'
         )
     phi = ((f"phi_{x}", PHI[type(one)]) for x, one in zip("kv", params, strict=True))

@@ -99,8 +99,8 @@ class NSAConfig:
         """Raise NotImplementedError if `compute_dtype` has no gradient."""
         if self.compute_dtype is not None:
             raise NotImplementedError(
-                f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient; leave it out to "
-                "train"
+                f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient; leave "
+                "compute_dtype out to train"
             )
 
     def as_dict(self) -> dict[str, Any]:

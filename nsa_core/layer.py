@@ -432,7 +432,7 @@ def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
     if config is None or config.compute_dtype is None:
         return compute_dtype
     if compute_dtype is not None:
-        raise ValueError("compute_dtype must be None if config has one, got both")
+        raise ValueError("compute_dtype must be None if config has a compute_dtype, got both")
     return config.compute_dtype
 
 

@@ -18,8 +18,9 @@ stored unrounded, in a buffer that is called the ring of the row:
     raw token p         recent[slot of the row, p % (2 l)]
 
 A ring may contain arbitrary values, including tokens of another row. If the token in the page may
-be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. In
-all other cases, the token in the page is used.
+be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. If
+the token in the page cannot be the rounded value of the token in the ring, the token in the page is
+used.
 """
 
 import dataclasses
@@ -306,7 +307,7 @@ def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
     """Return the `Places` of the entries `index` of the rows `row`. A page has `per_page`
     entries.
 
-    Entries beyond the table, or in a page that does not exist, are invalid.
+    Entries beyond the page table, or in a page that does not exist, are invalid.
     """
     column = index // per_page
     inside = (index >= 0) & (column < page_table.shape[1])
@@ -456,7 +457,7 @@ def check_tables(
     elif count % rows:
         raise ValueError(
             f"{name} must have the same number of tokens for each of the {rows} rows, got {count}; "
-            "otherwise pass cu_seqlens_q"
+            "pass cu_seqlens_q if the numbers differ"
         )
     if needed is None:
         return

@@ -245,7 +245,7 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
             )
     if found[-1] > length:
         raise ValueError(
-            f"{name} must end with {length}, the number of tokens, or less, got {found[-1]}"
+            f"{name} must end with at most {length}, the number of tokens, got {found[-1]}"
         )
 
 

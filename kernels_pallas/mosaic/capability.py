@@ -61,7 +61,7 @@ def why_not(problem: Any) -> str | None:
 def _fp8_why_not(problem: Any) -> str | None:
     """Return the reason why products in e4m3 do not support `problem`, or None."""
     if problem.requires_grad:
-        return "has no gradient; compute under torch.no_grad(), or leave it out to train"
+        return "has no gradient; compute under torch.no_grad(), or leave compute_dtype out to train"
     if problem.cached:
         return "supports only whole sequences, got a cache"
     for name, width in (("D", problem.D), ("select_block", problem.config.select_block)):

@@ -1,8 +1,8 @@
 """Computes O = sum_c g_c O_c over the branches c, and delta_c = rowsum(dO * O_c) = dg_c.
 
 Loop order: a CTA of one warpgroup has one tile of 64 rows, a row per token and query head. The CTA
-first starts the TMA copies of the tile's rows in all arrays. The CTA then adds the arrays in slabs
-of 64 columns.
+first starts the TMA copies of the tile's rows in all arrays. After the copies have started, the CTA
+adds the arrays in slabs of 64 columns.
 Tile: `[64, width]` of each array in shared memory. Bound: memory bandwidth. Each array is read or
 written once. At B=1 T=65536 H=64 Dv=128 and three branches, the gated sum moves 4.3 GB, which takes
 1.3 ms.

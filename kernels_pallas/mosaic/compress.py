@@ -145,7 +145,7 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
         """Write the gradients of the tokens in stride block `block`.
 
         The tokens of stride block `block` are in the windows from `block - l / d + 1` to `block`. A
-        window of this range that would begin in the previous sequence has gradient 0.
+        window that would begin in the previous sequence has gradient 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

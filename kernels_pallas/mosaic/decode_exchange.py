@@ -193,7 +193,7 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
     previous block (Eq. 9). The score of block j is the sum of two parts, score[j] = own[j] +
     following[j + 1]. Lanes exchange sums over heads until each lane has the sums of one slot. In
     the index of a slot, bit 0 is lane bit 3, bits 1 and 2 are lane bits 0 and 1, and bit 3 is lane
-    bit 4. Lanes that differ in bit 2 have copies of the same sum.
+    bit 4. Lanes whose indices differ only in bit 2 have copies of the same sum.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     distances = 8, 1, 2, 16  # distance of the lanes whose slots differ in bit 0, 1, 2 or 3

@@ -56,8 +56,8 @@ class Queue:
     Attributes:
       limit: Number of strips that are known from the length, before the blocks are selected.
       total: Number of all strips.
-      near: Index in the queue of the first strip of values. Before this strip, the queue has the
-        key strips of the compressed and the sliding branch.
+      near: Index in the queue of the first strip of values. Before the strip at `near`, the queue
+        has the key strips of the compressed and the sliding branch.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):

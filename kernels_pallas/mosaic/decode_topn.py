@@ -2,10 +2,9 @@
 the rest.
 
 Every CTA has the scores of all blocks, so all CTAs compute the same list. Each warp finds the best
-`free` of its blocks, where `free` is the number of slots without a forced block. The warp then
-ranks these blocks among the best blocks of all warps. A block precedes all blocks with lower
-scores, and later blocks with the same score. Scores are not negative, so their bits are compared as
-integers.
+`free` of its blocks, where `free` is the number of slots without a forced block. The warp ranks its
+best blocks among the best blocks of all warps. A block precedes all blocks with lower scores, and
+later blocks with the same score. Scores are not negative, so their bits are compared as integers.
 
     32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest
@@ -93,8 +92,8 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
     """Find the best blocks of a warp. Lane r gets the score and the block of rank r, or
     `NO_SCORE` past the last rank.
 
-    Each lane first sorts its blocks. An extraction then compares only the best remaining block
-    of each lane.
+    Each lane first sorts its blocks. Since the blocks of a lane are sorted, an extraction compares
+    only the best remaining block of each lane.
     """
     m, scores, blocks = lane.m, list(scores), list(blocks)
     for end in range(len(scores) - 1, 0, -1):

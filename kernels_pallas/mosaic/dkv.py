@@ -211,7 +211,7 @@ class KeyTile:
             no sum.
           visible: Function that returns the mask of eight columns, `[64, 8]`. The function's
             arguments are the first of the eight columns, and `first_key` and `key_end` from the
-            statistics of these columns. If `visible` is None, all queries attend to all keys.
+            statistics of the columns. If `visible` is None, all queries attend to all keys.
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
             which is a query tile and a block. Element i is True if the token of column i selected
             the block of the column's list entry. The argument of `selected` is the first of the
@@ -327,7 +327,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
             return sums
 
         def skip(i, _):
-            """Skip a step in which no query attends to a key of this warpgroup."""
+            """Skip a step in which no query attends to a key of the warpgroup."""
             stage = tile.stage(i)
             plgpu.barrier_wait(refs.step_full.at[stage])
             plgpu.barrier_arrive(refs.step_free.at[stage])

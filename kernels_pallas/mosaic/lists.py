@@ -280,7 +280,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
 
     def address(array, entry, words=1, word=0):
-        """Return the address in `array` of an entry of this tile's list. `array` is `starts` or
+        """Return the address in `array` of an entry of a tile's list. `array` is `starts` or
         `members`.
         """
         row = 4 * spec.entries

@@ -90,7 +90,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, spec: Any, tile: Tile, dtype: str | None = None) -> Self:
-        """Return the buffers of a kernel with this spec."""
+        """Return the buffers of a kernel, given its spec."""
         return cls(jnp.dtype(dtype or spec.dtype), tile, spec.interpret)
 
     @property

@@ -162,7 +162,7 @@ class TileRows(NamedTuple):
 
     @classmethod
     def of(cls, spec: Any) -> "TileRows":
-        """Return the rows of a tile of the kernel with this spec. The tile has one row per
+        """Return the rows of a tile of a kernel, given its spec. The tile has one row per
         token and head.
         """
         tile = spec.tile

@@ -20,9 +20,8 @@ of keys and refill it in turn.
 
 An SM runs four warpgroups at 128 registers per thread, or three if four would spill registers. Some
 warpgroups multiply while another warpgroup computes probabilities. The kernel is bound by issue
-slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an
-H100: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM = 2.4 ms; the query, read once,
-1.1 GB = 0.33 ms.
+slots. Floors on an H100 at B=1 H=64 Hkv=4 D=128 T=65536: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at
+16 per clock and SM = 2.4 ms; the query, read once, 1.1 GB = 0.33 ms.
 
 With more than 16 heads per group, the operands A and B of the product are swapped. Algorithm: P^T =
 exp2(scale * log2(e) * K Q^T - lse_log2). The sum over the heads of a group runs along a row of

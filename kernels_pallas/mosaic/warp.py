@@ -325,7 +325,7 @@ def fetch_int(array, index: Number) -> Word:
 
 
 def prefetch(address: Word) -> None:
-    """Prefetch the cache line that contains this address of global memory into L1."""
+    """Prefetch the cache line that contains an address of global memory into L1."""
     _do("prefetch.global.L1 [$0];", address)
 
 

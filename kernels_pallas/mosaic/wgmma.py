@@ -207,8 +207,8 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the same registers after a fence. Products that start after the fence may read
-    these registers and accumulate in these registers.
+    """Return the same registers after a fence. Products that start after the fence may read the
+    registers and accumulate in them.
     """
     return _hold("wgmma.fence.sync.aligned;", groups)
 

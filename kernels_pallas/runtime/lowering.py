@@ -10,7 +10,7 @@ from kernels_pallas.kernel import Kernel
 def lower(kernel: Kernel) -> bytes:
     """Return the MLIR bytecode of `kernel` for Hopper.
 
-    The compiler of JAX's CUDA plugin accepts this bytecode.
+    The compiler of JAX's CUDA plugin accepts the bytecode.
 
     Lowering needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU
     or a Hopper GPU, since Mosaic reads the size of shared memory from this device.

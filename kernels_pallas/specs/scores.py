@@ -219,8 +219,8 @@ def tiling_qk(spec: Scores) -> Tiling:
     """Return the tiling of Q K^T.
 
     A token has two rows if its group has at most two heads and, with two rows, the scores of all
-    candidates fit in shared memory. In all other cases the number of rows is the number of heads,
-    rounded up to a power of two and to at least four.
+    candidates fit in shared memory. If two rows are not possible, the number of rows is the number
+    of heads, rounded up to a power of two and to at least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:

@@ -1,10 +1,10 @@
 """Computes the work items for the CTAs of the key-stationary kernels (`dkv`, `gathered`).
 
 A work item is a tile of keys and some of its queries. In the compressed and the sliding branch, the
-queries are an interval of query tiles. In the selected branch, the queries are entries of a query
-list. A tile of keys with many queries has several work items, so that CTAs have similar amounts of
-work. In `dkv` each work item writes a partial, and a second kernel adds the partials of a tile in
-order.
+queries of a work item are an interval of query tiles. In the selected branch, the queries of a work
+item are entries of a query list. A tile of keys with many queries has several work items, so that
+CTAs have similar amounts of work. In `dkv` each work item writes a partial, and a second kernel
+adds the partials of a tile in order.
 
 Tokens are divided into segments. Items of one segment run together and read the same queries,
 which therefore stay in L2. With `streams`, items of a segment that read the same queries are

@@ -67,8 +67,8 @@ def decode_why_not(problem: Any) -> str | None:
 
 
 def fp8_why_not(found: tuple[int, int]) -> str | None:
-    """Return the reason why kernels on a GPU of this capability cannot read or write pages in fp8,
-    or None.
+    """Return the reason why kernels on a GPU of the given capability cannot read or write pages in
+    fp8, or None.
     """
     if found < ADA:
         return f"needs compute capability {ADA} or more for pages in fp8, got {found}"
@@ -79,7 +79,7 @@ def copies_why_not(
     found: tuple[int, int] | None, dtype: object, framework: str = "torch"
 ) -> str | None:
     """Return the reason why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`,
-    `index.py`) cannot run with a dtype on a GPU of this capability, or None.
+    `index.py`) cannot run with a dtype on a GPU of the given capability, or None.
     """
     name = str(dtype).removeprefix("torch.")
     if found is None or found < AMPERE:

@@ -112,8 +112,9 @@ def of_intervals(
     T, S, segments, scale, scale_dk,
     dk_out, dv_out, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a branch with intervals of keys. Programs: B * HEADS * ceil(S / KEYS)
-    * segments.
+    """Compute dk and dv of a branch with intervals of keys.
+
+    Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
       query .. dlse: As in `interval.dq`.

@@ -32,7 +32,8 @@ class Steps(NamedTuple):
       lists: Names under which the results of `forward.tile_block_lists` are saved for the
         backward pass. Without names, the backward pass computes the lists again.
       narrowest: Function of the width of keys that returns the minimum width of values for the
-        compressed branch. Values of the minimum width are used if only the log-sum-exp is needed.
+        compressed branch. If only the log-sum-exp is needed, the compressed branch gets values of
+        the minimum width.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
