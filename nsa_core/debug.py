@@ -2,13 +2,18 @@
 
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
-Events, all off at first:
-  `routing`  the chosen implementation and each refusal, once per set of choices
-  `shapes`   dtypes and shapes of the arguments of each step
-  `timing` milliseconds of each step. The host waits for the device before and after a step, which
-             makes the whole call slower
-  `compare`  mean and largest absolute error of each branch against the reference on the same
-             arguments. For the scores, the number of lists of selected blocks that differ
+All events are off at first.
+
+| event     | logged data                                                          |
+|-----------|----------------------------------------------------------------------|
+| `routing` | the chosen implementation and each refusal, once per set of choices  |
+| `shapes`  | dtypes and shapes of the arguments of each step                      |
+| `timing`  | milliseconds of each step                                            |
+| `compare` | mean and largest absolute error of each branch against the reference |
+
+For `timing`, the host waits for the device before and after a step, which makes the whole call
+slower. `compare` runs the reference on the same arguments. For the scores, `compare` logs the
+number of lists of selected blocks that differ.
 
 A line has the form `NSA-LOG <event> key=value ...`. A line of `compare` has the form `NSA-DBG
 key=value ...` with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by

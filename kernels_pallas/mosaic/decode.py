@@ -3,20 +3,24 @@
 Each query token and key/value head has a cluster of CTAs.
 
 The table lists the work of each warp in order. In the table, S2 = scale log2(e) Q K^T are logits in
-base 2.
+base 2. Importance is p of the compressed strips, summed over heads.
 
-    lengths, page table, Q, gates          one round trip
-    (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
-    K compressed     S2 to shared memory   strips of 16 slots, distributed over the cluster
-      exchange 0                           maximum and sum, pushed to all CTAs
-    K sliding        S2                    while the numbers of other CTAs arrive
-    importance       p of the compressed strips, summed over heads and pushed by block
-      exchange 1                           with maximum and sum of the sliding branch
-    top-n            each CTA all blocks, no exchange
-    V compressed, V sliding, K selected    selected strips keep the ring buffer full
-      exchange 2                           maximum and sum of the selected branch
-    V selected
-      exchange 3                           the sum over warps and CTAs, the output
+| step          | work of a warp                                                                   |
+|---------------|----------------------------------------------------------------------------------|
+| inputs        | loads lengths, page table, Q and gates in one round trip                         |
+| new tokens    | writes new tokens to their pages (`decode_append.py`), and waits for the cluster |
+| K compressed  | computes S2 of strips of 16 slots, distributed over the cluster                  |
+| exchange 0    | pushes maximum and sum of the compressed branch to all CTAs                      |
+| K sliding     | computes S2 of sliding keys, while the numbers of other CTAs arrive              |
+| exchange 1    | pushes importance by block, and maximum and sum of the sliding branch            |
+| top-n         | selects among all blocks in each CTA, without an exchange                        |
+| V, K selected | adds V of the compressed and sliding branch, and computes S2 of selected keys    |
+| exchange 2    | pushes maximum and sum of the selected branch                                    |
+| V selected    | adds V of the selected branch                                                    |
+| exchange 3    | adds up the outputs of all warps and CTAs                                        |
+
+S2 is stored in shared memory. After the top-n, strips of the selected branch keep the ring buffer
+full.
 
 Loop order: split-K. Each warp loops independently over its strips of 16 keys (`decode_streams.py`).
 All warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).

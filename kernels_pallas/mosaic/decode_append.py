@@ -6,10 +6,10 @@ clusters do not wait for each other, the clusters of later tokens in a row write
 again. New tokens are written before the warps load strips, so that reads of older tokens do not
 wait for the loads of strips.
 
-    token p           key and value of every branch, at p % block of its page: the last CTA, a warp
-                      per row
-    p = i d + l - 1   also the mean of the last l tokens, new ones from the call, others from pages:
-                      the first CTA for keys, the second for values, whose warps add up shares
+The last CTA of a cluster writes the key and the value of each branch of token p at index p % block
+of the token's page, with a warp per row. If p = i d + l - 1, the first CTA also writes the mean of
+the last l keys, and the second CTA writes the mean of the last l values. New tokens are read from
+the call, and all other tokens from their pages. The warps of a CTA add up shares of the window.
 
 For pages in fp8, rows are rounded before they are written. The older tokens of a window are
 read from the ring buffer of the row if the ring buffer has their exact values.

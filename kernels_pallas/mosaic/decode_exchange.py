@@ -8,11 +8,13 @@ Before the product P V, p is divided by the sum over the whole cluster and multi
 branch's gate. Since p is already normalized and gated, one accumulator of P V serves all three
 branches.
 
-    exchange 0   maximum and sum, compressed
-    exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
-                 and for the block before
-    exchange 2   maximum and sum, selected
-    exchange 3   parts of the output
+| exchange | pushed data                                                                       |
+|----------|-----------------------------------------------------------------------------------|
+| 0        | maximum and sum of the compressed branch                                          |
+| 1        | maximum and sum of the sliding branch                                             |
+| 1        | for each block, sums over the block's slots for itself and for the previous block |
+| 2        | maximum and sum of the selected branch                                            |
+| 3        | parts of the output                                                               |
 
 In every CTA, each exchange has its own barrier, which counts the received bytes and is used once.
 The CTAs need no barrier at the end, since each CTA receives all its data before it writes its

@@ -6,20 +6,25 @@ per lane. Each lane reads bytes of the strip that other lanes copied. Each warp 
 buffer. The lanes of the warp synchronize before they read a strip and before they overwrite it. A
 strip is stored as parts `[16 rows, 128 bytes]`, possibly followed by a part `[16 rows, 64 bytes]`.
 In each row of a part, the 8 chunks of 16 bytes are permuted by the row's index (`turned`). The
-permutation spreads the accesses of 8 lanes over all banks. The next lines list the chunks that
-eight lanes access: time:
+permutation spreads the accesses of 8 lanes over all banks:
 
-    copy    the part of one row
-    K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
-    V       a chunk of each of 8 rows, which `ldmatrix` transposes: output tile (c, e) has in its
-            column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
+| access    | chunks of eight lanes                                    |
+|-----------|----------------------------------------------------------|
+| copy      | the part of one row                                      |
+| read of K | 4 chunks of each of 2 rows                               |
+| read of V | one chunk of each of 8 rows, which `ldmatrix` transposes |
+
+The order of d in the sum Q K^T is free, and Q has the same order as K. Column i of the output tile
+(c, e) of V has d = 16 c + 8 e + i in 16 bits, and d = 16 c + 2 i + e in 8 bits.
 
 The strips of all branches form one queue. A turn is an index in the queue. The next `stages - 1`
 strips of the queue are always being loaded, even while the warp waits for other warps. The order of
 the queue is:
 
-    turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
-           then   K selected, V selected                            known after the top-n
+| turns | strips                                           | known           |
+|-------|--------------------------------------------------|-----------------|
+| first | K compressed, K sliding, V compressed, V sliding | from the length |
+| last  | K selected, V selected                           | after the top-n |
 
 New tokens of this launch are in the warp's last compressed strip or in later strips of the queue. A
 warp loads its last compressed strip at the turn `meeting`. Before the turn `meeting`, the warp

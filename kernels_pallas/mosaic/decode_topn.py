@@ -6,11 +6,14 @@ Every CTA has the scores of all blocks, so all CTAs compute the same list. Each 
 best blocks among the best blocks of all warps. A block precedes all blocks with lower scores, and
 later blocks with the same score. Scores are not negative, so their bits are compared as integers.
 
-    32 blocks per warp  each lane counts the lanes whose block precedes its own
-    more                winners are extracted one by one: a lane's best, the warp's highest
-                        score, the lowest block among equals
-    of all warps        each lane counts the blocks that precede its own, which all lanes read
-                        together
+| blocks                   | way to rank                                                   |
+|--------------------------|---------------------------------------------------------------|
+| up to 32 per warp        | each lane counts the lanes whose block precedes its own block |
+| more per warp            | the warp extracts the winners one by one                      |
+| best blocks of all warps | each lane counts the blocks that precede its own block        |
+
+To extract a winner, a warp finds the highest score among the best blocks of its lanes, and the
+lowest block with this score. To count blocks of all warps, the lanes read each block together.
 
 The selection is bound by latency. The counts of preceding blocks are independent, while each
 extraction waits twice for a reduction over the warp.

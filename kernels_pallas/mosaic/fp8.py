@@ -3,9 +3,8 @@
 In a left operand, a lane has four adjacent columns of a row. In the result of a product, a lane has
 two adjacent columns, and two more at a distance of eight. The columns over which a product sums are
 permuted in groups of 16, in both operands. The permutation makes a result a left operand without
-exchanges between lanes:
-
-    column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
+exchanges between lanes. Column 8 j + 2 t + e of a group is stored at 4 t + 2 j + e, for t < 4 and
+j, e < 2.
 """
 
 import jax.numpy as jnp

@@ -10,7 +10,8 @@ the other, since blocks are counted from the first key of their sequence.
         first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
         bitmap.clear(...); bitmap.join(...)             blocks low .. low + window - 1
 
-    bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
+The bitmap is `bits`, int32 `[words, window]`. Bit `token % 32` of `bits[token // 32, i]` is set if
+the token selected block `low + i`.
 
 Each lane handles one entry of the selection at a time, with loads of `FETCHES` entries in flight.
 The lane sets the bit of the entry with an atomic OR. Several entries may set bits of the same word,
@@ -19,18 +20,15 @@ in any order.
 One warp builds the block list of a tile. For each sequence of the tile's tokens, and each window of
 `WINDOW` blocks of the sequence, the warp does these steps:
 
-    1. clear    one word per block and 32 tokens in shared memory
-    2. join     every entry of the selection sets the bit of its token
-    3. compact  32 blocks at a time, a lane per block: a vote finds the blocks with a bit, and the
-                number of votes of lower lanes is the index in the list
+- Clear the bitmap in shared memory, one word per block and 32 tokens.
+- For every entry of the selection, set the bit of the entry's token.
+- Compact 32 blocks at a time, with a lane per block. A vote finds the blocks with a bit. The number
+  of votes of lower lanes is the index of a lane's block in the list.
 
 The warp also computes counts of the list's blocks (`specs.selected.BlockCounts`).
 
-    shared memory [WARPS, words, WINDOW] int32
-
-        block        0      1      2      3    ...
-        word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
-        word 1       0      0    0b0001   0         bits: tokens 32 to 63
+The bitmaps are int32 `[WARPS, words, WINDOW]` in shared memory. Word 0 of a block has the bits of
+tokens 0 to 31 of the tile, and word 1 has the bits of tokens 32 to 63.
 
 A bitmap is in the order of the blocks, so the block list is sorted too. The kernel of block lists
 is bound by the latency of entries, loaded `FETCHES` at a time, and of shared memory. The work of a
@@ -38,9 +36,11 @@ warp grows with the number of blocks in the sequence, not with the number of sel
 
 The query lists of blocks (`specs/block_query_lists.py`) are built in three steps:
 
-    count_entries    entries of (row, tile of keys, chunk of tokens)
-    running sum      their offsets, computed by the framework
-    fill_lists       the same traversal again; each entry is written to its offset
+| step            | work                                                            |
+|-----------------|-----------------------------------------------------------------|
+| `count_entries` | counts the entries of each (row, tile of keys, chunk of tokens) |
+| running sum     | computes the offsets of the entries, in the framework           |
+| `fill_lists`    | traverses the tokens again, and writes each entry to its offset |
 
 Each warp traverses one chunk of tokens:
 
@@ -51,22 +51,21 @@ Each warp traverses one chunk of tokens:
                 a lane per tile of keys: iterate over the words of the blocks that touch the
                 tile, and count or write the query tiles with a bit
 
-    shared memory   bits [WARPS, bits]      a word per block, a bit per token
-                    next_entry [WARPS, window]  entries counted, or the offset of the next one
+| array in shared memory         | content                                                |
+|--------------------------------|--------------------------------------------------------|
+| `bits` `[WARPS, bits]`         | a word per block, with a bit per token                 |
+| `next_entry` `[WARPS, window]` | number of counted entries, or offset of the next entry |
 
 Each counter is written by one warp only, so counters need no atomics in global memory and the order
 of entries is fixed. The kernels of query lists are bound by latency. The number of passes over
 bitmaps grows with (number of chunks) x (number of blocks). Each entry is written once.
 
 Work items of query lists (`specs/work_items.py`): one warp handles a batch row, a key/value head
-and a segment of the tokens.
-
-    for 32 tiles of keys at a time, a lane per tile
-        the list of the tile in this segment is between two `edges`, and is cut into work items
-        of `longest` entries; a prefix sum over the lanes gives the index of each
-        the partials of a tile are contiguous, so the warp also counts the items of the tile in
-        all segments, with another prefix sum of the totals
-    mark the remaining rows of the table of the segment as empty
+and a segment of the tokens. A lane handles a tile of keys, and a warp handles 32 tiles at a time.
+The list of a tile in the segment is between two `edges`, and is cut into work items of `longest`
+entries. A prefix sum over the lanes gives the index of each work item. The partials of a tile are
+contiguous, so the warp also counts the tile's work items in all segments, with another prefix sum
+of the totals. The remaining rows of the segment in the table are marked as empty.
 
 The kernel of work items is bound by the latency of two or three loads of `edges` per tile, and of
 `MAX_HALVES + 2` more loads if partials are counted. The kernel of work items stores up to 28 bytes

@@ -1,7 +1,9 @@
 """Defines the loop of forward and dq, in which a tile of queries iterates over blocks of keys.
 
-    interval.py   blocks of an interval of keys, which adjacent tiles share
-    selected.py   blocks of a tile's list
+| module        | blocks of a tile                                          |
+|---------------|-----------------------------------------------------------|
+| `interval.py` | blocks of an interval of keys, which adjacent tiles share |
+| `selected.py` | blocks of the tile's list                                 |
 
 The formulas for a block of keys are those of `softmax.py`:
 

@@ -1,7 +1,9 @@
 """Loads and stores one value per row for the 64 query rows of a tile. No shared memory is used.
 
-    TileRows       rows of adjacent tokens, whose addresses follow from the first token
-    GatheredRows   rows of tokens from a list: each lane reads its own address
+| class          | rows                                                                 |
+|----------------|----------------------------------------------------------------------|
+| `TileRows`     | rows of adjacent tokens, whose addresses follow from the first token |
+| `GatheredRows` | rows of listed tokens, for which each lane reads its own address     |
 
 Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with the
 layout `operands.PER_ROW`. Four lanes hold the value of each row, and the first of these lanes

@@ -6,15 +6,15 @@ The kernel `dkv` writes dS.
 needs dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of a left operand, as matrices
 of 8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four matrices of 8 x 8, which `movmatrix`
 transposes. After the transposition, a lane has eight numbers that one lane of the dq kernel needs.
-The lane stores the eight numbers with one instruction:
+The lane stores the eight numbers with one instruction. A slot of a token is
+`[group_rows / 16, 4, 32, 8]`:
 
-    slot of a token   [group_rows / 16, 4, 32, 8]
-
-    axis   owner
-    0      16 heads: a warp of dq
-    1      16 keys: a warp of dkv
-    2      lane l
-    3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
+| axis | index                                              |
+|------|----------------------------------------------------|
+| 0    | 16 heads, which are a warp of dq                   |
+| 1    | 16 keys, which are a warp of `dkv`                 |
+| 2    | lane l                                             |
+| 3    | heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9) |
 
 With a group of eight heads the layout is `[4, 32, 4]`. With eight heads, the 16 rows of a warp
 belong to two tokens, and each token has its own slot.

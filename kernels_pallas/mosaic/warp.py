@@ -8,10 +8,13 @@ the Pallas interpreter, the program receives an object with the same functions (
 Programs on clusters of CTAs also use asynchronous copies, products of 16 rows, and stores to
 the shared memory of another CTA:
 
-    copy      cp.async of 16 bytes; a lane waits for its own copies, and then `sync` makes them
-              visible to the other lanes
-    multiply  mma.m16n8k16, sums in float32
-    push      st.async: a store to a CTA of the cluster, whose barrier counts the bytes
+| instruction | PTX                                                                      |
+|-------------|--------------------------------------------------------------------------|
+| `copy`      | cp.async of 16 bytes                                                     |
+| `multiply`  | mma.m16n8k16 with sums in float32                                        |
+| `push`      | st.async, a store to a CTA of the cluster whose barrier counts the bytes |
+
+A lane waits for its own copies, and then `sync` makes the copies visible to the other lanes.
 """
 
 import functools

@@ -4,9 +4,11 @@ One warp repeatedly extracts the maximum from the token's scores.
 
 Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
-    first stripes   winners of the chunks before, if there are several chunks
-    then            scores of the blocks of this chunk
-    after the last  the carry into the next chunk
+| stripes               | entries                                                |
+|-----------------------|--------------------------------------------------------|
+| first stripes         | winners of earlier chunks, if there are several chunks |
+| next stripes          | scores of the blocks of the current chunk              |
+| after the last stripe | carry into the next chunk                              |
 
 Each lane has a column of the score row, and stores the best entry or the best two entries of its
 column in registers. To extract a winner, a warp finds the maximum over its lanes (`redux`), and the

@@ -1,12 +1,14 @@
 """Runs consecutive launches as one CUDA graph if their addresses repeat.
 
 A launch costs the host several microseconds, and a graph of many launches costs no more than one
-launch. A graph contains the addresses of its launches. Since allocators return the same
-addresses repeatedly, a graph can run several times:
+launch. A graph contains the addresses of its launches. Allocators return the same addresses
+repeatedly, so that a graph can run many times.
 
-    addresses new          launch, launch, ..
-    ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels
-    ... and again          cuGraphLaunch
+| addresses                    | action                                                          |
+|------------------------------|-----------------------------------------------------------------|
+| new                          | launches the kernels one by one                                 |
+| repeated `GRAPH_AFTER` times | launches the kernels one by one, and then builds a graph       |
+| repeated more often          | runs the graph with cuGraphLaunch                               |
 
 The graph is built node by node, not by a capture, since during a capture no other thread may wait
 for the device. Building a graph costs as much time as several launches of the graph save. If

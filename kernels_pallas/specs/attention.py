@@ -1,7 +1,9 @@
 """Defines the sizes that all attention kernels share, and describes query-stationary kernels.
 
-AttentionSizes   forward and gradients of each branch, gathered or not
-forward, dq      kernels whose queries loop over the keys: `interval.py`, `selected.py`
+| description      | kernels                                                                 |
+|------------------|-------------------------------------------------------------------------|
+| `AttentionSizes` | forward and gradients of each branch, gathered or not                   |
+| `forward`, `dq`  | kernels whose queries loop over the keys (`interval.py`, `selected.py`) |
 """
 
 import dataclasses

@@ -3,17 +3,18 @@
 The query list of a tile of keys has the queries that selected keys of the tile.
 
 The key-stationary kernels `dkv` (dk, dv) and `gathered` loop over query lists. The tokens are
-divided into chunks, and the lists are stored one after the other:
+divided into chunks. The lists are stored by row of `[B, Hkv]`, then by tile of 64 keys, and then by
+chunk of tokens:
 
-    for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
+| array   | shape                             | content                                     |
+|---------|-----------------------------------|---------------------------------------------|
+| `edges` | `[1 + rows * key_tiles * chunks]` | begins of the entries of (row, tile, chunk) |
+| `lists` | `[entries]`                       | entries, in one array or two arrays         |
 
-    edges [1 + rows * key_tiles * chunks] where the entries of (row, tile, chunk) begin, as a
-                                            running sum from 0
-    lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
-
-The order of a list is the same in every run. In a list, the entries of a chunk follow the
-entries of the previous chunk. Within a chunk the entries are in the order of the queries,
-unless blocks end within tiles.
+`edges` is a running sum from 0. `fill_lists` writes one or two arrays, and `fill_gather_lists`
+writes one array. The order of a list is the same in every run. In a list, the entries of a chunk
+follow the entries of the previous chunk. Within a chunk the entries are in the order of the
+queries, unless blocks end within tiles.
 """
 
 import dataclasses

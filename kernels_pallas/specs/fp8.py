@@ -1,7 +1,9 @@
 """Describes the rounding of keys and values to e4m3, for the products of the forward pass.
 
-    fp8_sums    sum and largest absolute value of each column in each chunk of tokens
-    fp8_round   K8 = (K - mean) / key_scale,  V8 = V / value_scale
+| kernel      | results                                                               |
+|-------------|-----------------------------------------------------------------------|
+| `fp8_sums`  | sum and largest absolute value of each column in each chunk of tokens |
+| `fp8_round` | K8 = (K - mean) / key_scale, V8 = V / value_scale                     |
 
 The mean of the keys of a row, by head and column, cancels in the softmax. Scales are powers of
 two, one per head and column. The kernels multiply the query by the scale of keys, and the
@@ -10,9 +12,8 @@ output by the scale of values.
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
 over the columns of keys, and P V sums over the keys in a column of values. The axes over which the
 two products sum are permuted in groups of 16. The permutation makes the result of a product a left
-operand without a shuffle (`mosaic/fp8.py`):
-
-    number 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
+operand without a shuffle (`mosaic/fp8.py`). Number 8 j + 2 t + e of a group is stored at
+4 t + 2 j + e, for t < 4 and j, e < 2.
 
 Keys are indexed by slot. In packed rows each sequence begins at a multiple of 64
 (`nsa_core.varlen`). In unpacked rows the slot of a key is its index.

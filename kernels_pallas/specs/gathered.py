@@ -6,12 +6,13 @@ tile's tokens selected different blocks. The kernels of `specs/selected.py` loop
 blocks of a gathered tile. The kernels of this module process the far blocks of a gathered tile.
 Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_dq`, `merge_dq`):
 
-    partials   a result for each token, key/value head and far block
-    merge      a result for each token, from the result of the loop and the partials of the
-               token's far blocks, in a fixed order
+| kernel     | results                                                                     |
+|------------|-----------------------------------------------------------------------------|
+| `partials` | one result per token, key/value head and far block                          |
+| `merge`    | one result per token, from the loop's result and the partials of far blocks |
 
-To limit the memory of the partials, the kernels process the tokens in segments, one after the
-other. Bodies: `mosaic/gathered.py`.
+`merge` adds the partials of a token in a fixed order. To limit the memory of partials, the kernels
+process the tokens in segments, one after the other. Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses

@@ -10,17 +10,21 @@ Tokens are divided into segments. Items of one segment run together and read the
 which therefore stay in L2. With `streams`, items of a segment that read the same queries are
 also neighbours in the table.
 
-    table     [items, 8] int32    one `WorkItem` per row; for intervals [items, 16]
-    first     [B, Hkv, tiles]     index of the first partial of a tile of keys
-    count     [B, Hkv, tiles]     number of partials of a tile of keys
+| array   | shape              | content                                                     |
+|---------|--------------------|-------------------------------------------------------------|
+| `table` | `[items, 8 or 16]` | one `WorkItem` per row: 16 int32 for intervals, 8 for lists |
+| `first` | `[B, Hkv, tiles]`  | index of the first partial of a tile of keys                |
+| `count` | `[B, Hkv, tiles]`  | number of partials of a tile of keys                        |
 
-    order of work items
-      of intervals                [segment, tile, row of B x Hkv], the last segment first
-      of intervals, `streams`     [tile of a segment, segment, row]
-      of lists                    [segment, row, tile, work item of the list]
-      of lists, `halving`         [row, segment, tile, work item of the list], then by length if
-                                  dS is stored (`ordered_work_items`)
-    order of partials             [row, tile, segment, work item of the list]
+| elements                               | order, by the slowest axis first                 |
+|----------------------------------------|--------------------------------------------------|
+| work items of intervals                | segment from last to first, tile, row of B x Hkv |
+| work items of intervals with `streams` | tile of a segment, segment, row                  |
+| work items of lists                    | segment, row, tile, work item of the list        |
+| work items of lists with `halving`     | row, segment, tile, work item of the list        |
+| partials                               | row, tile, segment, work item of the list        |
+
+With `halving`, `ordered_work_items` sorts the work items of a segment by length if dS is stored.
 """
 
 import dataclasses

@@ -8,13 +8,17 @@ The kernels are key-stationary. A program has the keys of a block and a part of 
 one index head, and gathers the queries. Per entry, a program reads the rows of one query. A
 query-stationary loop would read the `BLOCK` keys of the block per entry.
 
-    kl_targets     t and sum t for each entry (query, slot)
-    kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and
-                   sum t (log t - z)
-    kl_loss        the sums over all slots of a query: log-sum-exp of z, sum t, L
-    kl_gradients   dS of each entry from t and z, which is computed again; its products with the
-                   block's keys, per entry, and with the queries, summed over the entries
-    kl_query_sums, index_key_merge    the sums of both, in the order of slots and of entries
+| kernel            | results                                                                      |
+|-------------------|------------------------------------------------------------------------------|
+| `kl_targets`      | t and sum t of each entry (query, slot)                                      |
+| `kl_entries`      | max z, sum exp(z - max z) and sum t (log t - z) of each entry, with logits z |
+| `kl_loss`         | log-sum-exp of z, sum t and L of each query, summed over all slots           |
+| `kl_gradients`    | products of dS with the keys of a block per entry, and with the queries      |
+| `kl_query_sums`   | sums of the products with keys, in the order of slots                        |
+| `index_key_merge` | sums of the products with queries, in the order of entries                   |
+
+`kl_gradients` computes z again, computes dS from t and z, and sums the products with the queries
+over the entries of a work item.
 """
 
 import triton

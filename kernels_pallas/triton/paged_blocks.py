@@ -1,15 +1,17 @@
 """Selects the blocks of an indexer and attends to blocks, for a few queries of rows in pages.
 
-    scores     A program has some keys of one query, and writes only the maximum of their scores per
-               block, a word for each block, head and query.
-    best       A program has one list, and finds the least selected score bit by bit. The blocks
-               then stay in their order, and among equal scores lower blocks are selected.
-    digits     A program has a part of a long list, so that few lists occupy the whole GPU. Each
-               launch finds a few more bits of the least selected score, from the number of times
-               that the parts have each value of the bits.
-    chosen     A program writes the blocks of a part, after the blocks of earlier parts.
-    partials   A program has one query, one key/value head and `SPLIT` keys of the listed blocks.
-    merge      A program adds the parts of one query and key/value head.
+| kernel     | work of a program                                                             |
+|------------|-------------------------------------------------------------------------------|
+| `scores`   | writes the maximum score of some keys of one query, a word per block and head |
+| `best`     | finds the least selected score of one list bit by bit, and writes the list    |
+| `digits`   | finds a few more bits of the least selected score, for a part of a list       |
+| `chosen`   | writes the selected blocks of a part, after the blocks of earlier parts       |
+| `partials` | attends to `SPLIT` keys of listed blocks, for one query and key/value head    |
+| `merge`    | adds the parts of one query and key/value head                                |
+
+The lists of `best` are in the order of the blocks, and among equal scores lower blocks are
+selected. `digits` and `chosen` divide few long lists into parts, since few programs of `best` would
+leave most of a GPU idle. `digits` counts how often the bits have each value in each part.
 
 A split has a fixed number of keys, so the order of sums does not depend on the batch. The kernel
 `scores` is bandwidth bound. `scores` reads each key of a row once from memory, since the queries
