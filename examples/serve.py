@@ -109,8 +109,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
-    """Return bytes of modules of the standard library as prompts. Every second prompt is half as
-    long, and the second prompt is a prefix of the first.
+    """Return bytes of modules of the standard library as prompts. Every second prompt has half the
+    length, and the second prompt is a prefix of the first prompt.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
