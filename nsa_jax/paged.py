@@ -347,8 +347,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
-    """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`. Entries that are not
-    complete become zeros, since a probability of zero times NaN is NaN.
+    """Return the pages of each row as contiguous tokens, `[B, S, Hkv, .]`. Entries that end after a
+    row's last token become zeros, since a probability of zero times NaN is NaN.
     """
     pages = jnp.clip(page_table, 0, cache.num_pages - 1)
     index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)
