@@ -168,7 +168,7 @@ REFUSED = [
     (on_a_cache, OF_CACHE),
     (
         lambda: kernels_of_layer([4096], gradients=True, **KERNELS),
-        "no gradient; leave it out to",
+        "no gradient; leave compute_dtype out",
     ),
 ]
 for api, given, other in FRAMEWORKS.values():
