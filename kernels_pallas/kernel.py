@@ -80,7 +80,7 @@ class Kernel:
     Attributes:
       name: Name in messages and reports.
       spec: The static sizes, a frozen dataclass.
-      body: `module:function`. The function gets the `Kernel` and returns a JAX function that
+      body: `module:function`. The function `body` gets the `Kernel` and returns a JAX function that
         `plgpu.kernel` has built. The JAX function maps arrays with the shapes of `inputs` to a list
         or tuple of arrays with the shapes of `outputs`. In tests, `body` may be the JAX function
         itself.

@@ -225,7 +225,7 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def take_along(self, x: Any, index: Any) -> Any:
-        """Return the entries `index` of the last axis of `x`. The other axes broadcast."""
+        """Return the entries `index` of the last axis of `x`. The other axes are broadcast."""
         raise NotImplementedError
 
     def stop_gradient(self, x: Any) -> Any:

@@ -103,8 +103,8 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
     converted.
 
     Raises:
-      ValueError: A key is unknown, or a value does not have the type of its field. The message
-        names each key with its section.
+      ValueError: A key is unknown, or a value does not have the type of its field. The error
+        message names each key with its section.
     """
     # This import takes a fraction of a second. It runs only before the first file is read. On a
     # GPU this may be the file of the device, which the first automatic choice reads.

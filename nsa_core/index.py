@@ -99,8 +99,8 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
 
     Args:
       asked: One of the two names. `asked=None` means `triton` if its kernels support the call.
-      reasons: Reasons why the kernels do not support the call. An empty value means that the
-        kernels support the call.
+      reasons: Reasons why the kernels do not support the call. If `reasons` is empty, the kernels
+        support the call.
 
     Raises:
       ValueError: No implementation has the name `asked`.

@@ -2,10 +2,10 @@
 
 `configs/devices/<device>.yaml` contains the kernels that are not allowed on the device, and the
 thresholds (`Thresholds`) from which a kernel is faster. `python -m nsa_bench.tune_thresholds`
-derives the thresholds from records. The file is read once per process, and a file that cannot be
-parsed raises an error. Without a file, only kernels that require measurements (`MEASURED_ONLY`) are
-excluded. If a GPU has no other kernel, a kernel of `MEASURED_ONLY` is chosen with a `note`.
-Thresholds and policy do not affect an implementation that the caller names.
+derives the thresholds from records. The file of a device is read once per process, and a file that
+cannot be parsed raises an error. Without a file, only kernels that require measurements
+(`MEASURED_ONLY`) are excluded. If a GPU has no other kernel, a kernel of `MEASURED_ONLY` is chosen
+with a `note`. Thresholds and policy do not affect an implementation that the caller names.
 
 The thresholds of FA-2 are lengths from which FA-2 is faster than one call of SDPA with a dense
 mask. In this library, the alternative to FA-2 is the portable path (`sdpa`, or `xla` in JAX). The
@@ -308,7 +308,7 @@ def read(path: Path) -> Device:
 
     Raises:
       ValueError: The file is damaged, or describes another device than the one in its name. The
-        message names the file and the key.
+        error message names the file and the key.
     """
     data = config_files.load(path)
     found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")

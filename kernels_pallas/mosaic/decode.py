@@ -51,8 +51,8 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
     Entries for the pages of new tokens are also copied without clamping.
 
     Returns:
-      The number of tokens to which the query attends. The number is 0 if the position of the
-      query is negative.
+      The number of tokens to which the query attends. If the position of the query is negative, the
+      number of tokens is 0.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)

@@ -53,7 +53,7 @@ def select(lane: Lane, work: Work) -> Any:
 
 def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any) -> None:
     """Write the selected blocks of a token to `indices` `[tokens, Hkv, n]` in ascending order.
-    Empty slots are at the end.
+    Empty slots of `indices` are at the end.
     """
     m, spec = lane.m, lane.spec
     key = m.where(block >= 0, block, NO_BLOCK)

@@ -209,8 +209,8 @@ class KeyTile:
           keys: The left operands K and V, 64 keys.
           sums: The sums of dK and dV before the step. A gradient that `spec` does not request has
             no sum.
-          visible: Function that returns the mask of eight columns, `[64, 8]`. The function's
-            arguments are the first of the eight columns, and `first_key` and `key_end` from the
+          visible: Function that returns the mask of eight columns, `[64, 8]`. The arguments of
+            `visible` are the first of the eight columns, and `first_key` and `key_end` from the
             statistics of the columns. If `visible` is None, all queries attend to all keys.
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
             which is a query tile and a block. Element i is True if the token of column i selected
@@ -568,9 +568,9 @@ def partials_of_lists(kernel: Kernel) -> Callable:
 
 
 def merge(kernel: Kernel) -> Callable:
-    """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds the partials of 64
-    keys and a slab of columns in order. The kernel is bandwidth bound, unless a tile has
-    hundreds of partials.
+    """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds the partials of 64 keys
+    and a slab of columns in order. The merge is bandwidth bound, unless a tile has hundreds of
+    partials.
     """
     spec: Dkv = kernel.spec
     buffers = Buffers.of(spec, spec.query_tile)

@@ -105,8 +105,8 @@ class Tiles(NamedTuple):
     """Describes how a warpgroup processes its tiles.
 
     Attributes:
-      mainloop_of: Function that returns the operations on a tile. The function's arguments are
-        the spec, refs with the keys of an interval, and the tile.
+      mainloop_of: Function that returns the operations on a tile. The arguments of `mainloop_of`
+        are the spec, refs with the keys of an interval, and the tile.
       rows: Widths of the arrays of query rows that are read. The tile of the first array also
         holds the result if there is no room for another tile.
       out, out_width: The array `[B, T, H, out_width]` of the result.

@@ -118,8 +118,8 @@ def over_blocks(
 
     Args:
       mainloop: The operations on the tile.
-      block_at: Function that returns a block. The function's arguments are whether some keys
-        are masked, and the index of the block.
+      block_at: Function that returns a block. The arguments of `block_at` are whether some keys are
+        masked, and the index of the block.
       boundary: Number of first blocks, after which masking begins or ends. Either only the first
         `boundary` blocks or only the remaining blocks are masked.
       blocks: Number of all blocks.

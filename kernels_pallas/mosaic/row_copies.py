@@ -5,7 +5,7 @@ A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its si
 heads per token, 64 rows need more TMA copies than can start during a step. A copy instruction
 of a warp, with 16 bytes per lane, moves four rows of a slab.
 
-    thread t   16 bytes t % 8 of the rows t / 8, t / 8 + 16, ..   of each slab
+Thread t copies the 16 bytes with index t % 8 of the rows t / 8, t / 8 + 16, .. of each slab.
 
 The lanes write shared memory that wgmma reads. Each thread waits for its own copies of a step,
 and then `commit_smem` makes the rows visible to wgmma. `operands.py` describes the layout of

@@ -19,9 +19,9 @@ tokens. Once per step, lanes exchange values to sum over heads. The warpgroups s
 of keys and refill it in turn.
 
 An SM runs four warpgroups at 128 registers per thread, or three if four would spill registers. Some
-warpgroups multiply while another warpgroup computes probabilities. The kernel is bound by issue
-slots. Floors on an H100 at B=1 H=64 Hkv=4 D=128 T=65536: 2.2 TFLOP = 2.2 ms; 8.8 G exponentials at
-16 per clock and SM = 2.4 ms; the query, read once, 1.1 GB = 0.33 ms.
+warpgroups multiply while another warpgroup computes probabilities. The kernel for up to 16 heads is
+bound by issue slots. Floors on an H100 at B=1 H=64 Hkv=4 D=128 T=65536: 2.2 TFLOP = 2.2 ms; 8.8 G
+exponentials at 16 per clock and SM = 2.4 ms; the query, read once, 1.1 GB = 0.33 ms.
 
 With more than 16 heads per group, the operands A and B of the product are swapped. Algorithm: P^T =
 exp2(scale * log2(e) * K Q^T - lse_log2). The sum over the heads of a group runs along a row of
@@ -32,8 +32,8 @@ blocks that are not forced.
 Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. The loops are
 those of the kernel for up to 16 heads.
 Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since an SM
-would hold only one CTA with more stages. The kernel is bound by the instructions around the
-products. The floors are the same as for up to 16 heads.
+would hold only one CTA with more stages. The kernel for more heads is bound by the instructions
+around the products. The floors are the same as for up to 16 heads.
 """
 
 import dataclasses

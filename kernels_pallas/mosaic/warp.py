@@ -577,7 +577,7 @@ def each(function, refs, numbers, matrices=(), layout=None, *, types=(), result:
     references, the scalars as words, and the matrices in the given layout.
 
     Args:
-      types: Types of the last references. Defaults to references without transforms.
+      types: Types of the last references. By default, the last references have no transforms.
       result: Types of the results.
     """
     plain = [plgpu.RefType()] * (len(refs) - len(types))

@@ -168,7 +168,7 @@ def _start(
       total: Registers to which the product is added, or empty.
       words: Registers of the left operand, or `[left.word()]` for a left operand in shared memory.
       of_step: Function that returns PTX and the left operand of a step. The PTX precedes the
-        instruction of the step. The function's arguments are the step and the first of `words`.
+        instruction of the step. The arguments of `of_step` are the step and the first of `words`.
       right: The right operand.
       columns, depth: Number of columns of the result, and number of columns over which the
         product sums.
@@ -207,8 +207,8 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the same registers after a fence. Products that start after the fence may read the
-    registers and accumulate in them.
+    """Emit a fence, and return the given registers. Products that start after the fence may read
+    the registers and accumulate in them.
     """
     return _hold("wgmma.fence.sync.aligned;", groups)
 

@@ -70,7 +70,7 @@ def build(
 
     Yields:
       For each kernel, in the order of completion: its index in `kernels`, and its machine code
-      or an error. The error has the kernel's name and the compiler's message.
+      or an error. An error of a kernel has the kernel's name and the compiler's message.
 
     Raises:
       ValueError: A kernel cannot be described to another process.

@@ -61,7 +61,7 @@ def load(
     Args:
       kernels: Kernels that serve all lengths (`Kernel.for_any_length`).
       device: Index of the GPU.
-      jobs: Number of processes that build. Defaults to one per core.
+      jobs: Number of processes that build, by default one per core.
       prefetch: The same as in `bound`.
 
     Raises:
@@ -89,8 +89,8 @@ def load(
 def on_disk(kernel: Kernel) -> bool:
     """Return whether `kernel` is stored, on disk or in memory.
 
-    `kernel` must serve all lengths (`Kernel.for_any_length`). The first answer for a kernel is
-    cached.
+    `kernel` must serve all lengths (`Kernel.for_any_length`). The first result of `on_disk` for a
+    kernel is cached.
     """
     return store().get(kernel) is not None
 

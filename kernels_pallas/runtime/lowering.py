@@ -17,7 +17,7 @@ def lower(kernel: Kernel) -> bytes:
 
     Raises:
       ValueError: `kernel.call` is not one Mosaic GPU kernel that reads all arguments in order and
-        returns `kernel.outputs` in order. The kernel must not write to its arguments.
+        returns `kernel.outputs` in order. A lowered kernel must not write to its arguments.
     """
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
     traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)

@@ -7,7 +7,7 @@ repeatedly, so that a graph can run many times.
 | addresses                    | action                                                          |
 |------------------------------|-----------------------------------------------------------------|
 | new                          | launches the kernels one by one                                 |
-| repeated `GRAPH_AFTER` times | launches the kernels one by one, and then builds a graph             |
+| repeated `GRAPH_AFTER` times | launches the kernels one by one, and then builds a graph        |
 | repeated more often          | runs the graph with cuGraphLaunch                               |
 
 The graph is built node by node, not by a capture, since during a capture no other thread may wait

@@ -87,9 +87,9 @@ class Store:
     """A folder of kernels. Any thread and any number of processes may use a store at once.
 
     Args:
-      folder: Folder, created before the first kernel is built or stored. Defaults to a folder in
+      folder: Folder, created before the first kernel is built or stored. The default folder is in
         the user's cache directory.
-      presets: Read-only folder of kernels that is searched first. Defaults to the folder in the
+      presets: Read-only folder of kernels that is searched first, by default the folder in the
         package. If `presets` is None, no read-only folder is searched.
     """
 

@@ -68,10 +68,10 @@ class AttentionSizes(Spec):
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
-    """Describe a kernel that returns an output and a log-sum-exp. The kernel's inputs are
-    `inputs`, then the gate if `gated`, and the previous sum if `added`. For keys in e4m3
-    without `added`, the last input is the mean that was subtracted from the keys. `more` has
-    further outputs.
+    """Describe a kernel that returns an output and a log-sum-exp. The kernel's inputs are `inputs`,
+    then the gate if `gated`, and the previous sum if `added`. For keys in e4m3 without `added`, the
+    last input is the mean that was subtracted from the keys. `more` describes further outputs of
+    the kernel.
     """
     out = spec.rows(spec.Dv)
     return Kernel.named(

@@ -85,7 +85,7 @@ class Means(TokenWords, Spec):
 
     @cached_property
     def C(self) -> int:
-        """The number of windows. The number of windows must be at least one."""
+        """The number of windows, at least one."""
         return (self.S - self.block) // self.stride + 1
 
     @cached_property

@@ -11,9 +11,9 @@ output by the scale of values.
 
 Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
 over the columns of keys, and P V sums over the keys in a column of values. The axes over which the
-two products sum are permuted in groups of 16. The permutation makes the result of a product a left
-operand without a shuffle (`mosaic/fp8.py`). Number 8 j + 2 t + e of a group is stored at
-4 t + 2 j + e, for t < 4 and j, e < 2.
+two products sum are permuted in groups of 16. The permutation in groups of 16 makes the result of a
+product a left operand without a shuffle (`mosaic/fp8.py`). Number 8 j + 2 t + e of a group is
+stored at 4 t + 2 j + e, for t < 4 and j, e < 2.
 
 Keys are indexed by slot. In packed rows each sequence begins at a multiple of 64
 (`nsa_core.varlen`). In unpacked rows the slot of a key is its index.

@@ -155,9 +155,8 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """Return the number of consumers (`IntervalAttention.consumers`). The number is three if
-    heads are narrow and need few registers, since more warps hide the latency of a block's
-    steps.
+    """Return the number of consumers (`IntervalAttention.consumers`). There are three consumers if
+    heads are narrow and need few registers, since more warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 
@@ -170,8 +169,8 @@ def forward_blocks(
     Args:
       group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: Maximum number of keys per query. None means no maximum, so that a query has many
-        blocks.
+      window: Maximum number of keys per query. `window=None` means no maximum, so that a query has
+        many blocks.
       fp8: Whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:

@@ -192,9 +192,9 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Return the numbers of stages of keys and of values for `dq`.
 
-    The result is (2, 2) if two CTAs then fit on an SM, and otherwise (2, 1) or (1, 1). The check
-    for two CTAs ignores the block list, and the check for one CTA includes the longest block list.
-    A long list (small G, large n) may leave room for only one CTA.
+    With (2, 2) stages, two CTAs must fit on an SM. If they do not fit, there are (2, 1) or (1, 1)
+    stages. The check for two CTAs ignores the block list, and the check for one CTA includes the
+    longest block list. A long list (small G, large n) may leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:

@@ -131,8 +131,8 @@ def split_causal(
 ) -> IntervalSplit:
     """Return the split for queries that attend to all earlier keys.
 
-    The function compares several numbers of segments, and uses the number with the fewest steps per
-    SM. The last segment, which has the most items, comes first.
+    `split_causal` compares several numbers of segments, and uses the number with the fewest steps
+    per SM. The last segment, which has the most items, comes first.
 
     Args:
       spec: A `Dkv`.
@@ -140,7 +140,7 @@ def split_causal(
         `first .. end - 1` attend. `tiles_seen` accepts arrays, since hundreds of values are needed
         for each new length.
       sees: Function that returns approximately the number of tiles to which the token `end - 1`
-        attends. Defaults to all tiles to which earlier tokens attend.
+        attends. By default, `sees` counts all tiles to which earlier tokens attend.
     """
 
     heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
@@ -283,11 +283,11 @@ class WorkItems:
       lists: The query lists.
       segment: Number of query tiles per segment. With `halving`, the minimum number of query tiles.
       longest: Maximum number of entries of a work item.
-      halving: Whether the tokens are divided into halves. The value is True for `dkv` and False
-        for `gathered`.
+      halving: Whether the tokens are divided into halves. `halving` is True for `dkv` and False for
+        `gathered`.
       first_query: Key index of the first query, if the lists are indexed by slots of packed rows
-        (`nsa_core.varlen`). With `first_query`, `first_key` has the keys of the slots. None means
-        that the lists are indexed by keys.
+        (`nsa_core.varlen`). With `first_query`, `first_key` has the keys of the slots. If
+        `first_query` is None, the lists are indexed by keys.
       gap: With `first_query`, the number of keys between the first and the second half of the
         queries.
     """

@@ -12,7 +12,7 @@ adds the partials in order. The products already sum over the heads of a group.
 
 The sums of dk and dv have one term per query, and grow with the number of queries. In float32 the
 sums are compensated. Without compensation, one multiply-add per query row would round a large sum
-thousands of times. The error would be up to four times the error of the reference.
+thousands of times. The rounding error would be up to four times the error of the reference.
 """
 
 import triton
@@ -181,8 +181,8 @@ def of_blocks(
         never begins after the entry's token.
       starts: int32 `[B * HEADS, tiles + 1]`: the begin of each list.
       ends: int32 `[B * HEADS, tiles]`: end of the work items of each tile.
-      tile_of: int32 `[B * HEADS, items]`: the tile of each item. The value `tiles` marks an unused
-        item.
+      tile_of: int32 `[B * HEADS, items]`: the tile of each item. The value `tiles` in `tile_of`
+        marks an unused item.
       COPIES: 2 if sequences may begin at any key, otherwise 1. If COPIES is 2, a block is part of
         two tiles.
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.

@@ -4,11 +4,11 @@ The kernel `index_blocks` writes no scores to memory.
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the visible rows r of block j
 
-A program has the rows of `TOKENS` tokens with all their heads. The program loops over the keys,
-which all heads share, `KEYS` at a time. Each step computes one product, with many columns per
-thread, and the maxima of the product. The selection processes `BEST` blocks per step. A block is
-represented by one 64-bit integer, its candidate. A candidate has the bits of the score in the
-order of integers, followed by the complemented index. The greatest candidates are selected. If
+A program has the rows of `TOKENS` tokens with all their heads. A program of `index_blocks` loops
+over the keys, which all heads share, `KEYS` at a time. Each step computes one product, with many
+columns per thread, and the maxima of the product. The selection processes `BEST` blocks per step. A
+block is represented by one 64-bit integer, its candidate. A candidate has the bits of the score in
+the order of integers, followed by the complemented index. The greatest candidates are selected. If
 scores are equal, the lower block is selected. The best candidates so far stay in registers.
 
 `index_scores` writes z to memory if more blocks are selected than registers hold, if blocks have

@@ -47,7 +47,7 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
     Args:
       longest: Number of rows of the longest range.
       width: Number of elements per row.
-      heads: Number of heads of `gather_rows`. Defaults to 0, for other kernels.
+      heads: Number of heads of `gather_rows`, and 0 for other kernels.
     """
     columns = width & -width
     columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
@@ -185,8 +185,8 @@ def sum_ranges(
     `gather_ranges`. Only the program of a block's first range has work.
 
     Args:
-      block: int64, ascending, one number per entry of the list. The number identifies the batch
-        row, the head and the first token of the entry's range. -1 means that the range is empty.
+      block: int64, ascending, one number per entry of the list. The number of an entry identifies
+        the batch row, the head and the first token of its range. -1 means that the range is empty.
       order: int64: the index of the range that each entry of the list refers to.
       end: int64: for each entry, the end of the entries of its block.
     """

@@ -130,9 +130,10 @@ def sequences(
     """Write the values of the sequences.
 
     Program 0 writes start, length, end, first slot and first compressed token of `count` sequences,
-    `[5, pitch]` at the begin of `out`. The last sequence is padding. Each other program handles one
-    section, which has a size of tiles. The program of a section writes the number of tiles before
-    each sequence, and the first query and the end of the queries of each sequence, `[3, pitch]`.
+    `[5, pitch]` at the begin of `out`. The last of the `count` sequences is padding. Each other
+    program handles one section, which has a size of tiles. The program of a section writes the
+    number of tiles before each sequence, and the first query and the end of the queries of each
+    sequence, `[3, pitch]`.
 
     Args:
       cu_seqlens: `[given]`.

@@ -1,6 +1,6 @@
 """Chooses the sizes of tiles, the number of warps and the number of stages.
 
-The first combination that fits in the shared memory of the architecture is used.
+The first combination of sizes that fits in the shared memory of the architecture is used.
 
 The model of shared memory is an upper bound of Triton's usage for the loops of attention kernels.
 The model counts the tiles of the rows that stay in memory, one set of streamed tiles per stage, and

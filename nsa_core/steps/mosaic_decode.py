@@ -120,8 +120,8 @@ def why_not(problem: Any) -> str | None:
 
 
 def kernel_of(problem: Any, append: bool = False) -> Kernel:
-    """Return the kernel of a paged call. The kernel serves any batch, pool of pages and page
-    table. The gates must have the dtype of the queries.
+    """Return the kernel of a paged call. One kernel serves any batch, pool of pages and page table.
+    The gates must have the dtype of the queries.
     """
     return decode(_posed(problem, problem.dtype, append)).for_any_length()
 

@@ -37,7 +37,7 @@ def interval(
 
 def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
     """Run a kernel of attention and return `(out, lse)`. If the output is added to a gated sum,
-    the log-sum-exp is None. The kernel does not read arrays that are None.
+    the log-sum-exp is None. Arrays that are None are not read by the kernel.
     """
     rows = p.B, p.T, p.H
     kernel = p.kernel(
