@@ -1,5 +1,4 @@
-"""Prints the text of a pull request that proposes thresholds, with the tables of the runs that
-measured them.
+"""Prints the text of a pull request that proposes thresholds, with the tables of the measurements.
 
     python cloud/pull_request.py artifacts thresholds.txt https://.../runs/1 > body.md
 

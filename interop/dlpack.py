@@ -61,7 +61,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     aligned and not pinned.
 
     Args:
-      tensor: A tensor on a device that JAX supports, with a dtype that JAX does not convert. Keep
+      tensor: A tensor with a device that JAX supports and a dtype that JAX does not convert. Keep
         the tensor alive and do not write to it while JAX uses it (see the module).
 
     Raises:

@@ -55,8 +55,8 @@ def launch(
     Raises:
       ValueError: A tensor breaks a rule of `tensors` or `out`.
       NotImplementedError: the GPU has another compute capability than 9.0.
-      RuntimeError: The kernel would be loaded for the first time while a CUDA graph is
-        captured, or the kernel is not stored on disk and could not be built.
+      RuntimeError: The kernel is not loaded yet and a CUDA graph is being captured, or building the
+        kernel failed.
     """
     device, index = tensors[0].device, tensors[0].get_device()
     inputs, outputs = _arguments(kernel)

@@ -86,9 +86,9 @@ def block_attention(
       - s)`.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit, or a list contains a block twice. Repeated blocks
-        are detected only if the lists are not traced, and only on a CPU or while `nsa_core.debug`
-        is on.
+      ValueError: Shapes or dtypes do not fit, or a list contains a block twice. Outside traced
+        code, repeated blocks are detected on a CPU, and on other devices while `nsa_core.debug` is
+        on.
       NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, key, value, block_indices
@@ -215,8 +215,8 @@ def paged_block_attention(
         first of them that can run.
 
     Raises:
-      ValueError: Shapes or dtypes do not fit. If the host reads the indices, a list that contains
-        a block twice, or an index of a page that does not exist, also raises `ValueError`.
+      ValueError: Shapes or dtypes do not fit. If the host reads the indices, `ValueError` is also
+        raised for a block that a list contains twice, and for the index of a missing page.
       NotImplementedError: A gradient is required, or the named implementation cannot run this call.
     """
     arrays = query, key_pages, value_pages, block_indices

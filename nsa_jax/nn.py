@@ -423,8 +423,8 @@ class NSAAttention(nnx.Module):
           kv: a cache from `init_cache`. `kv=None` means that the rows are whole sequences, and
             the returned `kv` is None. A given cache is unchanged by the call, or invalid if it is
             donated.
-          prefill: False declares that `x` continues a cache, which must then contain tokens
-            (not checked in traced code). Chunks of any length may be appended with both values of
+          prefill: False declares that `x` continues a cache that contains tokens. Traced code does
+            not check this declaration. Chunks of any length may be appended with both values of
             `prefill`.
           segment_ids: `[B, T]`, for packed rows (`nsa_jax.attention`). `segment_ids` must be None
             if a cache is given.

@@ -144,11 +144,11 @@ def append(
     """Write new tokens, and the compressed tokens that they complete, to their pages. Return the
     new cache.
 
-    A token is not written if it is beyond the end of the row's page table or if its entry of
-    the table is negative. Rows of length 0 write nothing. If a token's entry of the table is
-    beyond the pool of pages, the call raises an error on a CPU outside traced code. On other
-    devices and in traced code, a token whose entry is beyond the pool is not written. Two rows must
-    not write to the same page.
+    A token beyond the end of the row's page table is not written, and neither is a token whose
+    entry of the page table is negative. Rows of length 0 write nothing. If a token's entry of the
+    table is beyond the pool of pages, the call raises an error on a CPU outside traced code. On
+    other devices and in traced code, a token whose entry is beyond the pool is not written. Two
+    rows must not write to the same page.
 
     Args:
       cache: the cache, which the call does not change. If you donate the cache, it is invalid
