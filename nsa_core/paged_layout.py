@@ -3,8 +3,10 @@
 A page holds `l'` raw tokens and `l'/d` compressed tokens. `page_table[b]` lists the pages of row
 `b` in the order of its tokens:
 
-    raw token p         page_table[b, p // l'], offset p % l'
-    compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
+| token                                       | page                         | offset in the page |
+|---------------------------------------------|------------------------------|--------------------|
+| raw token p                                 | `page_table[b, p // l']`     | `p % l'`           |
+| compressed token i, in slot s = i + l/d - 1 | `page_table[b, s // (l'/d)]` | `s % (l'/d)`       |
 
 The slot `s` of a compressed token is `p // d`, where `p` is the LAST raw token of its window. The
 last raw token of a window is in the same page as the compressed token. No page depends on the next
@@ -13,9 +15,8 @@ page, so rows can share their first pages.
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
 (`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
 Compressed tokens are computed from unrounded tokens. The newest tokens of a row are therefore also
-stored unrounded, in a buffer that is called the ring of the row:
-
-    raw token p         recent[slot of the row, p % (2 l)]
+stored unrounded, in a buffer that is called the ring of the row. Raw token p is stored at
+`recent[slot of the row, p % (2 l)]`.
 
 A ring may contain arbitrary values, including tokens of another row. If the token in the page may
 be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. If

@@ -14,11 +14,9 @@ Loop order: key-stationary. A CTA is one warpgroup with one work item. A work it
 selection block of 64 or 128 keys, which stays in shared memory, and some of the entries (token,
 slot) that selected the block. A step gathers the query heads of as many tokens as fit in 64
 rows, and scatters their results. Rows of tokens that did not select the block are not
-multiplied. The loop of a CTA is:
-
-    load(0)
-    for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
-                      compute;  store(i), all columns or a slab at a time
+multiplied. In step i, a CTA waits for the rows of the step, and computes S = Q K^T (and
+dP = dO V^T). The CTA then starts to load the rows of step i + 1, while it computes and stores the
+result of step i, all columns or a slab at a time.
 
 A far block of a tile ends before the tile's first token, so the tile's tokens attend to all keys of
 the block. The entries of a step are read one step ahead, so that they are in the cache when the

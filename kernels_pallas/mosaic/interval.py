@@ -10,11 +10,10 @@ longest first. A work item is two or three neighbouring tiles of 64 query rows. 
 consumer warpgroup (`spec.consumers`). One producer warpgroup copies the keys and values for all
 consumers.
 
-    producer warpgroup    for each work item, for each block:
-                               wait free[stage], copy to ring[stage]
-    consumer warpgroups   for each work item:
-                               for each block:  wait ready[stage], compute, arrive free[stage]
-                               start the loads of the next query, add and store the result
+For each block of each work item, the producer warpgroup waits until a stage of the ring buffer is
+free, and copies the block to the stage. For each block, a consumer warpgroup waits until the stage
+is ready, computes, and releases the stage. After the last block of a work item, a consumer
+warpgroup starts the loads of the next query, and adds and stores the result.
 
 A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A consumer loops
 over the two intervals one after the other. Between the two loops of a tile, the memory of the

@@ -6,9 +6,8 @@ since the word of a block shows all tokens that selected the block. One warp han
 neighbouring tokens, which may belong to several sequences. The warp handles the sequences one after
 the other, since blocks are counted from the first key of their sequence.
 
-    for sequence in range(bitmap.sequences(tokens)):
-        first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
-        bitmap.clear(...); bitmap.join(...)             blocks low .. low + window - 1
+For each sequence of the tokens (`next_sequence`), the warp clears the bitmap (`clear`) and sets the
+bits of the blocks low .. low + window - 1 (`join`).
 
 The bitmap is `bits`, int32 `[words, window]`. Bit `token % 32` of `bits[token // 32, i]` is set if
 the token selected block `low + i`.
@@ -42,14 +41,10 @@ The query lists of blocks (`specs/block_query_lists.py`) are built in three step
 | running sum     | computes the offsets of the entries, in the framework           |
 | `fill_lists`    | traverses the tokens again, and writes each entry to its offset |
 
-Each warp traverses one chunk of tokens:
-
-    for each window of tiles of keys                `next_entry`: a counter per tile
-        for each word of tokens of the chunk
-            for each sequence of these tokens
-                set the bits of its blocks
-                a lane per tile of keys: iterate over the words of the blocks that touch the
-                tile, and count or write the query tiles with a bit
+Each warp traverses one chunk of tokens, for one window of tiles of keys at a time. For each word of
+tokens in the chunk, and each sequence of the word's tokens, the warp sets the bits of the blocks of
+the sequence. Each lane handles one tile of keys. The lane iterates over the words of the blocks
+that touch the tile, and counts or writes the query tiles with a bit.
 
 | array in shared memory         | content                                                |
 |--------------------------------|--------------------------------------------------------|

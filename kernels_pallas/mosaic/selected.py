@@ -14,8 +14,8 @@ Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and block
 has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each). Batch
 and key/value head are the slowest grid axis, so that the keys of one head stay in L2.
 
-    block list    |--- every member sees the whole block ---|--- some see a part ---|
-    blocks        0                    ..              full_blocks      ..       blocks
+In a block list, every member attends to the whole of the first `full_blocks` blocks. Some members
+attend to only a part of the other blocks.
 
 A gathered tile skips the far blocks of its list. `specs/selected.py` defines gathered tiles and
 far blocks.

@@ -16,8 +16,14 @@ slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both op
 is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a column.
 Operands in e4m3 are never read transposed, since wgmma cannot transpose e4m3.
 
-    descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
-                 62-63 swizzle; PTX ISA, "Matrix descriptor format"
+The PTX ISA defines the descriptor of an operand ("Matrix descriptor format"):
+
+| bits     | content             |
+|----------|---------------------|
+| 0 to 13  | address / 16        |
+| 16 to 29 | leading offset / 16 |
+| 32 to 45 | stride offset / 16  |
+| 62 to 63 | swizzle             |
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """Loads kernels for any length once per GPU, and shares them between the frameworks.
 
-    Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
+A `Kernel` is converted to its form for any length, fetched from the store (from disk, or built),
+loaded by the driver and bound to sizes as a `BoundKernel`.
 
 Loaded code and its kernel object stay alive until the process ends, since CUDA graphs and queued
 launches may still refer to the code.

@@ -6,10 +6,12 @@ block `j` has phase `c`. The token is counted `min(cover, r - c)` times for its 
 and `cover - min(cover, r - c)` times for the next block, which the token overlaps. For r = 4
 and cover = 2:
 
-    compressed token     4j    4j+1  4j+2  4j+3 | 4j+4  4j+5 ...
-    phase c              0     1     2     3    | 0     1
-    times for block j    2     2     2     1    |
-    times for block j+1                    1    | 2     2
+| compressed token | phase c | times for block j | times for block j + 1 |
+|------------------|---------|-------------------|-----------------------|
+| 4j               | 0       | 2                 | 0                     |
+| 4j + 1           | 1       | 2                 | 0                     |
+| 4j + 2           | 2       | 2                 | 0                     |
+| 4j + 3           | 3       | 1                 | 1                     |
 
     own[j]   = sum_c min(cover, r - c) * p[r * j + c]
     next[j]  = sum_c (cover - min(cover, r - c)) * p[r * j + c]

@@ -5,12 +5,7 @@ A tile of queries loops over the tile's block list.
 A tile is gathered if the block list of the previous tile is longer than `gather_limit`. For a
 gathered tile, the kernels of this module loop only over the near blocks, which the tile's tokens
 share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0, the block
-before the block of the tile's first token, and all later blocks:
-
-    list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
-                       near                             near
-
-Bodies: `mosaic/selected.py`.
+before the block of the tile's first token, and all later blocks. All other blocks are far.
 """
 
 import dataclasses

@@ -2,9 +2,8 @@
 
 The kernel is bound by HBM. A row of the projection has the query heads, then the key heads of each
 branch, then the value heads of each branch. A program processes one head for `ROWS` tokens. The
-program rotates pairs of columns of query and key heads by the angle of the token:
-
-    (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
+program rotates pairs of columns of query and key heads by the angle of the token. A pair (a, b)
+becomes (a cos - b sin, a sin + b cos). The backward pass rotates by the opposite angle.
 
 If the layer has norms, a head x of query or keys is normalised before the rotation. All query
 heads share weights w, and all key heads share other weights:

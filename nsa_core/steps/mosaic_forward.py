@@ -1,13 +1,13 @@
-"""Defines the forward steps on Mosaic kernels, for either framework. The data flow is:
+"""Defines the forward steps on Mosaic kernels, for either framework.
 
-    interval (compressed) -> select_blocks -> selected
-                             interval (sliding)
+The data flow is interval (compressed) -> select_blocks -> selected. The step interval (sliding)
+does not depend on the other steps.
 
 `nsa_core.types` defines the letters of the shapes. A branch returns its output `[B, T, H, Dv]` and
 its natural log-sum-exp `[B, T, H]` in float32. A branch that adds its output to the gated sum
 returns None for the log-sum-exp. To add its output, a branch multiplies the output by `gate` `[B,
-T, H]`. The product is added, possibly in place, to the sum
-of earlier branches, `added` `[B, T, H, Dv]`.
+T, H]`. The product is added, possibly in place, to the sum of earlier branches, `added` `[B, T, H,
+Dv]`.
 """
 
 import dataclasses

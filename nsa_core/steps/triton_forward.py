@@ -1,7 +1,7 @@
-"""Defines the forward steps on Triton kernels, for either framework. The data flow is:
+"""Defines the forward steps on Triton kernels, for either framework.
 
-    interval (compressed) -> select_blocks -> selected
-                             interval (sliding)
+The data flow is interval (compressed) -> select_blocks -> selected. The step interval (sliding)
+does not depend on the other steps.
 
 The functions, their arguments and their results are the same as in `mosaic_forward`, since
 `fused.py` calls either module. `ops` is an `ArrayOps` that launches Triton kernels.
