@@ -87,7 +87,7 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
 
 
 def _derived(x: Line) -> Line:
-    """Return fields that are derived from the fields of a line. One field is `kernel`. A line of
+    """Return fields that are derived from the fields of a line, such as `kernel`. A line of
     attention also has its sizes as text, `papers` and `place`. `papers` states whether the line has
     the paper's config, bfloat16 and at least `SHORTEST` tokens. `place` orders the rows by the
     number of query columns, largest first, then by length, longest first.

@@ -10,11 +10,11 @@
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
 `bench.harness.checked_layer` has the layers, and the kernels that each layer must run. Each layer
-first runs without a tool. The run without a tool builds the kernels of the layer. The layer then
-runs under every tool. Up to `--at_once` processes run at the same time. The caching allocator of
-torch is disabled, since `memcheck` cannot detect addresses past the end of a tensor within the
-large blocks of this allocator. Each tool must first find a planted fault; otherwise no layer runs
-under this tool.
+first runs without a tool. The run without a tool builds the kernels of the layer. After the run
+without a tool, the layer runs under every tool. Up to `--at_once` processes run at the same time.
+The caching allocator of torch is disabled, since `memcheck` cannot detect addresses past the end of
+a tensor within the large blocks of this allocator. Each tool must first find a planted fault;
+otherwise no layer runs under this tool.
 
 A row is `ok`, `wrong` (the tool found an error, the results of a layer have other bits, or a
 required kernel did not run) or `timeout`. Logs are in `--out`, with memory_check.jsonl.

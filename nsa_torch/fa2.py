@@ -9,10 +9,10 @@ For each value of `t % d`, the queries with this value are a separate sequence f
 operators reorder queries, keys and results before and after the call of FA-2. The host needs 0.7 to
 0.8 ms to launch the reordering operators. Below a few thousand tokens, the GPU needs less time than
 the host. On an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to
-1.2 ms at 4096. One call of SDPA with a dense mask takes 0.22 ms. In eager mode, FA-2 is worthwhile
-for the compressed branch only if the dense mask is too large. A CUDA graph replays the operators
-without the host. The indices for the reordering are computed once for all calls of the same sizes
-(`_once`).
+1.2 ms at 4096. On an H100, one call of SDPA with a dense mask takes 0.22 ms. In eager mode, FA-2 is
+worthwhile for the compressed branch only if the dense mask is too large. A CUDA graph replays the
+operators without the host. The indices for the reordering are computed once for all calls of the
+same sizes (`_once`).
 
 Sliding branch: FA-2 computes attention with a causal window.
 

@@ -331,8 +331,8 @@ class NSAAttention(nn.Module):
 
     def convolve_after(self, before, position, count):
         """Return a function and a list. The function is the argument `convolve` of `project` for
-        tokens that follow those of a cache. When the function runs, this function puts the newest
-        keys into the list.
+        tokens that follow those of a cache. Each call of the function puts the
+        newest keys into the list.
 
         Args:
           before: The newest projected keys of the cache.

@@ -9,9 +9,9 @@ of computing an incomplete derivative.
 By default, torch frees the tensors that an operator has saved only after the operator's backward
 pass. The outputs of the three branches are half of the memory of a call. In the backward pass only
 one of the first launches (`deltas`) reads the outputs of the branches. The memory of these outputs
-can be reused for dq after `deltas`. The outputs are released early only in the last pass through a
-graph (no `retain_graph`), and only without hooks for saved tensors. A hook may keep a saved tensor,
-or copy it back on another stream. After the backward pass, code that reads
+can be reused for dq after the launch `deltas`. The outputs are released early only in the last pass
+through a graph (no `retain_graph`), and only without hooks for saved tensors. A hook may keep a
+saved tensor, or copy it back on another stream. After the backward pass, code that reads
 `out.grad_fn.saved_tensors` finds tensors without memory.
 """
 

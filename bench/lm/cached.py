@@ -81,7 +81,9 @@ class Whole:
 
 
 class Dense:
-    """Dense attention of new tokens to all tokens up to their own, with SDPA and a cache."""
+    """Dense attention of new tokens to all tokens up to their own position, with SDPA and a
+    cache.
+    """
 
     def __init__(self):
         self.key, self.value = [], []
