@@ -202,8 +202,8 @@ def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
 
 
 def made(name: str, lines: Iterable[Line]) -> str:
-    """Return a table of `KINDS` from these lines. Each line is a row. If the table has a
-    template `column`, a line is a cell in the row with the same cells `row`.
+    """Return a table of `KINDS` from these lines. Each line is a row. If the table has a template
+    `column`, a line is one cell, and lines with equal cells `row` share a row.
     """
     kind = KINDS[name]
     if "column" not in kind:

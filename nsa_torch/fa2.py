@@ -374,9 +374,9 @@ _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows of `x`. If `rows` is
-    a permutation, the gradient is gathered with the inverse permutation `back`. If `rows` has
-    repeated rows, their gradients are summed in float32.
+    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows of `x`. If `rows` is a
+    permutation, the gradient is gathered with the inverse permutation `back`. The gradients of
+    repeated rows are summed in float32.
     """
 
     @staticmethod

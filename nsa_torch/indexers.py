@@ -53,8 +53,9 @@ def index_blocks(
 
     Args:
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry *
-        r + entry - 1`. Only queries at or after the last of these tokens use key `r`.
+      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens
+        `range(entry * r, entry * (r + 1))`. Only queries at or after the last token of key `r` use
+        this key.
       pool: number of index keys per block. A block has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.

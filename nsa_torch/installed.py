@@ -16,7 +16,7 @@ A record has these durations in seconds:
 - start_s: the GPU's first tensor
 - forward_backward_s, prefill_s, decode_s: the first calls of attention
 - total_s: sum of forward_backward_s, prefill_s and decode_s
-- again_s: sum of the same three calls when they run again
+- again_s: the same sum for a second run of the three calls
 - layer_s: first calls of a layer, which are forward and backward, a prompt and a token
 """
 

@@ -5,7 +5,7 @@
 The process uses only public names of the library that all checkouts share, and no other module of
 `bench`. First the process compiles the problem and prints one JSON line with the hashes of the
 results. After the hashes, the process prints one line of milliseconds for every line that it reads.
-By these lines, the parent process decides which process has the GPU.
+The parent process sends a line to the process that may use the GPU.
 """
 
 import dataclasses

@@ -2,9 +2,9 @@
 device is idle before and after a sample.
 
 In torch on CUDA, samples are measured with CUDA events, and the L2 cache is overwritten before each
-sample. JAX has no events. In JAX, samples are host time around several consecutive calls, which
-last 5 ms together. The caller rotates the inputs if they could stay in the L2 cache. On the CPU,
-samples are also host time.
+sample. JAX has no events. Samples of JAX are host time around several consecutive calls, which last
+5 ms together. The caller rotates the inputs if they could stay in the L2 cache. On the CPU, samples
+are also host time.
 """
 
 import dataclasses

@@ -205,8 +205,8 @@ class Task:
 
         The forward pass counts two FLOPs per multiply-add of `ModelSpec.products`, and attention as
         in `bench.harness.cost`: visible pairs, without the selection. The backward pass counts
-        twice as much. Values that are computed again, the embedding, the norms and the optimizer do
-        not count.
+        twice as much as the forward pass. Values that are computed again, the embedding, the norms
+        and the optimizer do not count.
         """
         at, length = self.model.layer, self.training.seq_len
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
