@@ -59,11 +59,17 @@ class LayerSpec:
 
     Attributes:
       dim: width of the layer's input and output.
-      n_heads, n_kv_groups: numbers of query heads and of key/value heads.
-      d_k, d_v: width of query and key heads, which must be even, and of value heads.
-      l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`, `num_selected`
-        and `window` of `NSAConfig`.
-      num_initial, num_local: the fields of `NSAConfig` with these names.
+      n_heads: number of query heads.
+      n_kv_groups: number of key/value heads.
+      d_k: width of query and key heads, an even number.
+      d_v: width of value heads.
+      l: `compress_block` of `NSAConfig`.
+      d: `compress_stride` of `NSAConfig`.
+      l_sel: `select_block` of `NSAConfig`.
+      n_sel: `num_selected` of `NSAConfig`.
+      w: `window` of `NSAConfig`.
+      num_initial: the field `num_initial` of `NSAConfig`.
+      num_local: the field `num_local` of `NSAConfig`.
       phi: the compressor. "avg" is the mean. "mlp" is a learnable depthwise convolution that starts
         as the mean. "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs
         of the MLP of "mlp_pe" are rotated keys, so the compressed key depends on the position of
@@ -84,8 +90,9 @@ class LayerSpec:
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
         (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer loads.
       gate_temp: temperature by which the logits of the gates are divided.
-      rope_base, rope_scale: parameters of the rotary embedding of query and key heads. The
-        columns `2i` and `2i + 1` are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
+      rope_base: base of the rotary embedding of query and key heads. The columns `2i` and `2i + 1`
+        are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.
+      rope_scale: divisor of the positions in the rotary embedding.
       rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or a dictionary with its values and its
         `rope_type`. With `rope_scaling`, `rope_scale` must be 1.
       qk_norm_eps: epsilon of an RMSNorm of each query head and each key head before the rotation.

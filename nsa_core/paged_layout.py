@@ -48,17 +48,22 @@ class PagedArrays:
 
     Attributes:
       config: The sizes of the layer. `select_block` is the number of tokens per page.
-      selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
-      compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
-      sliding_key, sliding_value: Arrays of the same shapes for the sliding branch. If
-        `sliding_key` is None, the sliding branch reads the arrays of the selected branch.
-      raw_key, raw_value: The tokens from which compressed tokens are computed. If `raw_key` is
-        None, compressed tokens are computed from the tokens of the selected branch.
+      selected_key: `[P, l', Hkv, D]`.
+      selected_value: `[P, l', Hkv, Dv]`.
+      compressed_key: `[P, l'/d, Hkv, D]`.
+      compressed_value: `[P, l'/d, Hkv, Dv]`.
+      sliding_key: The same shape as `selected_key`. If `sliding_key` is None, the sliding branch
+        reads the arrays of the selected branch.
+      sliding_value: The same shape as `selected_value`, or None.
+      raw_key: The keys from which compressed keys are computed. If `raw_key` is None, compressed
+        tokens are computed from the tokens of the selected branch.
+      raw_value: The values from which compressed values are computed, or None.
       contents: Facts about how the tokens were computed (`cache_contents.Contents`).
       selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
-      recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]` and `[R, 2 l, Hkv,
-        Dv]`. The rings have the newest tokens of `R` rows, in the dtype of compressed keys.
-        Compressed tokens are computed from the rings.
+      recent_key: Ring of keys of a cache in fp8, `[R, 2 l, Hkv, D]`. The rings have the newest
+        tokens of `R` rows, in the dtype of compressed keys. Compressed tokens are computed from the
+        rings.
+      recent_value: Ring of values of a cache in fp8, `[R, 2 l, Hkv, Dv]`.
     """
 
     config: NSAConfig

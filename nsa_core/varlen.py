@@ -82,7 +82,9 @@ class Capacity:
     """The sizes of the tables, which are static and are part of the keys of plans.
 
     Attributes:
-      B, T, S: batch rows, queries and keys; the queries are the last of the keys.
+      B: Number of batch rows.
+      T: Number of queries, which are the last of the keys.
+      S: Number of keys.
       gap: Number of keys between the two halves of the queries. The halves are the chunks of a
         rank in context parallelism. `gap=0` means that there is no gap.
       max_sequences: The maximum number of sequences per row, without padding.

@@ -97,9 +97,10 @@ class KeyTile:
     """The work item of a CTA: a tile of keys, and the query tiles over which to sum.
 
     Attributes:
-      b, g: Batch row and key/value head.
-      begin, end: The bounds of the work item's query tiles, or of its entries in the query
-        lists.
+      b: Batch row.
+      g: Key/value head.
+      begin: Begin of the work item's query tiles, or of its entries in the query lists.
+      end: End of the work item's query tiles, or of its entries in the query lists.
       partial: Index of the partial that the CTA writes.
       steps: Number of steps.
     """
@@ -128,8 +129,8 @@ class KeyTile:
           column: Index of the work item's integer that is the begin of the queries. The next three
             integers are the begin and the end of the queries that attend to all keys, and the end
             of all queries.
-          first, last: The first step and the end of the steps. By default the bounds in the
-            work item are used.
+          first: The first step, by default of the work item.
+          last: The end of the steps, by default of the work item.
         """
         item, per_step = self.refs.cta.item, self.spec.tiles_per_step
         begin, full_begin, full_end, end = (

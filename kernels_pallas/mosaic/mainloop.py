@@ -160,7 +160,8 @@ class Ring(NamedTuple):
 
     Attributes:
       buffers: The `Buffers` object that allocates and multiplies the blocks.
-      rows, width: Numbers of rows and of columns of a block.
+      rows: Number of rows of a block.
+      width: Number of columns of a block.
       by_column: Whether blocks are transposed. In a transposed block, a row is a column of the
         values, and a column is a pair of keys.
     """

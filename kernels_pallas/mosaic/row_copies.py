@@ -49,7 +49,8 @@ class RowCopies(NamedTuple):
 
         Args:
           entries: The list, int32.
-          first, end: Index of the first entry of the step, and end of the entries.
+          first: Index of the first entry of the step.
+          end: End of the entries.
           place: Batch row `b`, key/value head `kv_head` and length `T`.
           pairs: Pairs of an array `[B, T, H, width]` and the operand `(ref, copy)` that
             receives its rows.

@@ -116,11 +116,13 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
 
     Args:
       spec: The sizes of the problem.
-      step, carry, k: The function, the initial `carry` and the index of the chunk.
+      step: The function.
+      carry: The initial `carry`.
+      k: Index of the chunk.
       steps: Steps of the whole tile.
       base: First block of the first step.
-      key_begin, key_end: The begin of the keys to which the tile's last row attends, and the
-        end of the keys to which its first row attends.
+      key_begin: The begin of the keys to which the tile's last row attends.
+      key_end: The end of the keys to which the tile's first row attends.
     """
     chunk = spec.tiling.chunk
     step_keys = jnp.int32(KEYS * spec.ratio)

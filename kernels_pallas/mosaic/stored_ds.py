@@ -124,7 +124,8 @@ class StoredDs(NamedTuple):
           places: `position` `[B, T]`, and for packed rows also `key_start` `[B, T]`. With
             `key_start`, a block is identified by the index of its first key in the row. Without
             `key_start`, a block is identified by its index in the sequence.
-          b, kv_head: Batch row and key/value head.
+          b: Batch row.
+          kv_head: Key/value head.
           first: First token.
           length: T.
         """

@@ -291,7 +291,8 @@ class _Columns(NamedTuple):
       score_row: Address of the score row.
       slots: Address to which the selected entries are written.
       shift: Index of the entry of the first block in the token's sequence, minus `of.front`.
-      low, count: The first entry that may be selected, and the number of such entries.
+      low: The first entry that may be selected.
+      count: The number of entries that may be selected.
     """
 
     of: WarpTopK

@@ -176,8 +176,8 @@ def _start(
       of_step: Function that returns PTX and the left operand of a step. The PTX precedes the
         instruction of the step. The arguments of `of_step` are the step and the first of `words`.
       right: The right operand.
-      columns, depth: Number of columns of the result, and number of columns over which the
-        product sums.
+      columns: Number of columns of the result.
+      depth: Number of columns over which the product sums.
       flags: Which operands are transposed.
 
     Raises:

@@ -52,8 +52,10 @@ class Cubin(NamedTuple):
         array. A name stands for one of `Kernel.sizes`. A launch passes the address `value << 8` of
         a size. All other parameters are consecutive tensor maps, which are passed by value.
       registers: Number of registers per thread.
-      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes per thread, as reported by ptxas,
-        summed over the functions of the image.
+      stack_bytes: Bytes of stack per thread, as reported by ptxas, summed over the functions of the
+        image.
+      spill_store_bytes: Bytes of spill stores per thread, summed like `stack_bytes`.
+      spill_load_bytes: Bytes of spill loads per thread, summed like `stack_bytes`.
       remarks: Warnings and performance losses reported by ptxas, such as serialised wgmma.
       versions: Versions of jax and ptxas.
     """

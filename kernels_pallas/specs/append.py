@@ -27,8 +27,11 @@ class Append(TokenWords, Spec):
       B: Number of rows.
       pages: Number of pages in the pool.
       table_pages: Number of columns of the page table.
-      Hkv, D, Dv: Key/value heads, and the widths of keys and of values, in elements.
-      compress_block, stride: `l` and `d` of the windows, in tokens.
+      Hkv: Number of key/value heads.
+      D: Width of keys, in elements.
+      Dv: Width of values, in elements.
+      compress_block: `l`, the number of tokens per window.
+      stride: `d`, the number of tokens between the starts of two windows.
       block: Tokens per page.
       dtype: One of `DTYPES`.
       ragged: Whether rows have different numbers of new tokens.

@@ -39,7 +39,10 @@ class BlockQueryLists(Spec):
     """The static sizes of a problem.
 
     Attributes:
-      B, T, S, Hkv: Batch rows, tokens, keys or slots per row, and key/value heads.
+      B: Number of batch rows.
+      T: Number of tokens per row.
+      S: Number of keys or slots per row.
+      Hkv: Number of key/value heads.
       n: Number of selected blocks per token.
       block: Number of keys per selection block.
       tokens: Number of adjacent tokens per query tile. The kernel that reads the lists copies a

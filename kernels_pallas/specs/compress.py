@@ -51,12 +51,13 @@ class Means(TokenWords, Spec):
     multiples of 2.
 
     Attributes:
-      block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
+      block: `l`, the number of tokens per window, a multiple of `stride`.
+      stride: `d`, the number of tokens between the starts of two windows.
       others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
       placed: Number `n` such that the gradients of the first `n` branches are stored by slot.
       multiple: Divisor of the number of compressed tokens. Zeros follow the last window.
-      places, unit: The number of slots of packed rows, and the divisor of each sequence's
-        number of slots. 0 means that a row has one sequence.
+      places: Number of slots of packed rows. 0 means that a row has one sequence.
+      unit: Divisor of each sequence's number of slots. 0 means that a row has one sequence.
     """
 
     B: int

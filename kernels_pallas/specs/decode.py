@@ -92,12 +92,16 @@ class Decode(Spec):
     Attributes:
       B: Number of rows.
       q_len: Number of query tokens per row, which are the newest tokens of the row.
-      H, Hkv, D, Dv: Query heads, key/value heads, and the widths of keys and of values.
-      compress_block, stride: `l` and `d` of the compressed windows, in tokens.
+      H: Number of query heads.
+      Hkv: Number of key/value heads.
+      D: Width of keys.
+      Dv: Width of values.
+      compress_block: `l`, the number of tokens per compressed window.
+      stride: `d`, the number of tokens between the starts of two windows.
       block: Number of tokens per selection block and page.
       n: Number of selected blocks per query token, forced ones included.
-      num_initial, num_local: Numbers of forced blocks at the begin of the row, and up to the
-        block of the query token.
+      num_initial: Number of forced blocks at the begin of the row.
+      num_local: Number of forced blocks up to the block of the query token.
       window: Number of keys of the sliding branch. 0 means none.
       pages: Number of pages in the pool.
       table_pages: Number of columns of the page table.

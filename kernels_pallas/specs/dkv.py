@@ -69,7 +69,8 @@ class Dkv(AttentionSizes):
       single_token: Whether a list entry is one token. If not, an entry is several neighbouring
         tokens that one copy moves. Single tokens are possible for groups of up to
         `ROW_STATS_MIN_ROWS` query heads.
-      want_dk, want_dv: Whether this kernel computes dk, and whether it computes dv.
+      want_dk: Whether the kernel computes dk.
+      want_dv: Whether the kernel computes dv.
       selection_entries: Number of blocks per token of the selection to which list entries refer by
         index. 0 means that list entries are query tiles.
       stored_rows: If not 0, the number of rows of `[B, Hkv]` whose dS is written

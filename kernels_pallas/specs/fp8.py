@@ -124,7 +124,8 @@ def round_tokens(spec: Rounding) -> Kernel:
       key: int16 `[B, places, Hkv, D / 2]`.
       value: int16 `[B, Hkv, Dv, places / 2]`. `key` and `value` are 0 for slots without a key, and
         for keys from `end` on.
-      key_scale, value_scale: float32 `[B, Hkv, D]`, `[B, Hkv, Dv]`.
+      key_scale: float32 `[B, Hkv, D]`.
+      value_scale: float32 `[B, Hkv, Dv]`.
       key_mean: float32 `[B, Hkv, D]`, the mean over the tokens before `end`. Keys that are not
         finite count as 0.
     """

@@ -168,7 +168,8 @@ def forward_blocks(
 
     Args:
       group: Query heads per key/value head.
-      key_width, value_width: D and Dv.
+      key_width: D, the width of keys.
+      value_width: Dv, the width of values.
       window: Maximum number of keys per query. `window=None` means no maximum, so that a query has
         many blocks.
       fp8: Whether keys and values are in e4m3.
@@ -210,7 +211,8 @@ def forward(spec: IntervalAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      first_key, key_end: int32 `[B * tiles, 64]`, the bounds of each row of a tile.
+      first_key: int32 `[B * tiles, 64]`, the first key of each row of a tile.
+      key_end: int32 `[B * tiles, 64]`, the end of the keys of each row of a tile.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.

@@ -73,13 +73,18 @@ class Scores(Spec):
     """The static sizes of a problem.
 
     Attributes:
-      B, T, H, Hkv, D: Batch rows, query tokens, query heads, key/value heads, width of the keys.
+      B: Number of batch rows.
+      T: Number of query tokens.
+      H: Number of query heads.
+      Hkv: Number of key/value heads.
+      D: Width of the keys.
       blocks: Length of the key array in blocks.
       candidates: Maximum number of blocks from which the tokens of one tile select.
-      ratio, cover: The quotients l'/d and l/d.
+      ratio: The quotient l'/d.
+      cover: The quotient l/d.
       n: Number of selected blocks per token, forced ones included.
-      num_initial, num_local: Numbers of forced blocks at the begin of the sequence, and up to the
-        token's own block.
+      num_initial: Number of forced blocks at the begin of the sequence.
+      num_local: Number of forced blocks up to the token's own block.
       packed: Whether sequences may begin within a tile.
       query_tiles: Number of query tiles per row, if all tokens of a tile belong to one
         sequence. 0 means tiles of adjacent tokens, regardless of their sequences.

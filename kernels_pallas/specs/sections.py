@@ -39,20 +39,29 @@ class Section(NamedTuple):
       out: Offset of the section. A second array of the same kind begins `pitch` numbers after
         the first.
       total: Number of entries of an array, or of work items.
-      tokens, group, rows: Tokens, heads per group, and rows of a tile of queries.
-      first, last: Columns of `Tokens`; negative numbers mean none.
+      tokens: Number of tokens of a tile of queries.
+      group: Number of heads per group of a tile of queries.
+      rows: Number of rows of a tile of queries.
+      first: Column of `Tokens`. A negative number means none.
+      last: Column of `Tokens`. A negative number means none.
       runs_at: Offset of three arrays with an entry per sequence: the number of query tiles
         before the sequence, the first query of the sequence, and the last query of the sequence
         + 1.
-      ratio, block: Numbers of compressed tokens and of keys per block.
+      ratio: Number of compressed tokens per block.
+      block: Number of keys per block.
       query_tiles: Number of query tiles of all tokens.
-      parts_at, before_at, firsts_at, counts_at: Offsets of the arrays of the work items of an
-        interval.
+      parts_at: Offset of an array of the work items of an interval.
+      before_at: Offset of an array of the work items of an interval.
+      firsts_at: Offset of an array of the work items of an interval.
+      counts_at: Offset of an array of the work items of an interval.
       columns: Number of entries per tile in `parts`.
-      tiles, keys: Number of tiles of keys, and number of keys per tile.
+      tiles: Number of tiles of keys.
+      keys: Number of keys per tile.
       heads: Number of key/value heads.
-      partials, segments, segment_tiles, streams: `partials`, `segments`, `tiles` and `streams` of
-        `work_items.IntervalSplit`.
+      partials: `partials` of `work_items.IntervalSplit`.
+      segments: `segments` of `work_items.IntervalSplit`.
+      segment_tiles: `tiles` of `work_items.IntervalSplit`.
+      streams: `streams` of `work_items.IntervalSplit`.
       span: Number of query tiles of a segment.
     """
 

@@ -211,8 +211,9 @@ def forward(spec: SelectedAttention) -> Kernel:
       value: `[B, S, Hkv, Dv]`. With pages, the keys are `[1, S, Hkv, .]`, and these inputs follow:
         page_table: int32 `[B * pages]`, the pages of each row.
         lengths: int32 `[B]`, keys of each row.
-        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, which has finite
-          numbers after the keys of the row.
+        last_key: `[B, block, Hkv, D]`, the last page of each row, which has finite numbers after
+          the keys of the row.
+        last_value: `[B, block, Hkv, Dv]`, the last page of each row, like `last_key`.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32` is
         set if the tile's token `i` selected the block.
@@ -222,10 +223,11 @@ def forward(spec: SelectedAttention) -> Kernel:
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
-      gate_0, gate_1, gate_2: If `summed`, float32 `[B, T, H]`, the gates of the compressed, the
-        selected and the sliding branch.
-      out_0, out_2: If `summed`, `[B, T, H, Dv]`, the outputs of the compressed and the sliding
-        branch.
+      gate_0: If `summed`, float32 `[B, T, H]`, the gate of the compressed branch.
+      gate_1: If `summed`, float32 `[B, T, H]`, the gate of the selected branch.
+      gate_2: If `summed`, float32 `[B, T, H]`, the gate of the sliding branch.
+      out_0: If `summed`, `[B, T, H, Dv]`, the output of the compressed branch.
+      out_2: If `summed`, `[B, T, H, Dv]`, the output of the sliding branch.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.

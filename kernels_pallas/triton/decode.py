@@ -130,17 +130,20 @@ def partials(
 
     Args:
       query: `[B * QUERIES, HEADS * GROUP, WIDTH]`.
-      compressed_key, compressed_value: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
-      sliding_key, sliding_value: `[P, PAGE, HEADS, .]`.
+      compressed_key: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
+      compressed_value: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
+      sliding_key: `[P, PAGE, HEADS, .]`.
+      sliding_value: `[P, PAGE, HEADS, .]`.
       compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
-      splits, windows: Numbers of splits of the compressed keys and of the window, for the
-        longest row.
+      splits: Number of splits of the compressed keys, for the longest row.
+      windows: Number of splits of the window, for the longest row.
       candidates: Number of compressed keys of the longest row.
       scale: Scale of the logits, times log2(e).
       logits: float32 `[B * HEADS, QUERIES * GROUP, candidates]`, base 2.
-      maxima, sums: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
+      maxima: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
+      sums: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
       outputs: float32 `[B * HEADS, QUERIES * GROUP, splits + windows, VALUE_WIDTH]`.
       counters: int32 `[B * HEADS, QUERIES]`, set to 0.
     """
@@ -313,10 +316,10 @@ def finish(
       finished.
       out: `[B * QUERIES, H, VALUE_WIDTH]`.
       indices: int32 `[B * QUERIES, HEADS, N]`.
-      part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
-      part_outputs, part_added: The same with `[.., VALUE_WIDTH]`. `part_outputs` has unnormalised
-        outputs of the selected branch, and `part_added` has gated outputs of the other two
-        branches.
+      part_maxima: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
+      part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
+      part_outputs: Unnormalised outputs of the selected branch, `[.., VALUE_WIDTH]`.
+      part_added: Gated outputs of the other two branches, `[.., VALUE_WIDTH]`.
     """
     program = tl.program_id(0).to(tl.int64)
     part = (program % c.PARTS).to(tl.int32)

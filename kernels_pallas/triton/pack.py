@@ -93,7 +93,8 @@ def gather_ranges(
       source: `[batch, tokens, heads, WIDTH]` with the strides `source_*`, in elements.
       packed: contiguous `[rows, WIDTH]`; rows outside all ranges are not written.
       start, length, place: int64, contiguous, one entry per range.
-      slots, per_batch: Numbers of ranges per query and head, and per batch row.
+      slots: Number of ranges per query and head.
+      per_batch: Number of ranges per batch row.
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head, row, column, token, there = _tile_of(

@@ -90,7 +90,8 @@ def append(
       scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
       recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.
       N, B, M, P, R: Numbers of new tokens, rows, columns of the page table, pages, ring buffers.
-      WRITES, KEEPS: Whether the launch writes pages, and whether it writes ring buffers.
+      WRITES: Whether the launch writes pages.
+      KEEPS: Whether the launch writes ring buffers.
     """
     program = tl.program_id(0)
     token = (program // c.HEADS).to(tl.int64)

@@ -327,7 +327,8 @@ def partials(
         a distance of `key_stride` and `value_stride` tokens.
       lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also attends to its own block if
         that block is not complete. Other arguments are as in `scores`.
-      maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
+      maxima: float32 `[tokens * PAIRS * GROUP, PARTS]`.
+      sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """
     program = tl.program_id(0)

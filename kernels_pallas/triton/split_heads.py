@@ -136,10 +136,13 @@ def split_heads(
       projection: `[count, ROW]`, read; if `BACK` the gradient, written.
       heads: A tuple of query, three keys, three values, mean, gates, written; if `BACK` their
         gradients, read, with `sin` of the opposite angle.
-      query_norm, key_norm: `[WIDTH]`, read if `NORMS`.
-      given, partials: If `NORMS` and `BACK`, the projection that was split, and gradients of the
-        norms' weights `[tiles of tokens, heads of query and keys, WIDTH]`.
-      cos, sin: float32 `[count, WIDTH / 2]`.
+      query_norm: `[WIDTH]`, read if `NORMS`.
+      key_norm: `[WIDTH]`, read if `NORMS`.
+      given: If `NORMS` and `BACK`, the projection that was split.
+      partials: If `NORMS` and `BACK`, gradients of the norms' weights `[tiles of tokens, heads of
+        query and keys, WIDTH]`.
+      cos: float32 `[count, WIDTH / 2]`.
+      sin: float32 `[count, WIDTH / 2]`.
       count: Number of tokens.
       eps: Number that is added to mean(x^2), read if `NORMS`.
     """

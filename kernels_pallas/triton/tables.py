@@ -194,13 +194,17 @@ def tables(
     Args:
       sections: `[MOST, INTS]`.
       out: The output of `sequences`, followed by the output of this launch.
-      T, S: Numbers of queries and of keys per row.
-      offset, half, gap: Query t has the index `t + offset` in the key array. From query `half`
-        on, the index is `t + offset + gap`.
-      count, pitch: The number of sequences, and the stride between rows of the output of
-        `sequences`.
-      f, k: `AT` and `KINDS` of `specs.sections`.
-      token_steps, steps: Numbers of steps of a search among tokens, and among sequences.
+      T: Number of queries per row.
+      S: Number of keys per row.
+      offset: Query t has the index `t + offset` in the key array.
+      half: From query `half` on, the index in the key array is `t + offset + gap`.
+      gap: Number of keys between the halves of the queries.
+      count: Number of sequences.
+      pitch: Stride between rows of the output of `sequences`.
+      f: `AT` of `specs.sections`.
+      k: `KINDS` of `specs.sections`.
+      token_steps: Number of steps of a search among tokens.
+      steps: Number of steps of a search among sequences.
     """
     rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)

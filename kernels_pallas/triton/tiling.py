@@ -121,8 +121,10 @@ def choose(
 
     Args:
       kernel: forward, dq or dkv.
-      rows, keys: Upper bounds, powers of two.
-      D, Dv: Widths of keys and of values.
+      rows: Upper bound of query rows, a power of two.
+      keys: Upper bound of keys, a power of two.
+      D: Width of keys.
+      Dv: Width of values.
       itemsize: Bytes of an element.
       capability: Compute capability of the GPU.
     """

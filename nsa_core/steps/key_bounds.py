@@ -155,8 +155,8 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 
     Args:
       start: `[B, T]`, the index of the first compressed token of each query's sequence.
-      first, last: `[B, T]`, the interval `first .. last - 1` of compressed tokens to which the
-        query attends.
+      first: `[B, T]`, the first compressed token to which the query attends.
+      last: `[B, T]`, the end of the compressed tokens to which the query attends.
 
     Returns:
       The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps, followed by three arrays `[B,
