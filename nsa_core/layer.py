@@ -70,22 +70,25 @@ class LayerSpec:
       w: `window` of `NSAConfig`.
       num_initial: the field `num_initial` of `NSAConfig`.
       num_local: the field `num_local` of `NSAConfig`.
-      phi: the compressor. "avg" is the mean. "mlp" is a learnable depthwise convolution that starts
-        as the mean. "mlp_pe" is the paper's MLP with an intra-block position embedding. The inputs
-        of the MLP of "mlp_pe" are rotated keys, so the compressed key depends on the position of
-        its window. With "mlp_pe", the product of a query and a compressed key depends on more than
-        the distance of the query and the window. "mlp_rope" is the same MLP for unrotated keys.
-        With "mlp_rope", the compressed key is rotated by the middle of its window, so that the
-        product with a query depends only on the distance of the query and the window.
+      phi: the compressor. With "avg", phi is the mean. With "mlp", phi is a learnable depthwise
+        convolution that starts as the mean. With "mlp_pe", phi is the paper's MLP with an
+        intra-block position embedding. The inputs of the MLP of "mlp_pe" are rotated keys, so the
+        compressed key depends on the position of its window. With "mlp_pe", the product of a query
+        and a compressed key depends on more than the distance of the query and the window. With
+        "mlp_rope", phi is the same MLP for unrotated keys. The compressed key of "mlp_rope" is
+        rotated by the middle of its window. With "mlp_rope", the product of a query and a
+        compressed key depends only on the distance of the query and the window.
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
-      kv: "separate" projects keys and values for each branch. "shared" has one key and one value
-        for all branches, like dense attention, so that a cache is about a third of the size.
-      gate: the source of the three gates per token. "head" computes sigmoids of a linear map of the
-        layer's input for each query head. "sigmoid" and "softmax" apply an MLP to the mean rotated
-        query of each key/value head, as in older programs (docs/seed.md). With softmax the three
-        gates add up to one. "selected" uses the constant gates 0, 1, 0 without weights. With
-        "selected", only the selected branch contributes to the output.
+      kv: the projections of keys and values. With "separate", each branch has its own keys and
+        values. With "shared", all branches share one key and one value, like dense attention, so
+        that a cache is about a third of the size.
+      gate: the source of the three gates per token. With "head", the gates of each query head are
+        sigmoids of a linear map of the layer's input. With "sigmoid" and "softmax", an MLP computes
+        gates from the mean rotated query of each key/value head, as in older programs
+        (docs/seed.md). With "softmax", the three gates add up to one. With "selected", the gates
+        are the constants 0, 1, 0 without weights, and only the selected branch contributes to the
+        output.
       gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
       gate_bias: initial biases of "head" for compressed, selected and sliding; None means
         (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer loads.

@@ -1,10 +1,18 @@
-"""Defines the letters of shapes, the container of the three branches, and the rules of
-numerics.
+"""Defines the letters of shapes, the container of the three branches, and the rules of numerics.
 
-Shapes:
-  `B` batch, `T` query length, `S` key/value length, `H` query heads, `Hkv` key/value heads,
-  `G = H // Hkv` heads per group, `D` query/key width, `Dv` value width, `C` compressed
-  tokens, `N = ceil(S / select_block)` selection blocks, `n` selected blocks per query.
+| letter                       | size                      |
+|------------------------------|---------------------------|
+| `B`                          | batch rows                |
+| `T`                          | queries per row           |
+| `S`                          | keys per row              |
+| `H`                          | query heads               |
+| `Hkv`                        | key/value heads           |
+| `G = H // Hkv`               | query heads per group     |
+| `D`                          | width of queries and keys |
+| `Dv`                         | width of values           |
+| `C`                          | compressed tokens         |
+| `N = ceil(S / select_block)` | selection blocks          |
+| `n`                          | selected blocks per query |
 
 Query heads of one group are adjacent: head `h` reads key/value head `h // G`. Queries are
 aligned to the end of the keys: query `t` has position `p = t + kv_len - T` in its sequence. In a

@@ -1,7 +1,7 @@
 """Computes the statistics of FlashAttention's backward preprocess: delta = rowsum(dO * O) - dlse
-and shift = lse * log2(e) - log2|gate|. delta and shift of a row are stored with the bounds of the
-row's keys, in the layout that the backward kernels read (`specs/bwd_preprocess.py`). `combine.py`
-computes rowsum(dO * O), which is also the gradient of the gate.
+and shift = lse * log2(e) - log2|gate|. The delta and the shift of a row are stored with the bounds
+of the row's keys, in the layout that the backward kernels read (`specs/bwd_preprocess.py`).
+`combine.py` computes rowsum(dO * O), which is also the gradient of the gate.
 
 Without a loop, a lane computes one row and a warp computes 32 adjacent rows of the query tiles.
 Tile: 128 rows per CTA of four warps; no shared memory. Bound: bandwidth. Per row, 12 to 20

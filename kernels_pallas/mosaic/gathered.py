@@ -4,19 +4,19 @@ A first kernel gathers the queries that selected a block and computes their part
 second kernel merges the partials of each query.
 
 Algorithm: For each token and far block j, forward computes the softmax over the keys of the block,
-and the block's lse_log2. dq computes dQ_j from the statistics of the whole row (formulas in
-`softmax.py`):
+and the block's lse_log2. The kernel of dq computes dQ_j from the statistics of the whole row
+(formulas in `softmax.py`):
 
     forward   S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l
     dq        S = Q K_j^T, dP = dO V_j^T,  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
 
-Loop order: key-stationary. A CTA is one warpgroup with one work item. A work item is a
-selection block of 64 or 128 keys, which stays in shared memory, and some of the entries (token,
-slot) that selected the block. A step gathers the query heads of as many tokens as fit in 64
-rows, and scatters their results. Rows of tokens that did not select the block are not
-multiplied. In step i, a CTA waits for the rows of the step, and computes S = Q K^T (and
-dP = dO V^T). The CTA then starts to load the rows of step i + 1, while it computes and stores the
-result of step i, all columns or a slab at a time.
+Loop order: key-stationary. A CTA is one warpgroup with one work item. A work item is a selection
+block of 64 or 128 keys, which stays in shared memory, and some of the entries (token, slot) that
+selected the block. A step gathers the query heads of as many tokens as fit in 64 rows, and scatters
+their results. Rows of tokens that did not select the block are not multiplied. In step i, a CTA
+waits for the rows of the step, and computes S = Q K^T (and dP = dO V^T). While the CTA computes and
+stores the result of step i, the rows of step i + 1 are being loaded. A result is stored with all
+columns or one slab at a time.
 
 A far block of a tile ends before the tile's first token, so the tile's tokens attend to all keys of
 the block. The entries of a step are read one step ahead, so that they are in the cache when the

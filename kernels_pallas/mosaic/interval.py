@@ -28,10 +28,13 @@ only in part, which are masked. The blocks to which all rows attend in full foll
 Tiles: 64 rows x `block` keys per warpgroup. `block` is 64 to 128 in forward and 64 in dq.
 `specs/interval.py` chooses the number of stages.
 
-Bound: the tensor cores. dq has three products per block, and forward has two. Floors at B=1
-H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s): forward, compressed 4.40 TFLOP
-= 4.4 ms, sliding 1.10 TFLOP = 1.1 ms, query and output, each moved once, 2.1 GB = 0.64 ms; dq,
-compressed 6.6 TFLOP = 6.7 ms, sliding 1.65 TFLOP = 1.7 ms.
+Bound: the tensor cores. The kernel of dq has three products per block, and forward has two. Floors
+at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s):
+
+| kernel  | compressed          | sliding             | query and output, each moved once |
+|---------|---------------------|---------------------|-----------------------------------|
+| forward | 4.40 TFLOP = 4.4 ms | 1.10 TFLOP = 1.1 ms | 2.1 GB = 0.64 ms                  |
+| dq      | 6.6 TFLOP = 6.7 ms  | 1.65 TFLOP = 1.7 ms |                                   |
 """
 
 from collections.abc import Callable

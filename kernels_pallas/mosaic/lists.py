@@ -1,8 +1,8 @@
 """Builds the lists of selected attention without a sort, and the work items of query lists.
 
 The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a bit
-per token. The block lists of tiles and the query lists of blocks are both built from the bitmap,
-since the word of a block shows all tokens that selected the block. One warp handles up to 64
+per token. The word of a block shows all tokens that selected the block. Both the block lists of
+tiles and the query lists of blocks are therefore built from the bitmap. One warp handles up to 64
 neighbouring tokens, which may belong to several sequences. The warp handles the sequences one after
 the other, since blocks are counted from the first key of their sequence.
 

@@ -13,9 +13,9 @@ The formulas for a block of keys are those of `softmax.py`:
 P = 0 for keys to which a row must not attend, and for rows whose token did not select the block. At
 the end, out = gate * O / l + added and dQ = scale * sign(gate) * dQ.
 
-By default, the matrix of a block (P in forward, dS in dq) is multiplied immediately by the values
-or by the keys of the block. With `overlap_pv`, P of a block is multiplied during the elementwise
-work on the next block:
+By default, P of a block is multiplied immediately by the values (forward), and dS immediately by
+the keys (dq). With `overlap_pv`, P of a block is multiplied during the elementwise work on the next
+block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)

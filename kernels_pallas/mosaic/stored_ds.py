@@ -29,8 +29,8 @@ rows of a warp belong to one token, or to two tokens if groups have eight heads.
 from global memory two blocks ahead. The kernel needs no masks, since dS is zero if a token did not
 select a block. The kernel computes no exponentials, since dS is stored.
 
-In dQ += dS K, K of a block is read from a ring buffer in shared memory, which TMA fills. dS of the
-block is loaded from global memory to registers.
+In dQ += dS K, K of a block is read from a ring buffer in shared memory, which TMA fills. The dS of
+the block is loaded from global memory to registers.
 
 Bound: the traffic from L2 to shared memory, which is half of the traffic of the kernel
 `selected_dq`. dS is read once from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16, the kernel reads 54

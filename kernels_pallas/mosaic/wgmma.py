@@ -9,7 +9,8 @@ is pending, no instruction may access its registers or the registers of its left
 product is pending, no iteration of a loop may begin. While a product is pending, a loop may compute
 registers for a later product only if the same iteration fences and starts the later product. If a
 kernel breaks the rules of pending products, ptxas waits after every instruction, and reports
-remarks C7510 to C7514 (`Cubin.remarks`). ptxas deletes a product whose result is unused.
+remarks C7510 to C7514 (`Cubin.remarks`). The assembler ptxas deletes a product whose result is
+unused.
 
 An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
 slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For `P V`, V

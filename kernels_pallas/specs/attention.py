@@ -19,9 +19,15 @@ from kernels_pallas.specs.fp8 import rounded
 class AttentionSizes(Spec):
     """Static sizes.
 
-    B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
-    G = H / Hkv query heads; D: width of query and key; Dv: width of value and output; scale: factor
-    of the logits.
+    Attributes:
+      B: Number of batch rows.
+      T: Number of query tokens.
+      S: Number of keys.
+      H: Number of query heads.
+      Hkv: Number of key/value heads, each for G = H / Hkv query heads.
+      D: Width of queries and keys.
+      Dv: Width of values and outputs.
+      scale: Factor of the logits.
     """
 
     B: int

@@ -56,8 +56,8 @@ class Means(TokenWords, Spec):
       others: Number of branches whose gradients of the same tokens `merge_key_gradients` adds.
       placed: Number `n` such that the gradients of the first `n` branches are stored by slot.
       multiple: Divisor of the number of compressed tokens. Zeros follow the last window.
-      places: Number of slots of packed rows. 0 means that a row has one sequence.
-      unit: Divisor of each sequence's number of slots. 0 means that a row has one sequence.
+      places: Number of slots of packed rows. `places=0` means that a row has one sequence.
+      unit: Divisor of each sequence's number of slots. `unit=0` means that a row has one sequence.
     """
 
     B: int

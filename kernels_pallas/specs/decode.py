@@ -102,7 +102,7 @@ class Decode(Spec):
       n: Number of selected blocks per query token, forced ones included.
       num_initial: Number of forced blocks at the begin of the row.
       num_local: Number of forced blocks up to the block of the query token.
-      window: Number of keys of the sliding branch. 0 means none.
+      window: Number of keys of the sliding branch. `window=0` means none.
       pages: Number of pages in the pool.
       table_pages: Number of columns of the page table.
       dtype: Dtype of the query, the output and pages that are not in fp8.

@@ -61,11 +61,11 @@ class Dkv(AttentionSizes):
       work_items: Number of work items in the table, some of which may be empty.
       interval_partials: Maximum number of partials of intervals.
       gated: Whether row statistics include a gate, whose sign is the last bit of shift.
-      list_entries: Number of entries of the query lists, for the selected branch. 0 means
-        intervals.
+      list_entries: Number of entries of the query lists, for the selected branch. `list_entries=0`
+        means intervals.
       block: Number of keys per selection block, if list entries have token bits. Token bits
         state the start of the block, and the tokens of the query tile that selected the block.
-        0 means that all tokens of an entry selected all keys of the tile.
+        `block=0` means that all tokens of an entry selected all keys of the tile.
       single_token: Whether a list entry is one token. If not, an entry is several neighbouring
         tokens that one copy moves. Single tokens are possible for groups of up to
         `ROW_STATS_MIN_ROWS` query heads.

@@ -87,7 +87,7 @@ class Scores(Spec):
       num_local: Number of forced blocks up to the token's own block.
       packed: Whether sequences may begin within a tile.
       query_tiles: Number of query tiles per row, if all tokens of a tile belong to one
-        sequence. 0 means tiles of adjacent tokens, regardless of their sequences.
+        sequence. `query_tiles=0` means tiles of adjacent tokens, regardless of their sequences.
       stages: Maximum number of pipeline stages of the ring buffer of keys.
       held: Maximum number of blocks whose scores are stored per token at a time.
     """
@@ -225,9 +225,9 @@ def _entries_in(words: int) -> int:
 def tiling_qk(spec: Scores) -> Tiling:
     """Return the tiling of Q K^T.
 
-    A token has two rows if its group has at most two heads and, with two rows, the scores of all
-    candidates fit in shared memory. If two rows are not possible, the number of rows is the number
-    of heads, rounded up to a power of two and to at least four.
+    A token of a group of one or two heads has two rows if the scores of all candidates then fit in
+    shared memory. All other tokens have as many rows as heads, rounded up to a power of two, and at
+    least four.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:

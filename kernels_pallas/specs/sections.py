@@ -44,9 +44,9 @@ class Section(NamedTuple):
       rows: Number of rows of a tile of queries.
       first: Column of `Tokens`. A negative number means none.
       last: Column of `Tokens`. A negative number means none.
-      runs_at: Offset of three arrays with an entry per sequence: the number of query tiles
-        before the sequence, the first query of the sequence, and the last query of the sequence
-        + 1.
+      runs_at: Offset of three arrays with an entry per sequence. The arrays have the number of
+        query tiles before the sequence, the first query of the sequence, and the last query of the
+        sequence + 1.
       ratio: Number of compressed tokens per block.
       block: Number of keys per block.
       query_tiles: Number of query tiles of all tokens.

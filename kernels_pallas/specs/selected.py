@@ -246,8 +246,9 @@ def forward(spec: SelectedAttention) -> Kernel:
 def dq(spec: SelectedAttention) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K, the gradient of `forward`'s query.
 
-    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). shift
-    includes the gate. shift and delta are in `row_stats` (`specs/bwd_preprocess.py`).
+    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). The
+    shift includes the gate. The arrays shift and delta are in `row_stats`
+    (`specs/bwd_preprocess.py`).
 
     The first inputs are the first seven inputs of `forward`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.

@@ -103,8 +103,8 @@ def _missing(framework: str) -> str | None:
 
 def _pair_why_not() -> str | None:
     """Return the reason why the installed jax-triton and Triton do not work together, or None.
-    jax-triton 0.4 cannot pass the name of a GPU to Triton 3.6, although its metadata allows this
-    pair of versions.
+    Version 0.4 of jax-triton cannot pass the name of a GPU to Triton 3.6, although its metadata
+    allows this pair of versions.
     """
     try:
         caller, compiler = (

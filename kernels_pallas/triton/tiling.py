@@ -50,8 +50,8 @@ WIDE = (9, 10)
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Return the numbers of rows and keys of the largest useful tiles of intervals, for
-    forward, dq or dkv, whose sums and operands fit in registers.
+    """Return the numbers of rows and keys of the largest useful tiles of intervals, for forward, dq
+    or dkv. The sums and operands of a useful tile fit in registers.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
