@@ -388,42 +388,14 @@ def test_a_bad_path_gives_no_speed_up(run, monkeypatch, step, function, status, 
 REFUSES = "--framework=jax --branch=sliding --sliding_kernel=mosaic --on_unsupported=error"
 
 
-@pytest.mark.parametrize(
-    "words, sliding, statuses, status",
-    [
-        (f"--framework=jax --branch=all {kernels('xla')}", late, "xla wrong", 1),
-        (f"--framework=jax --branch=all {kernels('xla')} --mode=fwdbwd", None, "xla ok", 0),
-        ("--branch=sliding --sliding_kernel=sdpa --mode=fwdbwd", None, "sdpa ok", 0),
-        # All rows that were named must be measured.
-        (
-            f"--framework=jax --branch=compressed --branch=sliding {kernels('xla')}",
-            exhaust,
-            "xla ok, xla oom",
-            exit_status.NOT_MEASURED,
-        ),
-        (
-            "--branch=selected --selected_kernel=sdpa --peers=fla",
-            None,
-            "sdpa ok, fla unsupported",
-            exit_status.NOT_MEASURED,
-        ),
-        (REFUSES, None, "mosaic unsupported", exit_status.NOT_MEASURED),
-        # Dense attention is no answer.
-        (
-            f"{REFUSES} --branch=dense",
-            None,
-            "mosaic unsupported, xla ok",
-            exit_status.NOT_MEASURED,
-        ),
-    ],
-)
+@pytest.mark.parametrize("words, sliding, statuses, status", TABLE["named rows"])
 def test_rows_that_were_named(run, monkeypatch, words, sliding, statuses, status):
     if sliding:
-        break_sliding(monkeypatch, sliding)
-    code, _, found = run("--framework=torch --input=random", words)
+        break_sliding(monkeypatch, {"late": late, "exhaust": exhaust}[sliding])
+    code, _, found = run("--framework=torch --input=random", words.format(refuses=REFUSES))
     assert commands.ends(found) == statuses
     assert {r.mode for r in found} == {"fwdbwd" if "fwdbwd" in words else "forward"}
-    assert code == status
+    assert code == getattr(exit_status, status)
 
 
 def test_of_all_implementations_one_a_branch_must_be_measured():

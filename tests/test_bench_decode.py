@@ -15,6 +15,7 @@ from nsa_torch import paged_attend
 from tests import pretend
 from tests.commands import CONFIG, SIZES, ends, run
 from tests.measured import record
+from tests.tables import table
 
 SMALL = f"{SIZES} --warmup=1 --input=random --dtype=f32"
 STEP = f"--B=2 --S_list=61 {SMALL}"
@@ -196,40 +197,22 @@ def test_the_summary_of_what_decode_writes(framework, measured, capsys):
 GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", r":1: columns \['S', .*are missing, got \[\]"),
-        (SEED.replace("ms_sel", "sel") + "\n1,2,3,4,5,6,7,8,9\n", r":1: columns \['ms_sel'\]"),
-        (f"{SEED}\n", "must have rows, got none"),
-        (f"{GOOD}64,2,0.5,1\n", ":3 must have 9 cells, got 4"),
-        (
-            f"{GOOD}64,2,0.5,one,0.25,40,50,20,25\n",
-            ":3: ms_sel must be a positive number, got 'one'",
-        ),
-        (f"{GOOD}64,nan,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a positive number"),
-    ],
-)
+TEXTS = {"seed": SEED, "good": GOOD, "renamed": SEED.replace("ms_sel", "sel")}
+
+
+@pytest.mark.parametrize("text, message", table("bench")["damaged tables"])
 def test_a_damaged_table_is_refused(text, message, tmp_path, capsys):
     path = tmp_path / "decode.csv"
-    path.write_text(text)
+    path.write_text(text.format(**TEXTS))
     with pytest.raises(ValueError, match=re.escape(str(path)) + ".*" + message):
         summarize.main(["summarize", str(path)])
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "text, cells",
-    [
-        (GOOD, "64 2.000 25.0 50.0 12.5 20/25 40/50"),
-        # Within noise a part above the whole is no fault, and still no part of that whole.
-        (f"{SEED}\n512,40.7,3,46.1,1,40,50,20,25\n", "512 40.700 7.4 113.3* 2.5 20/25 40/50"),
-        (f"{SEED},status,reason\n64,,,,,,,,,oom,no room\n", "64 oom: no room"),
-    ],
-)
+@pytest.mark.parametrize("text, cells", table("bench")["tables of the seed system"])
 def test_the_seed_systems_own_table_is_read(text, cells, tmp_path, capsys):
     path = tmp_path / "decode.csv"
-    path.write_text(text)
+    path.write_text(text.format(**TEXTS))
     assert summarize.main(["summarize", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == cells.split()
 

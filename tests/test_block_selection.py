@@ -21,7 +21,7 @@ from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from tests import refusals
 from tests.limits import set_limits
-from tests.model_sizes import CACHE, MODELS
+from tests.model_sizes import MODELS
 from tests.torch_sizes import Sizes
 
 SIZES = MODELS["blocks"]
@@ -93,19 +93,6 @@ def test_gradients_are_those_of_transformers(theirs, name):
         size = want[key].abs().max()
         assert size > 0, key
         close(got[key] / size, want[key] / size, msg=key)
-
-
-@torch.no_grad()
-def test_cached_is_uncached():
-    """Chunks of several tokens, single tokens, and a static cache's empty slots."""
-    made, ids = model(NAME), tokens()
-    want = model("eager")(ids).logits
-    cache, parts = None, []
-    for part in ids.split([17, 12, 9, 1, 1, 5], dim=1):
-        out = made(part, use_cache=True, **{CACHE: cache})
-        cache = out[CACHE]
-        parts.append(out.logits)
-    close(torch.cat(parts, 1), want)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

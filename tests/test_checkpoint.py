@@ -153,21 +153,6 @@ def test_the_state_survives_torch_save(gate, phi, tmp_path):
     target.load_state_dict(again)
 
 
-def test_moving_averages_load():
-    """torch's, and one in place over all values of a state_dict."""
-    layer = in_torch()
-    mean = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
-    mean.update_parameters(layer)
-    layer.W_Q.weight.data.zero_()
-    layer.load_state_dict(mean.module.state_dict())
-    assert layer.W_Q.weight.any()
-    shadow = {name: value.clone() for name, value in layer.state_dict().items()}
-    for name, value in state_of(phi="avg").items():
-        shadow[name].lerp_(value, 0.1)
-    layer.load_state_dict(shadow)
-    assert torch.equal(layer.W_Q.weight, shadow["W_Q.weight"])
-
-
 def test_an_average_of_two_kinds_is_no_checkpoint():
     """A loop over the keys of one ends at the other's; a union of both is refused."""
     one, two = state_of(), state_of(gate="softmax")

@@ -124,20 +124,6 @@ def test_logits_are_the_dense_models(case, start, more, model):
 
 
 @plain
-def test_generate_gives_the_dense_models_tokens(case, start, model):
-    """From the cache; of a row that is padded on the left, too."""
-    ids = tokens(width=50)
-    mask = torch.ones_like(ids)
-    ids[1, :11], mask[1, :11] = 0, 0
-    options = dict(max_new_tokens=REACH - 50, do_sample=False, attention_mask=mask)
-    want, found = (
-        x.generate(ids, pad_token_id=0, eos_token_id=None, **options)
-        for x in (dense(case), model(case, start=start))
-    )
-    assert torch.equal(found, want) and want.shape[1] == REACH
-
-
-@plain
 def test_steps_of_training_move_the_weights_of_the_start(case, start, model):
     made, ids = model(case, start=start).train(), tokens(width=2 * REACH)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.01)  # decays no weight

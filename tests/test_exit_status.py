@@ -11,7 +11,7 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-from bench import compare, decode, prefill, selection, summarize
+from bench import compare, summarize
 from bench.harness import cli, exit_status, heartbeat, problems, records
 from bench.harness.process import ROOT
 from nsa_core import debug
@@ -35,6 +35,10 @@ def test_several_commands_end_as_the_worst(ends, expected):
     assert exit_status.worst(ends) == getattr(exit_status, expected)
 
 
+def command_of(name):
+    return importlib.import_module(f"bench.{name}")
+
+
 REFUSED = [
     (command, *row) for command, rows in table("refused_words").items() for row in rows.items()
 ]
@@ -42,7 +46,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("command, words, said", REFUSED)
 def test_words_that_are_refused(command, words, said, tmp_path):
-    module = importlib.import_module(f"bench.{command}")
+    module = command_of(command)
     out = tmp_path / "out"
     given = [f"--out={out}"] * ("out" in module.FLAGS and "out" not in words)
     with pytest.raises(
@@ -52,55 +56,21 @@ def test_words_that_are_refused(command, words, said, tmp_path):
     assert not out.exists()
 
 
-REFUSING = [
-    # Dense attention stays.
-    (
-        decode,
-        f"{SIZES} --kernels=mosaic --S_list=61",
-        ["unsupported"] * 6 + ["ok"],
-        "ms_total",
-    ),
-    (prefill, f"{SIZES} --kernels=mosaic --S_list=31", ["unsupported"], "ms"),
-    (
-        selection,
-        "--selected_kernel=mosaic --N=6 --l_sel=8 --L_list=16 --dist=few --iters=2 --device=cpu",
-        ["unsupported", "ok"],
-        "tri_ms",
-    ),
-]
-
-
-@pytest.mark.parametrize("command, words, statuses, time", REFUSING)
+@pytest.mark.parametrize("command, words, statuses, time", table("bench")["refusing"])
 def test_a_kernel_that_refuses_is_a_row(command, words, statuses, time, tmp_path):
-    code, found, (row,) = run(command, tmp_path, words)
-    assert code == exit_status.NOT_MEASURED and [r.status for r in found] == statuses
+    code, found, (row,) = run(command_of(command), tmp_path, words.format(SIZES))
+    assert code == exit_status.NOT_MEASURED and " ".join(r.status for r in found) == statuses
     assert row["status"] == "unsupported" and row[time] == ""
     assert "needs a Hopper GPU" in row["reason"] and {*row["kernel"].split("/")} == {"mosaic"}
 
 
-WRONG = [
-    (
-        decode,
-        # The seed's way to force a branch is accepted.
-        f"{SIZES} --B=2 --S_list=61 --input=random --dtype=f32 --branch_force_mode=env",
-        "ms_win ms_total reads_actual",
-        ["n/a", "each branch runs separately"],
-    ),
-    (
-        prefill,
-        f"{SIZES} --S_list=31,40 --input=random",
-        "ms tokens_per_s scaling",
-        ["S=40 n/a", "31->40: n/a", "wrong: out: max error"],
-    ),
-]
-
-
-@pytest.mark.parametrize("command, words, columns, said", WRONG)
+@pytest.mark.parametrize("command, words, columns, said", table("bench")["wrong"])
 def test_what_is_wrong_has_no_time(
     command, words, columns, said, tmp_path, capsys, monkeypatch
 ):
     break_sliding(monkeypatch)
-    code, found, (*_, row) = run(command, tmp_path, words, "--framework=jax")
+    given = words.format(SIZES), "--framework=jax"
+    code, found, (*_, row) = run(command_of(command), tmp_path, *given)
     assert code == exit_status.WRONG and row["status"] == "wrong"
     assert all((r.status == "wrong") == (r.branch in ("sliding", "all")) for r in found)
     assert {row[name] for name in columns.split()} == {""} and "max error" in row["reason"]
@@ -200,7 +170,7 @@ def test_records_have_the_commit_of_the_start(command, monkeypatch):
     """Another commit may be made while a command runs."""
     told = []
     monkeypatch.setattr(records, "environment", told.append)
-    own = importlib.import_module(f"bench.{command}").FLAGS
+    own = command_of(command).FLAGS
     flags.FLAGS["commit"] = own["commit"]  # as where it is the program
     try:
         with flagsaver.flagsaver(commit="c0ffee"):

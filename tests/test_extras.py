@@ -20,6 +20,7 @@ from tests.clean_environments import (
     program,
     project,
 )
+from tests.tables import table
 
 FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, SETUPTOOLS = FILE["project"], FILE["tool"]["setuptools"]
@@ -63,22 +64,7 @@ def test_the_programs_of_clean_environments(name, tmp_path, monkeypatch):
     assert "pip install" in done.stdout
 
 
-# A statement, the package that it misses, and the extra that has it. The last need torch and jax,
-# which one process imports once.
-MISSING = [
-    ("import nsa_torch", "torch", "torch"),
-    ("import nsa_interop.weights", "torch", "torch"),
-    ("import nsa_jax; nsa_jax.attention", "jax", "jax"),
-    ("import nsa_torch.huggingface", "transformers", "hf"),
-    ("from nsa_torch import vllm; vllm.register()", "vllm", "vllm"),
-    ("import nsa_jax.nn", "flax", "nnx"),
-    ("import bench.compare", "jinja2", "bench"),
-    ("import nsa_bench.compare", "jinja2", "bench"),
-    ("import bench.report", "matplotlib", "bench"),
-    ("from bench import train; train.FLAGS(['train']); train.main([])", "optax", "train"),
-    ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
-    ("from bench.lm import tokens; tokens.FromFile(b'', 'x')", "tokenizers", "data"),
-]
+MISSING = table("missing_packages")
 # What each of them ends with, in a process of its own.
 EACH = """
 import os, traceback

@@ -396,11 +396,9 @@ def test_what_is_refused():
         call = functools.partial(generate, ids, cache=cache, **options)
         refused(refusals.words(sentence), call)
     assert cache.lengths is None
-    for sizes in ((True, 44), (2, True), (2, 44.0), (0, 8), (1, 2.5)):
-        refused("must be an int >= 1, got", lambda sizes=sizes: small(*sizes))
-    for dtype in (torch.float16, torch.int8):
-        message = "dtype must be one of .None, torch.float8_e4m3fn., got"
-        refused(message, lambda dtype=dtype: small(1, 44, dtype))
+    for changed, sentence, _ in refusals.rows("pages of a Hugging Face model"):
+        sizes = {"batch_size": 2, "capacity": 44} | refusals.given(changed)
+        refused(refusals.words(sentence), functools.partial(small, **sizes))
     step = lambda: made(ids[:, :1], cache=cache)
     made(ids, cache=cache)
     refused(

@@ -99,6 +99,13 @@ def jax_attention(given, implementation, gradients, starts=None):
     return [torch.from_dlpack(x) for x in found]
 
 
+def of_rows(run):
+    """Pairs of results for row 0 of a batch."""
+    yield "called again", run(0, 1, 2), run(0, 1, 2)
+    yield "other rows", run(0, 1, 2), run(0, 3, 4)
+    yield "alone in the batch", run(0, 1, 2), run(0)
+
+
 def of_attention(attend, implementation, gradients):
     """Pairs of results by column; row 0 in each."""
     run = lambda *rows: [x[0] for x in attend(tokens().batch(*rows), implementation, gradients)]
@@ -108,9 +115,7 @@ def of_attention(attend, implementation, gradients):
         at = slice(starts[place], starts[place + 1])
         return [x[0, at] for x in attend(given, implementation, gradients, starts)]
 
-    yield "called again", run(0, 1, 2), run(0, 1, 2)
-    yield "other rows", run(0, 1, 2), run(0, 3, 4)
-    yield "alone in the batch", run(0, 1, 2), run(0)
+    yield from of_rows(run)
     yield "place in a packed row", document(0, 0, 1, 2), document(1, 1, 0, 2)
     yield "packed or alone", document(1, 1, 0, 2), run(0)
     if attend is torch_attention and not gradients and tokens().device == "cuda":
@@ -181,9 +186,7 @@ class Pages:
 
 def of_pages(implementation):
     steps = lambda *rows, pages=None: Pages(implementation, rows, pages).steps(*[1] * STEP)
-    yield "called again", steps(0, 1, 2), steps(0, 1, 2)
-    yield "other rows", steps(0, 1, 2), steps(0, 3, 4)
-    yield "alone in the batch", steps(0, 1, 2), steps(0)
+    yield from of_rows(steps)
     yield "1 or 8 queries", steps(0), Pages(implementation, [0]).steps(STEP)
     yield "other pages", steps(0), steps(0, pages=5)
 
@@ -224,9 +227,7 @@ def of_prompt(implementation):
         pages = Pages("gathered", rows)
         return [torch.cat([pages.attend(chunk) for _ in range(4)])]
 
-    yield "called again", chunks(0, 1, 2), chunks(0, 1, 2)
-    yield "other rows", chunks(0, 1, 2), chunks(0, 3, 4)
-    yield "alone in the batch", chunks(0, 1, 2), chunks(0)
+    yield from of_rows(chunks)
     whole = torch_attention(tokens().batch(0), None, False)
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
 
@@ -249,9 +250,7 @@ def of_blocks(implementation, gradients):
             return [x[0] for x in torch.autograd.grad(out, leaves, given["do"])]
         return [out[0]]
 
-    yield "called again", run(0, 1, 2), run(0, 1, 2)
-    yield "other rows", run(0, 1, 2), run(0, 3, 4)
-    yield "alone in the batch", run(0, 1, 2), run(0)
+    yield from of_rows(run)
 
 
 CALLS = {

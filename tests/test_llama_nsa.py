@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-import nsa_torch.huggingface
 from nsa_torch import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
 from tests import refusals
@@ -176,10 +175,6 @@ def test_bad_calls(changed, sentence, kind, selection):
     given = {"input_ids": torch.arange(12)[None]} | refusals.given(changed)
     with pytest.raises(kind, match=refusals.words(sentence)):
         model(selection)(**given)
-
-
-def test_the_public_name():
-    assert nsa_torch.huggingface.LlamaNSAForCausalLM is LlamaNSAForCausalLM
 
 
 def test_what_would_attend_to_other_tokens_is_refused():

@@ -319,14 +319,8 @@ def test_bad_input_is_refused_after_a_good_call():
     arguments = good()
     for _ in range(3):
         nsa_torch.attention(**arguments)
-    with pytest.raises(ValueError, match="T=24 and S=20"):
-        nsa_torch.attention(**arguments | {x: arguments[x][:, :20] for x in ("key", "value")})
-    with pytest.raises(ValueError, match="scale must be a positive number"):
-        nsa_torch.attention(**arguments | {"scale": -1.0})
     with pytest.raises(ValueError, match=r"gates.* must be a torch tensor"):
         nsa_torch.attention(**arguments | {"gates": arguments["gates"].float().numpy()})
-    with pytest.raises(NotImplementedError, match=r"needs key\.selected contiguous"):
-        nsa_torch.attention(**CHANGES["strides"](arguments))
     with pytest.raises(ValueError, match=r"dense \(torch\.strided\), got torch\.sparse_coo"):
         nsa_torch.attention(**arguments | {"query": arguments["query"].to_sparse()})
     arguments = variant("branches")

@@ -102,10 +102,3 @@ def far_blocks(heads, dtype):
     key[:, :, 0, 0] = -np.array([[80], [120]]) - np.arange(30)[::-1]
     key[:, 10] = 0
     return query, key
-
-
-@by_path
-def test_far_blocks(api, name):
-    given = far_blocks(2, jnp.dtype("bfloat16"))
-    found = select(api, name, *given, FAR, nsa.Rows(1, 480, (480,)))
-    assert found.tolist() == [[[BY_SCORE]]] * 2

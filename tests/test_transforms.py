@@ -802,38 +802,7 @@ def test_performance_guards_memory():
     assert compiled_memory(32768, jax.grad(squares(function), ALL)) < 5e9
 
 
-def test_performance_guards_sizes(monkeypatch):
-    """No array of all queries by all keys (or blocks, or compressed tokens), none of every
-    selected key, in the whole program; and no call back to the host."""
-    length = 2048
-    shape = lambda *s: jax.ShapeDtypeStruct((1, length, *s), jnp.float32)
-    set_limits(monkeypatch, jax_chunk_bytes=2**20)
-    given = shape(16, 64), shape(4, 64), shape(4, 64), shape(16, 3)
-    text = str(jax.make_jaxpr(nsa_jax.attention)(*given))
-    sizes = [
-        math.prod(map(int, x.split(",")))
-        for x in re.findall(r"\b(?:[a-z]+\d+|bool)\[([\d,]+)\]", text)
-    ]
-    assert max(sizes) == length * 16 * 64  # nothing is larger than the output
-    assert not re.search(r"callback|infeed", text)
-
-
-IMPORTS = {
-    r"jax\.experimental\.pallas|jax\.experimental import pallas": ["kernels_pallas/"],
-    r"dlpack": ["interop/", "nsa_torch/autograd.py"],
-    # Folders of the checkout, which a user's project may have too.
-    r"^\s*(import|from) (bench|configs|interop)\b": [],
-    r"os\.environ|getenv": [
-        "bench/__init__.py",
-        "bench/harness/seed_env.py",
-        "bench/lm/experiments.py",  # which GPUs there are: each run sees one of them
-        "bench/harness/launchers.py",  # those of torchrun, srun, mpirun
-        "kernels_pallas/triton/capability.py",  # CC, as Triton reads it
-        # These hand a changed copy to a child:
-        "bench/harness/process.py",
-        "kernels_pallas/runtime/build.py",
-    ],
-}
+IMPORTS = table("named_in_sources")
 
 
 @pytest.mark.parametrize("pattern", IMPORTS)

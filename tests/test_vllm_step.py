@@ -50,16 +50,20 @@ def plan(step, device="cpu"):
     return vllm_step.Step.of(metadata(step, device), BLOCK)
 
 
-def rows_of(step, written):
-    """Of each row its blocks, how many tokens it has, and the positions of its new ones, whose
-    numbers `written` has then.
+def steps_of(case):
+    """Steps; of each row the numbers of all its tokens and the positions of the new ones; numbers
+    and positions of the new tokens.
     """
-    token, starts = torch.tensor(step["tokens"]), step["query_start_loc"]
-    rows = step["block_table"], step["seq_lens"], itertools.pairwise(starts)
-    for table, length, (begin, end) in zip(*rows, strict=False):
-        table, new = torch.tensor(table), torch.arange(length - (end - begin), length)
-        written[table[new // BLOCK], new % BLOCK] = token[begin:end]
-        yield table, length, new
+    written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
+    for step in STEPS[case]:
+        token, starts, found = torch.tensor(step["tokens"]), step["query_start_loc"], []
+        rows = step["block_table"], step["seq_lens"], itertools.pairwise(starts)
+        for table, length, (begin, end) in zip(*rows, strict=False):
+            table, new = torch.tensor(table), torch.arange(length - (end - begin), length)
+            written[table[new // BLOCK], new % BLOCK] = token[begin:end]
+            found.append((table, length, new))
+        rows = [(written[table].flatten()[:length], new) for table, length, new in found]
+        yield step, rows, token, torch.cat([new for _, new in rows])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -85,18 +89,15 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
     shape = BLOCKS, groups, BLOCK, vllm_step.elements_of_token(spec)
     memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
     pages, _ = vllm_step.pages_in(memory, spec)
-    written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
-    for step in STEPS[case]:
-        rows, token = [*rows_of(step, written)], torch.tensor(step["tokens"])
-        position = torch.cat([new for *_, new in rows])
+    for step, rows, token, position in steps_of(case):
         extended = (torch.cat([x, x[:1].expand(PADDING)]) for x in (token, position))
         query, key, value, gates = (x.to(device) for x in drawn(*extended))
         out = torch.full_like(query, torch.nan)
         given = query, key.transpose(0, 1), value.transpose(0, 1), gates, out
         plan(step, device).attend(pages, spec, None, *given)
         wanted = []
-        for table, length, new in rows:
-            of_row = drawn(written[table].flatten()[:length], torch.arange(length))
+        for numbers, new in rows:
+            of_row = drawn(numbers, torch.arange(len(numbers)))
             query, key, value, gates = (x[None].double() for x in of_row)
             branches = [x.expand(-1, -1, 3, -1, -1).unbind(2) for x in (key, value)]
             last = [x[:, -len(new) :] for x in (query, gates)]
@@ -118,17 +119,14 @@ def test_convolved_keys_of_the_engines_steps(case):
     shape = BLOCKS, spec.n_kv_groups, BLOCK, vllm_step.elements_of_token(spec)
     pages, newest = vllm_step.pages_in(torch.full(shape, torch.nan), spec)
     assert newest.shape == (BLOCKS, 3, columns) and pages.num_pages >= BLOCKS
-    written = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
-    for step in STEPS[case]:
-        rows, token = [*rows_of(step, written)], torch.tensor(step["tokens"])
-        position = torch.cat([new for *_, new in rows])
+    for step, rows, token, position in steps_of(case):
         key = torch.cat([tables[0, token] + tables[1, position], tables[0, :PADDING]])
         out = torch.full_like(key, torch.nan)
         plan(step).convolve(convolution, key, newest, BLOCK, out)
         wanted = []
-        for table, length, new in rows:
-            at = torch.arange(length)
-            whole = tables[0, written[table].flatten()[:length]] + tables[1, at]
+        for numbers, new in rows:
+            at = torch.arange(len(numbers))
+            whole = tables[0, numbers] + tables[1, at]
             wanted.append(convolution(whole[None], at[None])[0, new])
         torch.testing.assert_close(out[:-PADDING], torch.cat(wanted))
         assert not out[-PADDING:].any()
