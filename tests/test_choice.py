@@ -301,12 +301,6 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     assert "not mosaic: " in str(explain(None, None, None))
     mixed = explain("reference", "xla", None)
     assert [c.implementation for c in mixed] == ["reference", "xla", "xla", "xla"]
-    for name, reason in (
-        ("mosaic", "needs a Hopper GPU|needs compute|supports only bfloat16"),
-        ("triton", "needs an NVIDIA GPU|needs compute|needs jax_triton"),
-    ):  # in float32 no machine has a kernel
-        with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
-            nsa_jax.attention(x, x, x, x[..., :3], config=SMALL, implementation=name)
     entry = REGISTRIES["jax"].entry("sliding", "xla")
     no_gradient = lambda problem: "no gradient" if problem.requires_grad else None
     stand_in = dataclasses.replace(entry, name="mosaic", why_not=no_gradient)
@@ -350,10 +344,6 @@ def test_names_and_refusals_in_torch():
         nsa_torch.attention(**tensors(), config=SMALL, implementation=names)
     with pytest.raises(NotImplementedError, match="jax_enable_x64"):
         nsa_torch.attention(*doubles, config=SMALL, implementation="jax")
-    plan = nsa_torch.explain(*[*tensors().values()][:3], config=SMALL)
-    assert [c.step for c in plan] == ["compressed", "scores", "selected", "sliding"]
-    assert {c.implementation for c in plan} == {"sdpa"}
-    assert all(list(c.refused) == ["mosaic", "triton", "fa2"] for c in plan)
     for library, registry in ((nsa_jax, REGISTRIES["jax"]), (nsa_torch, REGISTRIES["torch"])):
         hint = typing.get_type_hints(library.sliding_attention)["implementation"]
         (name,) = (x for x in typing.get_args(hint) if isinstance(x, typing.TypeAliasType))

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import nsa_jax
 import nsa_jax.nn
 import nsa_torch
-from nsa_torch import Branches, NSAConfig, PoolParams, plan_runs
+from nsa_torch import Branches, NSAConfig, plan_runs
 from tests import refusals
 from tests.problems import SMALL
 from tests.refusals import TABLE, words
@@ -317,32 +317,15 @@ def wrong_tensors(name, x, gradients):
 
 def wrong_options(call):
     """Of each argument; those of `BOTH` and `ONE` are refused too."""
-    pool, plan = PoolParams(torch.ones(8, 8)), plan_runs(COUNTS, COUNTED, 16)
-    bad = torch.ones(8, 8, device="meta"), torch.zeros(4, 8), torch.ones(8, 8).to_sparse(), None
-    params = [3, "ab", (3, 4), (pool, pool.weight), *((pool, PoolParams(x)) for x in bad)]
-    arrays = torch.ones(2), (("a", torch.ones(2)),)
-    wrong = {
-        "made_with": [None, ("rope_base",), (("rope_base", 2),), *arrays],
-        "implementation": ["fast", 3, ["sdpa"], "mosaic", "triton"],
-    }
-    if call == "cached_attention":
-        lengths = [torch.tensor(x) for x in ([21, 3], [-1, 3])]
-        wrong |= {"compress_params": params, "new_lengths": lengths}
-    else:
-        trained = PoolParams(torch.ones(8, 8, requires_grad=True))
-        wrong |= {"params": [*params, (trained,) * 2]}
-        numbers = {"page_table": ([0, 1], [99, 3]), "cu_seqlens_q": (0, 1, 30)}
-        wrong |= {x: [ints(y)] for x, y in numbers.items()}
-    if call != "append":
-        wrong |= {"config": [3, NSAConfig()], "scale": ["x", True]}
-    if call in ("paged_attention", "runs"):
-        wrong |= {"max_seqlen_q": ["x", 2.5, True]}
-        wrong["implementation"] += ["fa2"]
+    plan, runs = plan_runs(COUNTS, COUNTED, 16), []
+    if call == "a step":
+        runs = [plan]
+    elif call in ("paged_attention", "runs"):
         others = plan_runs([0, 2, 22], COUNTED, 16), plan_runs(COUNTS, [1, 21], 16)
         narrow = [x._replace(columns=1) for x in plan]
-        wrong |= {"runs": ["ab", [None], plan[:1], plan[1:], [], plan[::-1], narrow, *others]}
-    wrong |= {"runs": [plan]} if call == "a step" else {}
-    return [{name: x} for name, values in wrong.items() for x in values]
+        runs = ["ab", [None], plan[:1], plan[1:], [], plan[::-1], narrow, *others]
+    wrong = [WORLDS["torch"].given(x) for calls, x in TABLE["wrong options"] if call in calls]
+    return [{k: x} for each in (*wrong, {"runs": runs}) for k, y in each.items() for x in y]
 
 
 def state(cache):

@@ -15,7 +15,6 @@ from torch import nn
 
 from bench.judge.parity import assert_parity
 from kernels_pallas.triton.descriptions import Heads
-from nsa_core import rotation
 from nsa_torch import NSAAttention, heads
 from tests import pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
@@ -47,13 +46,12 @@ def norms_of(sizes, dtype=torch.float32):
     return tuple(made)
 
 
-def expected(product, position, sizes, normed=False, rates=None, factor=1.0):
+def expected(product, position, sizes, normed):
     """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean,
     gates.
     """
-    if rates is None:
-        rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D) / SCALE
-    turns = factor * np.exp(1j * position[..., None] * rates)[:, :, None]
+    rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D) / SCALE
+    turns = np.exp(1j * position[..., None] * rates)[:, :, None]
 
     def turned(x):
         pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -103,21 +101,6 @@ def test_heads_by_operators_of_torch(sizes, normed):
 def tolerance(position):
     """Of angles rounded to float32, for normal numbers."""
     return 4e-7 * (1 + position.max() / SCALE)
-
-
-YARN = rotation.Yarn(factor=4.0, original_max_position_embeddings=40, beta_fast=3.0)
-
-
-def test_a_scaled_rotation_by_operators_of_torch():
-    """Rates and length of transformers' YaRN; a second call has the rates of the first."""
-    sizes = SIZES[0]
-    product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
-    rates = np.array([1.0, 0.1**0.5 * (0.5 + 0.5 / 4), 0.1 / 4, 0.1**1.5 / 4])
-    given = torch.from_numpy(product), torch.from_numpy(position), sizes
-    want, *_ = expected(product, position, sizes, rates=rates, factor=0.1 * np.log(4) + 1)
-    for _ in range(2):
-        found = heads.split(*given, base=BASE, scaling=YARN)
-        np.testing.assert_allclose(found.query.numpy(), want, atol=tolerance(position))
 
 
 def layer(**changes):
