@@ -15,7 +15,6 @@ import pytest
 import torch
 from flax import nnx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import nsa_jax
 import nsa_jax.nn
@@ -288,24 +287,6 @@ def test_memory_of_many_documents():
         return sum(x.bytes for plan in plans for x in plan.buffers)
 
     assert bytes_of(256) < 1.25 * bytes_of(8)
-
-
-@pytest.mark.parametrize("phi", ["avg", "mlp", "mlp_rope"])
-def test_layers(phi):
-    """Two layers of a model, one of them checkpointed: metadata give the bits of bare borders."""
-    torch.manual_seed(0)
-    first, second = (NSAAttention(16, 4, 2, 8, 8, phi=phi, **LAYER) for _ in range(2))
-    x, numbers = torch.randn(1, T, 16, requires_grad=True), BATCHES["documents"]
-    weights = [*first.parameters(), *second.parameters()]
-
-    def gradients(**packed):
-        run = lambda layer, x: layer(x, **packed)[0]
-        out = checkpoint(run, second, run(first, x), use_reentrant=False)
-        grads = torch.autograd.grad(out.square().sum(), [x, *weights], allow_unused=True)
-        return [out, *(g for g in grads if g is not None)]
-
-    meta = metadata(numbers, config=first.spec.config)
-    assert same(gradients(varlen=meta), gradients(cu_seqlens=borders(numbers)))
 
 
 COPIES = {"copy": copy.deepcopy, "pickle": lambda meta: pickle.loads(pickle.dumps(meta))}
