@@ -252,7 +252,3 @@ def test_what_a_layer_of_jax_refuses_on_several_devices():
         layer(x, varlen=layer.varlen(jnp.zeros((1, 8), jnp.int32)))
     with pytest.raises(ValueError, match="context_axis must be an axis of jax"):
         layer(x)
-    with pytest.raises(ValueError, match="dense_below must be 0 if context_axis is given"):
-        nsa_jax.nn.NSAAttention(
-            **sizes, gate="selected", dense_below=9, context_axis="context", rngs=nnx.Rngs(0)
-        )

@@ -27,7 +27,7 @@ from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Memory
 from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, NSAConfig
-from tests import planned, pretend
+from tests import planned, pretend, refusals
 from tests.cross_compile import compile_report
 from tests.devices import BOTH
 from tests.limits import set_limits
@@ -408,12 +408,9 @@ def test_what_does_not_belong_together():
         layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
     with refused("varlen must have a known total"):
         nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
-    with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
-        meta.tensors(4, 2, 16, implementation="sdpa")
-    with refused("widths must be multiples of 16"):  # once a StopIteration
-        meta.tensors(4, 2, 40)
-    with refused("widths must be multiples of 16"):
-        meta.tensors(4, 2, 16, 40)
+    for changed, sentence, _ in refusals.rows("tables of metadata"):
+        with refused(refusals.words(sentence)):
+            meta.tensors(4, 2, **{"key_width": 16} | changed)
     numbers[1] += 1
     with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)
@@ -429,22 +426,11 @@ def test_what_does_not_belong_together():
 
 
 def test_what_metadata_of_jax_refuses():
-    ids, _ = of_jax()
-    make = lambda ids=ids, **how: nsa_jax.varlen_metadata(ids, **{"config": SMALL} | how)
-    rows = [
-        ("config must be an NSAConfig, got dict", lambda: make(config={})),
-        ("segment_ids must have", lambda: make(ids[0])),
-    ]
-    for name, least in (("max_segments", 4), ("max_seqlen", 30)):
-        message = f"{name} must be {least} or more because of segment_ids, got {least - 1}"
-        rows.append((message, lambda x=name, y=least: make(np.asarray(ids), **{x: y - 1})))
-        make(**{name: least})
-        for wrong in (0, True, 1.5, "8"):
-            message = f"{name} must be an int >= 1, got {wrong!r}"
-            rows.append((message, lambda x=name, y=wrong: make(**{x: y})))
-    for message, refused in rows:
-        with pytest.raises(ValueError, match=message):
-            refused()
+    good = {"segment_ids": np.array(IDS, np.int32), "config": SMALL}
+    nsa_jax.varlen_metadata(**good, max_segments=4, max_seqlen=30)
+    for changed, sentence, _ in refusals.rows("metadata of JAX"):
+        with pytest.raises(ValueError, match=refusals.words(sentence)):
+            nsa_jax.varlen_metadata(**good | refusals.given(changed, "numpy"))
 
 
 @pytest.mark.parametrize("device", BOTH)
