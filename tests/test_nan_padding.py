@@ -9,6 +9,7 @@ import pytest
 import torch
 from flax import nnx
 
+import nsa_torch
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention
@@ -81,6 +82,22 @@ def test_a_layer_of_flax(kind):
 
     found = check(lambda number: jax.tree.leaves(gradient(state, hidden(behind=number))))
     assert not found[-1][:, REAL:].any()
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_outputs_after_a_cache(implementation):
+    """What stands behind `new_lengths` is in no product of the function, whoever calls it."""
+
+    def outputs(number):
+        shapes = (4, 8), (2, 8), (2, 6), (4, 3)
+        given = [torch.from_numpy(normal(1, LENGTH, *x, behind=number)) for x in shapes]
+        cache = nsa_torch.init_cache(1, 99, 2, 8, 6, config=SMALL)
+        for _ in range(2):
+            options = dict(new_lengths=torch.tensor([REAL]), implementation=implementation)
+            out, cache = nsa_torch.cached_attention(*given, cache, **options)
+            yield out[:, :REAL]
+
+    check(outputs)
 
 
 MASK = torch.ones(1, LENGTH, dtype=torch.int64)
