@@ -246,7 +246,7 @@ def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
     module, x = layer(gate="head"), torch.from_numpy(drawn(1, 40, 24))
     wanted = module.W_Q.out_features
     module.W_Q = nn.Linear(24, wanted // 2, bias=False)
-    with pytest.raises(ValueError, match=r"must return 120 columns, .* all 6 .* and 2 .*, got"):
+    with pytest.raises(ValueError, match=r"must return 120 columns for 6 .* and 2 .*, got"):
         module(x)
 
 
