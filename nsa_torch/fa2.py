@@ -3,16 +3,16 @@ kernels come from the package `flash_attn` if it is installed, otherwise from to
 align causal masks to the bottom right: the last query of a sequence attends to its last key.
 
 Compressed branch: a query at position `p` attends to `t // d + 1` compressed tokens, where
-`t = p - (l - 1)`. Among the queries with the same `t % d`, each query attends to one more token
-than the previous query. The queries with the same `t % d` therefore have plain causal attention.
-For each value of `t % d`, the queries with this value are a separate sequence for FA-2. A dozen
-operators reorder queries, keys and results before and after the call of FA-2. The host needs 0.7 to
-0.8 ms to launch the reordering operators. Below a few thousand tokens, the GPU needs less time than
-the host. On an H100 the compressed branch takes 0.76 ms at 256 tokens, 0.82 ms at 1024 and 1.1 to
-1.2 ms at 4096. On an H100, one call of SDPA with a dense mask takes 0.22 ms. In eager mode, FA-2 is
-worthwhile for the compressed branch only if the dense mask is too large. A CUDA graph replays the
-operators without the host. The indices for the reordering are computed once for all calls of the
-same sizes (`_once`).
+`t = p - (l - 1)`. Among the queries with the same `t % d`, where `t = p - (l - 1)`, each query
+attends to one more token than the previous query. The queries with the same `t % d` therefore have
+plain causal attention. For each value of `t % d`, the queries with this value are a separate
+sequence for FA-2. A dozen operators reorder queries, keys and results before and after the call of
+FA-2. The host needs 0.7 to 0.8 ms to launch the reordering operators. Below a few thousand tokens,
+the GPU needs less time than the host. On an H100 the compressed branch takes 0.76 ms at 256 tokens,
+0.82 ms at 1024 and 1.1 to 1.2 ms at 4096. On an H100, one call of SDPA with a dense mask takes 0.22
+ms. In eager mode, FA-2 is worthwhile for the compressed branch only if the dense mask is too large.
+A CUDA graph replays the operators without the host. The indices for the reordering are computed
+once for all calls of the same sizes (`_once`).
 
 Sliding branch: FA-2 computes attention with a causal window.
 

@@ -2,7 +2,8 @@
 predicts the time on more devices.
 
 A device receives `moved(R)` bytes. Keys and values of each head are gathered once forward and once
-more backward, in their own dtype. A reduce-scatter sums their gradients in float32.
+more backward, in their own dtype. A reduce-scatter sums the gradients of keys and values in
+float32.
 
     moved(R)    = (R - 1)/R * S Hkv (D + Dv) * itemsize              forward
     moved(R)    = (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)      forward and backward
