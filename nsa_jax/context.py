@@ -44,7 +44,6 @@ from nsa_jax.numerics import wide
 
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
     """Reorder `x` along `axis`. In the result, each of `size` equal shards has the tokens of one
-
     device. If the length is not a multiple of the number of chunks, padding is added at the end.
     Padding has the value 0, or -1 for integers such as `segment_ids`.
 
