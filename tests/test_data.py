@@ -306,15 +306,7 @@ def test_a_stream_holds_out_every_sixteenth_document(streamed):
         assert set(batch.tokens.tobytes()) <= set(joined) and batch.tokens.shape == (4, WIDTH)
 
 
-@pytest.mark.parametrize(
-    ("texts", "buffer", "message"),
-    [
-        ([], 16, "^dataset memory must fill a row of 9 tokens, got 0 tok"),
-        (["a", "b", "c"], 16, "must fill a row of 9 tokens, got 3 tokens in 3 docum"),
-        (["long enough for a row"] * 3, 16, "held-out documents of dataset memory must fill"),
-        (None, 3, "shuffle_buffer must be >= 16, got 3"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "buffer", "message"), TABLE["streams without a row"])
 def test_a_stream_that_fills_no_row(streamed, texts, buffer, message):
     with pytest.raises(ValueError, match=message):
         streamed(texts, buffer=buffer).evaluation(1)

@@ -14,6 +14,7 @@ from kernels_pallas.triton import capability
 from nsa_torch import doctor
 from tests import pretend
 from tests.runtime_samples import built_of, kernel
+from tests.tables import table
 from tests.test_triton import pose
 
 
@@ -48,18 +49,9 @@ def test_a_torch_without_cuda(monkeypatch):
     assert "this torch is a CPU build" in doctor.gpu()[2]
 
 
-@pytest.mark.parametrize(
-    "capability, state, words",
-    [
-        (None, "note", "torch (CUDA 13.0) finds no GPU; check that nvidia-smi lists one"),
-        ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels run"),
-        ((8, 0), "note", "Triton kernels; kernels of the wheel are sm_90a, only for Hopper"),
-        ((10, 0), "note", "Triton kernels; kernels of the wheel are sm_90a, only for Hopper"),
-        ((7, 5), "note", "torch's own attention; Triton kernels need"),
-    ],
-)
+@pytest.mark.parametrize("capability, state, words", table("choice")["doctor"])
 def test_gpus(device, capability, state, words):
-    device(capability)
+    device(capability and tuple(capability))
     _, found, said = doctor.gpu()
     assert found == state and words in said
 

@@ -9,6 +9,7 @@ from bench import environment
 from bench.environment import Pair, pair
 from bench.harness import records
 from tests import commands
+from tests.tables import table
 
 REQUIRES = {
     "torch": ["filelock", 'triton==3.6.0; platform_system == "Linux"'],
@@ -91,24 +92,10 @@ def test_the_command(status, code, tmp_path, monkeypatch, capsys):
     assert found["device"] == "cpu" and found["versions"]["jax"] and "commit" in found
 
 
-HERE, OTHER = "0123456789", "abcdef0123"
-
-
-@pytest.mark.parametrize(
-    ("given", "here", "changed", "expected"),
-    [
-        (None, HERE, "", (HERE, False)),
-        (None, HERE, " M a.py", (HERE, True)),
-        (None, None, None, (None, None)),
-        (OTHER, None, None, (OTHER, None)),
-        (OTHER, HERE, " M a.py", (OTHER, None)),  # a copy, beside the .git of another tree
-        (HERE[:7], HERE, " M a.py", (HERE, True)),
-        (HERE, HERE, None, (HERE, None)),
-    ],
-)
+@pytest.mark.parametrize(("given", "here", "changed", "expected"), table("bench")["commits"])
 def test_which_commit_is_measured(given, here, changed, expected, monkeypatch):
     monkeypatch.setattr(records, "head", lambda folder: here)
     monkeypatch.setattr(records, "output", lambda *words: changed)
     monkeypatch.setattr(records, "_driver", lambda: None)
     found = records.environment.__wrapped__(given)
-    assert (found["commit"], found["dirty"]) == expected
+    assert [found["commit"], found["dirty"]] == expected

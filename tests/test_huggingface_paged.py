@@ -102,29 +102,6 @@ def traced(call, device):
 
 
 @torch.no_grad()
-def test_what_no_token_wrote_reaches_nothing():
-    """NaN wherever pages hold no token, raw or compressed, before each chunk but the first."""
-    made, (ids, mask) = model(), left_padded()
-    poisoned = []
-
-    def poison(cache):
-        for layer in cache.layers:
-            pages = layer.pages
-            size, slots = pages.config.select_block, pages.compressed_key.shape[1]
-            for name, x in zip(pages.tensors(), layer.tensors(), strict=True):
-                for row, length in zip(x.flatten(1, 2), cache.lengths.tolist(), strict=True):
-                    used = length * slots // size if "compressed" in name else length
-                    row[used:] = torch.nan
-                poisoned.append(bool(x.isnan().any()))
-
-    want, got = (
-        steps(made, ids, mask, [20, 15, 1, 1, 3, 1], paged(made, 4), between)[mask.bool()]
-        for between in (lambda cache: None, poison)
-    )
-    assert torch.equal(got, want) and poisoned and all(poisoned)
-
-
-@torch.no_grad()
 def test_a_prompt_is_attended_to_without_its_pages(monkeypatch):
     """A chunk of rows that begin has all their tokens; those that follow read pages. No output
     shows it: calls are watched.

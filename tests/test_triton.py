@@ -229,18 +229,7 @@ def test_refusals(change, reason, _):
     assert reason in kernels_pallas.why_not("triton", pose(**refusals.given(change)))
 
 
-UNFIT = "jax-triton 0.4.1 needs triton 3.7, got 3.6.0; install jax-triton 0.3.1"
-
-
-@pytest.mark.parametrize(
-    ("caller", "compiler", "reason"),
-    [
-        ("0.4.1", "3.6.0", UNFIT),
-        ("0.3.1", "3.6.0", None),
-        ("0.4.1", "3.7.0", None),
-        ("0.4.1", None, None),  # a build of triton with a name of its own
-    ],
-)
+@pytest.mark.parametrize(("caller", "compiler", "reason"), table("choice")["jax-triton"])
 def test_jax_triton_that_does_not_fit_triton(caller, compiler, reason, monkeypatch):
     """A call ended in an AttributeError of jax-triton."""
     of_triton = {} if compiler is None else {"triton": compiler}
