@@ -205,13 +205,6 @@ def test_a_layer_made_on_meta_starts_as_any_other(phi, gate, bias):
     assert y.dtype == kv.selected_key.dtype == torch.bfloat16 and bool(y.isfinite().all())
 
 
-def test_jax_computes_in_bfloat16():
-    types = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    low = JaxAttention(LayerSpec(**SIZES), **types, rngs=nnx.Rngs(0))
-    y = nnx.jit(lambda layer, x: layer(x)[0])(low, jnp.asarray(tokens(30)))
-    assert y.dtype == jnp.bfloat16 and bool(jnp.isfinite(y).all())
-
-
 @pytest.mark.parametrize("made", [in_torch, in_jax])
 def test_a_cache_has_one_key_and_one_value_for_all_branches(made):
     """1 + 1/d of them a token, and the last windows. What the layer computes of them is that of
