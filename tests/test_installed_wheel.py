@@ -46,6 +46,10 @@ def key(kernel):
     return canonical(compiled(describe(kernel.for_any_length())))
 
 
+def zeros(kernel, *tensors):
+    return [torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in kernel.outputs]
+
+
 @pytest.mark.parametrize("preset", ["seed", "smallgroup"])
 def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
     """Forward, backward, a prompt, a token: no kernel computes here."""
@@ -58,9 +62,6 @@ def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
     options = {"dtype": torch.bfloat16, "implementation": "mosaic"}
     x = torch.randn(1, 200, 32, dtype=torch.bfloat16)
 
-    def zeros(kernel, *tensors):
-        return [torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in kernel.outputs]
-
     with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
         made = nsa_torch.NSAAttention(32, *sizes, *rest, **options)
         made(x)[0].sum().backward()
@@ -68,6 +69,25 @@ def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
             _, cache = made(x, made.init_cache(batch=1, capacity=201))
             made(x[:, :1], cache, prefill=False)
     assert len(ran) > 20
+    assert not [kernel.name for kernel in ran if key(kernel) not in there]
+
+
+@pytest.mark.parametrize("preset", build.PRESETS)
+def test_a_wheel_has_what_a_chunk_on_pages_runs(preset, monkeypatch):
+    """In groups above 8 heads, the selected branch reads its keys from pages."""
+    there = {key(kernel) for kernel in build.kernels_of(preset, True)}
+    layer = build.layer_of(preset)
+    heads, kv_heads = layer["heads"], layer["kv_heads"]
+    widths = layer["key_width"], layer["value_width"]
+    cache = nsa_torch.PagedCache(5, kv_heads, *widths, config=NSAConfig(**layer["config"]))
+    query = torch.randn(100, heads, widths[0], dtype=torch.bfloat16)
+    gates = torch.rand(100, heads, 3, dtype=torch.bfloat16)
+    at = torch.arange(4).int()[None], *(torch.tensor(x).int() for x in ([200], [0, 100]))
+    runs = nsa_torch.plan_runs([0, 100], [200], cache.config.select_block)
+    with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
+        nsa_torch.paged_attention(query, gates, cache, *at, runs=runs, implementation="mosaic")
+    pages = [x.spec.pages for x in ran if x.name == "selected_forward"]
+    assert pages == [4 if heads // kv_heads > 8 else 0]
     assert not [kernel.name for kernel in ran if key(kernel) not in there]
 
 

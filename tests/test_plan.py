@@ -9,6 +9,7 @@ from nsa_torch import NSAConfig
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.limits import set_limits
+from tests.oracles.nsa import BRANCHES
 from tests.planned import MODES, PATHS
 from tests.problems import TABLE
 from tests.stand_in_kernels import stand_in
@@ -98,6 +99,28 @@ def test_sizes(mode, sizes, path):
 @pytest.mark.parametrize("indices", [False, True], ids=["selected", "given indices"])
 def test_where(where, indices, path):
     check_all(path, GIVEN, call(GIVEN, ROWS, indices=indices, **where))
+
+
+# Kinds of operators that run one step, with their path.
+SINGLE = {x: x.split("/")[1] for x in planned.KINDS if not x.startswith("attention/")}
+
+
+@pytest.mark.parametrize(("kind", "path"), SINGLE.items(), ids=SINGLE, indirect=["path"])
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+def test_single_steps(kind, where, path):
+    """Keys are wider than the narrowest values that kernels have."""
+    arguments = call(GIVEN, SIZES["wide"], indices=True, **where)
+    query, tokens, (indices, finite, *place) = arguments[0], arguments[1:7], arguments[10:]
+    operator, step = planned.KINDS[kind], kind.split("/")[-1]
+    if operator.backward is None:
+        both_ways(operator.run, [query, tokens[0], finite, *place])
+        return
+    pair = tokens[BRANCHES.index(step) :: 3]
+    lists = [indices] if step == "selected" else []
+    given = [query, *pair, *lists, finite, *place]
+    found = both_ways(operator.run, given)
+    grads = both_ways(operator.backward, [found[0].flip(1), *found[operator.kept], *given])
+    assert len(grads) == operator.floats
 
 
 @pytest.mark.parametrize("most", [0, 2**12])
