@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) in PyTorch. `nsa_core.types` documents shapes. The
 configuration (`NSAConfig`) and the container of the branches (`Branches`) come from `nsa_core`.
-Only the implementation `jax`, and the separate processes that build Mosaic kernels, import JAX.
-The backends of JAX start at the first call that uses them.
+JAX is imported only by the implementation `jax` and by the separate processes that build Mosaic
+kernels. The backends of JAX start at the first call that uses them.
 """
 
 from nsa_core import __version__ as __version__

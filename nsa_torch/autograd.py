@@ -18,8 +18,8 @@ from nsa_torch.operators import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, kv_len, **static):
-    """Call `nsa_jax.<name>` with segment ids, a `kv_len` or None, and arrays. `words` has the
-    argument names of the arrays.
+    """Call the function `<name>` of `nsa_jax` on the arrays, with segment ids and with a `kv_len`,
+    which may be None. `words` has the argument names of the arrays.
     """
     *arrays, segment_ids, lengths = arrays
     given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}

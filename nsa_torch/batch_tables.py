@@ -73,7 +73,8 @@ class Tables:
 
 
 class _Derived(NamedTuple):
-    """A function of boundaries, with the values of its other arguments, which are numbers."""
+    """A function of boundaries, together with the values of its other arguments, which are
+    numbers."""
 
     function: Callable[..., Sequence[Tensor]]
     static: tuple[tuple[str, Hashable], ...]
@@ -130,8 +131,8 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
 
 
 def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """Make boundaries that describe a single sequence of `length` tokens, for calls whose queries
-    have a gap of `gap` tokens between their halves."""
+    """Make boundaries of one sequence of `length` tokens. The two halves of its queries have a gap
+    of `gap` tokens between them."""
     make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
     (found,) = SHARED.get((of_one, length, gap, device), device, make)
     return attach(tables_of(found) or Tables(length, False, gap), found)
@@ -139,8 +140,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
     """Return the `PlanTables` of a plan, and a dictionary. The dictionary has an entry for each
-    buffer that contains a table and that the plan reads. The entry maps the buffer to the number of
-    the table. Plans with equal tables share one `PlanTables` object.
+    table that the plan reads. The entry maps the buffer of the table to the number of the table.
+    Plans with equal tables share one `PlanTables` object.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -170,7 +171,8 @@ class PlanTables:
 
     Args:
       steps: Derived steps of a plan (`nsa_core.plan`), which compute arrays from the boundaries.
-        Buffer 0 of these steps has the boundaries, and the results of the steps follow in order.
+        Buffer 0 contains the boundaries, and the next buffers contain the results of the steps in
+        order.
       by_torch: Indices of the tables that torch reads in steps of the plan.
       kernels: Whether to compute tables with Triton kernels, if the kernels support these tables.
     """

@@ -58,9 +58,10 @@ def block_attention(
         not a multiple of 128, the parts have 64 tokens. A list of blocks that are split must have
         at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected` uses only the lists. `tail` also adds the query's own block, unless
-        the query is the last token of that block. With `tail` the lists must not contain the
-        query's own block.
+      include: `include="selected"` means that a query attends only to the blocks in its list.
+        `include="tail"` means that a query also attends to its own block, unless the query is the
+        last token of that block. With `include="tail"` the lists must not contain the query's own
+        block.
       kv_len: number of valid keys, an int, or an int32 or int64 tensor `[]` or `[B]`; None means
         `S`.
       cu_seqlens: `[num_seqs + 1]`, the boundaries of a packed batch (see `nsa_torch.functional`).

@@ -94,7 +94,7 @@ class NSACache:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return a cache with `function` applied to each tensor. Axis 0 of each tensor that
-        `function` receives counts rows.
+        `function` receives is the axis of batch rows.
         """
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
@@ -380,8 +380,8 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """For every row `b` of `x` [B, M, ...], set `x[b, used[b] : used[b] + count]` to zero, as
-    `zeroed` does. Indices beyond the last entry are clamped to the last entry.
+    """For every row `b` of `x` [B, M, ...], set `x[b, used[b] : used[b] + count]` to zero, in the
+    same way as the function `zeroed`. Indices beyond the last entry are clamped to the last entry.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

@@ -1,10 +1,11 @@
 """Runs attention calls from stored programs. The checks, the choice of an implementation and the
 planning of a call run only once for all calls with the same signature.
 
-`signature_of` returns the `Signature` of a call, which records all properties on which checks,
-choice and plans depend. `plans.KNOWN` has one `PlannedProgram` per signature, which runs the bound
-plans of the forward and the backward pass. A call under a dispatch mode, a tracer or a transform of
-torch has no signature. The dispatcher of torch passes such a call to an operator (`operators.py`).
+`signature_of` returns the `Signature` of a call, which records all properties on which the checks,
+the choice of an implementation and the plans depend. `plans.KNOWN` has one `PlannedProgram` per
+signature, which runs the bound plans of the forward and the backward pass. A call under a dispatch
+mode, a tracer or a transform of torch has no signature. The dispatcher of torch passes such a call
+to an operator (`operators.py`).
 """
 
 import itertools
@@ -32,8 +33,8 @@ NUMBERS = frozenset({type(None), int, float})
 
 
 class Signature(NamedTuple):
-    """The properties that determine a call's checks, choice and plans. The values and addresses
-    of tensors are not part of a signature.
+    """The properties of a call that determine its checks, its implementation and its plans. The
+    values and addresses of tensors are not part of a signature.
 
     Attributes:
       numbers: The fields of the `NSAConfig`, as numbers.
@@ -46,8 +47,8 @@ class Signature(NamedTuple):
       form: A number per argument. The number is 0 for None, 1 for a tensor, 3 for `Branches` and -n
         for a tuple of n tensors. `ONE` means `Branches` whose fields are the same tensor.
       tensors: For each tensor, its shape, dtype and device, and whether the tensor is contiguous.
-        The entry also has the number of bytes by which the address of the tensor misses the
-        alignment of the kernels.
+        The entry also has the address of the tensor modulo the alignment in bytes that kernels
+        need.
     """
 
     numbers: tuple

@@ -22,8 +22,8 @@ BUDGET_BYTES = 256 * 2**20
 
 
 class Rows(NamedTuple):
-    """Rows of an array, selected by indices. The first `axes` axes of the array are merged to
-    one. For an index beyond the last row, `read` returns the last row, and the gradient is
+    """Rows of an array at given indices. The first `axes` axes of the array are merged to one. For
+    an index beyond the last row, the method `read` returns the last row, and the gradient is
     dropped.
     """
 

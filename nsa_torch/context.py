@@ -8,17 +8,16 @@ pass gathers keys and values again. A reduce-scatter in float32 sums the gradien
 values over the ranks, for a few heads at a time.
 
 On Mosaic kernels one local call can compute both chunks of a rank, with a gap between the queries
-of the chunks. On Mosaic kernels, each rank computes means of the selected branch's tokens for all
-windows, from the gathered tokens. Each other compressed token is computed by the rank in whose
-tokens its window begins. Windows extend beyond the rank's chunks. The tokens that follow a chunk
-and belong to its windows are the halo of the chunk. The ranks gather the compressed tokens, of
-which there are `d` times fewer than raw tokens. Since compressed tokens are gathered, `phi` runs
-once per window, not once per rank and window. A window of `l` tokens belongs to the chunk with its
-first token. In general the halo has `l - 1` tokens. The halo has only `l - d` tokens if the row is
-not packed and the length of a chunk is a multiple of the stride. The ranks provide the halos by
-gathering the first tokens of every chunk. In the backward pass the gathers of halos and of
-compressed tokens become reduce-scatters in float32. The backward pass computes a learned `phi`
-again.
+of the chunks. On Mosaic kernels, each rank computes from the gathered tokens of the selected branch
+the means of all windows. Each other compressed token is computed by the rank in whose tokens its
+window begins. Windows extend beyond the rank's chunks. The tokens that follow a chunk and belong to
+its windows are the halo of the chunk. The ranks gather the compressed tokens, of which there are
+`d` times fewer than raw tokens. Since compressed tokens are gathered, `phi` runs once per window,
+not once per rank and window. A window of `l` tokens belongs to the chunk with its first token. In
+general the halo has `l - 1` tokens. The halo has only `l - d` tokens if the row is not packed and
+the length of a chunk is a multiple of the stride. The ranks provide the halos by gathering the
+first tokens of every chunk. In the backward pass the gathers of halos and of compressed tokens
+become reduce-scatters in float32. The backward pass computes a learned `phi` again.
 
 The autograd graph of each local call is stored without its input tensors (`local_graph`). The
 backward pass slices the input tensors from the rank's own tensors, or gathers them again. Since the
@@ -63,7 +62,8 @@ from nsa_torch.varlen import borders_of
 def shard_sequence(
     x: Tensor, context_mesh: DeviceMesh, *, dim: int = 1, context_layout: Layout = "zigzag"
 ) -> Tensor:
-    """Return this rank's tokens of `x` along `dim`. Every rank must pass the same whole `x`.
+    """Return this rank's tokens of `x` along `dim`. Every rank must pass the whole sequence as `x`,
+    with the same values.
 
     If the length is not a multiple of the number of chunks, zeros are added at the end.
     `context_mesh` and `context_layout` are as in `nsa_torch.attention`.

@@ -57,7 +57,7 @@ class Ranks:
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start an all-gather of `x`. Call the returned function to wait for the result
-        `[R, ...]`. Error messages call the data `what`.
+        `[R, ...]`. `what` is the name of the data in error messages.
         """
         found = x.new_empty(self.size, *x.shape)
         run = dist.all_gather_into_tensor, found.flatten(0, 1), x.contiguous()
@@ -65,7 +65,7 @@ class Ranks:
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start a reduce-scatter of `x` `[R, ...]`. Call the returned function to wait for the
-        part of the sum that belongs to this rank. Error messages call the data `what`.
+        part of the sum that belongs to this rank. `what` is the name of the data in error messages.
         """
         found = x.new_empty(x.shape[1:])
         run = dist.reduce_scatter_tensor, found, x.contiguous().flatten(0, 1)
@@ -99,8 +99,8 @@ class Shards(layouts.Shards):
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """Return the shards for `local_length` tokens per rank. Error messages call the argument
-        `name`.
+        """Return the shards for `local_length` tokens per rank. `name` is the name of the argument
+        in error messages.
         """
         chunk = layouts.chunk_length(name, local_length, layout)
         return cls(layout, ranks.size, ranks.rank, chunk, ranks)
@@ -131,13 +131,14 @@ def agree(
     """Check that `describe()` returns the same text on all ranks. Return the text, and a row of
     numbers that encodes the text.
 
-    Every call gathers one row of numbers from each rank. On a GPU the host writes and reads rows
-    only for a new description, since writing and reading wait for the device.
+    Every call gathers one row of numbers from each rank. On a GPU the host writes and reads rows of
+    numbers only for a new description, since writing and reading wait for the device.
 
     Raises:
       ValueError: The descriptions differ, or `describe` failed on a rank. All ranks raise this
         error, but a rank on which `describe` failed raises the error of `describe`. On a GPU, a
-        rank that has already described the same call compares the rows in `say`.
+        rank that has already described the same call compares the rows of numbers in the function
+        `say`.
     """
     try:
         words = describe()
@@ -169,8 +170,8 @@ def agree(
 
 
 def refuse(ranks: Ranks, device: torch.device) -> None:
-    """Inform the other ranks that this rank has an error. The other ranks wait in `agree` or
-    `say`."""
+    """Inform the other ranks that this rank has an error. The other ranks wait in the function
+    `agree` or in the function `say`."""
     ranks.gather(_row("", device), SIZES)()
 
 
@@ -180,10 +181,10 @@ def _row(text: str, device: torch.device) -> Tensor:
 
 
 def say(ranks: Ranks, row: Tensor) -> None:
-    """Gather the row of `agree` for a call that this rank has described before. Other ranks may
-    describe the call for the first time. The host does not wait for a GPU. If ranks describe
-    different calls, a device-side assertion fails, and the process cannot use the device
-    afterwards.
+    """Gather the row of numbers that `agree` returned for a call that this rank has described
+    before. Other ranks may describe the call for the first time. The host does not wait for a GPU.
+    If ranks describe different calls, a device-side assertion fails, and the process cannot use the
+    device afterwards.
     """
     torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
 

@@ -178,7 +178,7 @@ def compressed_attention(
 def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
-    """Compute attention over the last `window` keys of the sequence, including the query's own."""
+    """Compute attention of each query to the last `window` keys up to its own."""
     refuse_transforms(query, key, value)
     batch, length, heads, _ = query.shape
     if config.window == 0:
@@ -219,8 +219,8 @@ def sliding_attention(
 
 
 def _band(key, value, size, kv_len):
-    """Return the last `size` keys and values up to the last valid token. Also return the number
-    of valid tokens among the returned ones.
+    """Return the last `size` keys and values up to the last valid token. Also return the number of
+    valid tokens among the returned tokens.
     """
     batch, num_keys = key.shape[:2]
     if size >= num_keys:

@@ -281,10 +281,11 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the block with the lower index is chosen. A score underflows in float32
-    if all its logits are 87 or more below the log-sum-exp (103 or more for `sdpa` and `fa2` on a
-    GPU). Most implementations treat scores that underflow as 0. Only `reference`, and `sdpa` and
-    `jax` on a CPU, still order scores that underflow (docs/kernels/numerics.md).
+    If scores are equal, the block with the lower index is chosen. A score underflows in float32 if
+    each of its logits is at least 87 below the log-sum-exp (at least 103 for `sdpa` and `fa2` on a
+    GPU). Most implementations treat scores that underflow as 0. Scores that underflow are still
+    ordered by `reference` on every device, and by `sdpa` and `jax` on a CPU
+    (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
@@ -394,8 +395,7 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over the last `window` keys, including the query's own. Return
-    `(out, lse)`.
+    """Compute attention of each query to the last `window` keys up to its own. Return `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 

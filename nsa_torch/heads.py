@@ -1,5 +1,4 @@
-"""Computes the fused projection of a layer to queries, keys, values and gates, the norms of its
-heads, and the rotary embedding.
+"""Computes the fused projection of a layer, the norms of its heads, and the rotary embedding.
 
     x -> projection [B, T, query | keys of each branch | values of each branch | gates]
       -> split, rotated
@@ -172,7 +171,7 @@ def project(
       position: as in `split`.
       spec: sizes of the heads, and the rotation.
       norms: as in `split`.
-      means: Whether to return also the mean of the query heads of each key/value head.
+      means: Whether the mean of the query heads of each key/value head is returned in addition.
       gate: A further projection layer, which computes the logits of the gates, or None.
       raw_keys: The number of branches whose keys are not rotated. The branches with unrotated
         keys are the first in the list.
@@ -375,8 +374,8 @@ def _angles(
     scale: float,
     scaling: rotation.Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosine and sine of each pair of columns, float32 `[B, T, width / 2]`, times
-    the factor of `scaling`.
+    """Return the cosine and sine of the angle of each pair of columns, float32 `[B, T, width / 2]`,
+    multiplied by the factor of `scaling`.
     """
     turns = rates(width, base, scaling, position.device)
     angle = (position.to(torch.float32) / scale)[..., None] * turns
@@ -478,7 +477,7 @@ def launch(
     given: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
-    """Launch the Triton kernel that splits `projection` into `apart`, one tensor per group of
+    """Launch the Triton kernel that splits `projection` into the tensors `apart`, one per group of
     heads.
 
     If `back` is true, the kernel computes the gradient of a projection and writes the gradient to

@@ -4,11 +4,11 @@ must not build or write anything.
     python -m nsa_torch.installed                    # a cold and a warm process per preset
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
-Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
-a paged cache and decodes a token from it. Then a layer with the same heads runs forward and
-backward, and reads a prompt and decodes a token with its own cache. The folders in which a
-process caches kernels are new and empty at first. The exit status is 1 if a process built or
-wrote something, or imported JAX. The command needs a Hopper GPU and torch.
+Each process imports torch, starts the GPU, runs attention forward and backward, prefills a paged
+cache, and decodes a token with the cache. Then a layer with the same heads runs forward and
+backward, and reads a prompt and decodes a token with its own cache. The folders in which a process
+caches kernels are new and empty at first. The exit status is 1 if a process built or wrote
+something, or imported JAX. The command needs a Hopper GPU and torch.
 
 A record has these durations in seconds:
 

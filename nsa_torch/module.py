@@ -330,8 +330,8 @@ class NSAAttention(nn.Module):
         return lengths.new_zeros((len(lengths), *self.spec.kept_keys), dtype=dtype)
 
     def convolve_after(self, before, position, count):
-        """Return a function and a list. The function is the argument `convolve` of `project` for
-        tokens that follow those of a cache. Each call of the function puts the
+        """Return a function and a list. The function is the argument `convolve` of the method
+        `project`, for tokens that follow the tokens of a cache. Each call of the function puts the
         newest keys into the list.
 
         Args:
@@ -431,7 +431,7 @@ class NSAAttention(nn.Module):
         attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
         """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. The returned
-        `kv` is the given cache, to which the tokens have been appended, or None.
+        `kv` is the given cache with the tokens appended, or None if no cache was given.
 
         Args:
           x: `[B, T, dim]`.
@@ -545,8 +545,8 @@ class NSAAttention(nn.Module):
 
 
 def _check_kind(module, state_dict, prefix, *_) -> None:
-    """Check before any weight is copied that the checkpoint was saved from a layer with the
-    same gate, phi and kv.
+    """Before any weight is copied, check that the checkpoint was saved from a layer with the same
+    gate, phi and kv.
 
     If the state_dict lacks entries for gate and phi, this function adds the entries, provided that
     the caller passed gate and phi to the constructor. If `strict` is False, the state_dict may lack

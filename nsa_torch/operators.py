@@ -12,7 +12,7 @@ and the form of the call, for example `attention/mosaic/shared_kv/saving`. The t
 follow, and then the arguments of `REST`.
 
 A call through the dispatcher of torch needs more time than the launch of a kernel. If the
-dispatcher would only look up the function (`plain`), `call` bypasses the dispatcher.
+dispatcher would only look up the function (`plain`), the function `call` bypasses the dispatcher.
 """
 
 import functools
@@ -144,8 +144,8 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
 
 
 def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
-    """Run the operator that computes the gradients of `kind`, and return its results as `call`
-    does."""
+    """Run the operator that computes the gradients of `kind`, and return its results as the
+    function `call` does."""
     if under_transforms() and not torch.compiler.is_compiling():
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
         return Gradient.apply(kind, len(kept), grad, *kept, *arguments)

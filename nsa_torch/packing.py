@@ -93,8 +93,8 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
 class Ranges:
     """Runs of consecutive tokens in a packed buffer, from which a `Chunk` reads its keys. The runs
     are stored one after the other. Two runs of one head either begin at the same token or share no
-    token, as selection blocks do. `read` and `add` launch Triton kernels. If Triton kernels cannot
-    run, torch uses `rows` instead of `read` and `add`.
+    token, as selection blocks do. The methods `read` and `add` launch Triton kernels. If Triton
+    kernels cannot run, torch uses the method `rows` instead of the methods `read` and `add`.
     """
 
     start: Tensor  # int64 [B, Q, Hkv, n]: index of the run's first token in the key array

@@ -1,12 +1,13 @@
-"""A paged cache for decoding and serving in torch, and `append`, which writes tokens to it.
+"""A paged cache for decoding and serving in torch, and the function `append`, which writes tokens
+to the cache.
 
 The caller manages the pool of pages and the page table of each row, as serving engines do with a
 page allocator. Shapes are static, and the host reads no tensor, so that one CUDA graph serves rows
 that grow, shrink, end or begin. A row whose length is 0 is padding.
 
-`append` writes tokens, and the compressed tokens that they complete, to pages. `paged_attention`
-reads the pages (`paged_attend.py`). The counterpart in JAX is `nsa_jax.paged`.
-`nsa_core.paged_layout` describes the layout.
+The function `append` writes new tokens to pages, together with the compressed tokens that the new
+tokens complete. `paged_attention` reads the pages (`paged_attend.py`). The counterpart in JAX is
+`nsa_jax.paged`. `nsa_core.paged_layout` describes the layout.
 """
 
 import copy
@@ -242,10 +243,10 @@ class PagedCache(PagedArrays):
         return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
-        """Copy the buffers with the unrounded newest tokens of rows that forked in an fp8 cache.
+        """In an fp8 cache, copy the buffers with the unrounded newest tokens of forked rows.
         `source` and `target` are indices `[K]` of buffers, as in `slots` of `append`. Without
-        `copy_recent`, up to `l / d` of the fork's next compressed tokens are computed from
-        rounded tokens.
+        `copy_recent`, up to `l / d` of the fork's next compressed tokens are computed from rounded
+        tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -341,7 +342,8 @@ def append(
     slots: Tensor | None = None,
     implementation: Literal["mosaic", "triton", "torch"] | None = None,
 ) -> None:
-    """Write new tokens, and the compressed tokens that they complete, to their pages in place.
+    """Write new tokens to their pages in place, together with the compressed tokens that they
+    complete.
 
     A token beyond the end of the row's page table, or with a negative entry in the table, is not
     written. Rows of length 0 write nothing. If a token's entry of the table is beyond the pool of
@@ -418,8 +420,8 @@ class NewTokens(NamedTuple):
         return self.params == (None, None)
 
     def of(self, tokens: slice, rows: int) -> tuple[Branches, Branches]:
-        """Return the selected and sliding keys and values `[rows, S, Hkv, .]`. All rows must
-        have the same number of tokens.
+        """Return the keys and values of the selected and the sliding branch, `[rows, S, Hkv, .]`.
+        All rows must have the same number of tokens.
         """
 
         def cut(x: Branches[Tensor]) -> Branches:

@@ -67,15 +67,15 @@ def paged_attention(
     """Compute attention of each row's last tokens to all tokens of the row in the cache. The
     result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries is at position `lengths - q + j`. Call `append` before this
-    function, or pass the new tokens to this function. On `mosaic`, one launch appends the tokens
-    and attends, for rows of up to 8 tokens. The launch requires that compressed tokens are means
-    and that `cu_seqlens_q` is None. In a launch that also appends, no row may begin with pages that
-    another row fills. The output of a row is bitwise independent of the other rows. The output is 0
-    for rows of length 0 and for tokens that belong to no row. If the page table names a page that
-    does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU without
-    `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the page
-    table is clamped to the table's capacity.
+    Query `j` of a row with `q` queries is at position `lengths - q + j`. Call the function `append`
+    before this function, or pass the new tokens to this function. On `mosaic`, one launch appends
+    the tokens and attends, for rows of up to 8 tokens. The launch requires that compressed tokens
+    are means and that `cu_seqlens_q` is None. In a launch that also appends, no row may begin with
+    pages that another row fills. The output of a row is bitwise independent of the other rows. The
+    output is 0 for rows of length 0 and for tokens that belong to no row. If the page table names a
+    page that does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
+    without `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the
+    page table is clamped to the table's capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.
@@ -83,7 +83,8 @@ def paged_attention(
       cache: the cache with the tokens of all rows.
       page_table, lengths, cu_seqlens_q: as in `append`.
       key, value, params, made_with, slots: arguments of `append`. If `key` and `value` are given,
-        `append` runs first. Without `key` and `value` the tokens must already be in the cache.
+      the function `append` runs first. Without `key` and `value` the tokens must already be in the
+      cache.
       config: None, or the config of the cache.
       scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: Upper bound of the queries per row. If the host reads `cu_seqlens_q`, a row with
@@ -244,7 +245,7 @@ def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
     """Return a function that computes the output of the call with the chosen implementation.
-    `whole` and `full` are the same as in `gathering`.
+    `whole` and `full` are the same as in the function `gathering`.
     """
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:

@@ -1,6 +1,4 @@
-"""Exports the functions of paged caches: the cache, `append`, attention from pages, and
-`plan_runs`.
-"""
+"""Exports paged caches, attention from pages, and the functions `append` and `plan_runs`."""
 
 from nsa_core.paged_runs import plan_runs as plan_runs
 from nsa_torch.paged import PagedCache as PagedCache

@@ -612,8 +612,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """Return the plan of a call and the plan of its gradient. The arguments are those of
-        `Planned.plan`, and the plan of the call if that plan exists already.
+        """Return the plan of a call and the plan of its gradient. The arguments are the arguments
+        of `Planned.plan`, followed by the plan of the call if that plan exists already.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:

@@ -55,8 +55,8 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """Return the key ranges of `block_indices` if `using` is active, or None if `fa2` reads
-    blocks."""
+    """Return the key ranges of `block_indices` if the context manager `using` is active, or None if
+    `fa2` reads blocks."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None

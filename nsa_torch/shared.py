@@ -1,5 +1,5 @@
 """Caches small tensors that depend only on the sizes of a problem, so that calls with the same
-sizes share them.
+sizes share the tensors.
 """
 
 import collections

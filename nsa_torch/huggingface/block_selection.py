@@ -314,7 +314,7 @@ def chosen_blocks(
       indexer: a `MiniMaxM3VLIndexer`.
       rotate: the function `apply_rotary_pos_emb` of the model.
       hidden_states: `[B, Sq, E]`.
-      position_embeddings: cos and sin `[B, Sq, .]`.
+      position_embeddings: cosines and sines `[B, Sq, .]`.
       cache: The cache with the indexer's keys of each layer, or None.
       position_ids: `[B, Sq]`. A query attends to key slots up to its own position.
     """

@@ -2,9 +2,9 @@
 
 transformers counts the columns of the batch, including padding (`get_seq_length`). The caches of
 this module store the tokens of a row from slot 0 on, without padding, and each row has its own
-length. `NSAModel.forward` calls `begin`, which computes the positions of the new tokens once for
-all layers (`Call`). Each layer with NSA then calls `attend`, and each dense layer calls `append`.
-`end` stores the new lengths.
+length. `NSAModel.forward` calls the method `begin`, which computes the positions of the new tokens
+once for all layers (`Call`). Each layer with NSA then calls the method `attend`, and each dense
+layer calls the method `append`. The method `end` stores the new lengths.
 """
 
 import functools
@@ -356,7 +356,7 @@ class NSAModelCache(Cache):
         self.columns -= count
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows with these `indices`."""
+        """Keep only the batch rows with these `indices`."""
         if self.lengths is None:
             return
         select = lambda x: x[indices.to(x.device)]

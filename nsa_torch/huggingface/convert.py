@@ -19,11 +19,12 @@ A layer that stays dense stores its keys and values once, as W_K and W_V. Up to 
 select_block tokens, every block is selected, so that the converted model equals the dense model
 with every `--start`:
 
-- `--start values` sets all gates to 1/2. The values of the selected branch are doubled, and the
-  values of the other branches are zero. With `--start values` all weights learn, but keys and gates
-  of the branches with zero values learn only from the second step.
-- `--start gates` sets the gate of the selected branch to 1 and the other gates to 0. With
-  `--start gates` the values are unchanged, and only the selected branch learns.
+- `--start values` sets all gates to 1/2. The value projection of the selected branch is doubled,
+  and the value projections of the other branches are zero. With `--start values` all weights learn,
+  but keys and gates of the branches whose value projections are zero learn only from the second
+  step.
+- `--start gates` sets the gate of the selected branch to 1 and the other gates to 0. With `--start
+  gates` the value projections are unchanged, and only the selected branch learns.
 - `--start shared` sets the gates as `--start gates` does. With `--start shared` all branches share
   keys and values, as W_K and W_V, so that the cache has a third of the size. With `--start shared`
   all weights except the gates learn.

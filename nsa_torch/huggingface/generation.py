@@ -196,9 +196,9 @@ def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
     """Return whether `generate` by default uses a paged cache for `rows` rows of `capacity`
-    tokens. The options must allow a paged cache (`wanted`), and each step must be possible as one
-    CUDA graph. Kernels must be able to read the pages, and the pages must use at most half of the
-    free memory.
+    tokens. The options must allow a paged cache (`wanted`), and each step must be able to run as
+    one CUDA graph. Kernels must be able to read the pages, and the pages must use at most half of
+    the free memory.
 
     Args:
       given: The `GenerationConfig`.

@@ -464,8 +464,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
 
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
-    """Remove the entries that record gate and phi from a state_dict, since config.json has the
-    same information. FSDP can shard only entries that are tensors of numbers.
+    """Remove from a state_dict the entries that record gate and phi, since config.json has the same
+    information. FSDP can shard only entries that are tensors of numbers.
     """
     for key in [key for key in state_dict if key.endswith(f".{EXTRA_STATE}")]:
         del state_dict[key]
