@@ -7,11 +7,11 @@ this GPU.
 
 The two checkouts run in separate processes on one machine. As many processes as fit into
 `--memory_gib` compile in parallel. After the compilation, consecutive calls are timed in turn
-(before, after, after, before, ...), with one process on the GPU at a time. A row is one problem in
-one pass. A row is slower if the median of its ratios (time after / time before) exceeds 1 +
-`--margin`. The exit status is 1 if a row is slower or not bit-equal, or if a process failed. For a
-change that may round differently, pass `--allow_other_bits`. All rows run on `mosaic`, so that a
-Hopper GPU is needed.
+(before, after, after, before, ...), with one process on the GPU at a time. A row of the table is
+one problem in one pass. A row is slower if the median of its ratios (time after / time before)
+exceeds 1 + `--margin`. The exit status is 1 if a row is slower or not bit-equal, or if a process
+failed. For a change that may round differently, pass `--allow_other_bits`. All rows run on
+`mosaic`, so that a Hopper GPU is needed.
 """
 
 import contextlib
@@ -83,8 +83,8 @@ class Child:
         )
 
     def answer(self, asked: str = "") -> Values:
-        """Write `asked` to the process, and return its next line, which is JSON. The first line
-        comes after the process has compiled the problem.
+        """Write the text `asked` to the process, and return the next line of the process, which is
+        JSON. The first line comes after the process has compiled the problem.
 
         Raises:
           ChildProcessError: The process ended.

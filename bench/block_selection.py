@@ -15,8 +15,8 @@ These implementations are compared:
   `attn_implementation="nsa_blocks"` runs them.
 - `sdpa`, `eager`: transformers' functions of these names, with a mask `[B, H, S, S]`. The model
   builds the mask from the blocks in every layer, and the time includes building the mask.
-- `flex`: torch's FlexAttention, on the union of the blocks of 128 queries and a mask for each pair
-  of query and key. The time of `flex` excludes building the mask.
+- `flex`: torch's FlexAttention, which reads the union of the blocks of 128 queries and masks single
+  pairs of query and key. The time of `flex` excludes building the mask.
 - `vllm`: vLLM's Triton kernel for this model, forward only. The time of `vllm` excludes filling
   pages.
 - `flash_msa`: flash-msa's kernels, which select the blocks themselves from an indexer's queries and
@@ -127,7 +127,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Swap the axes of heads and tokens: `[B, S, H, D]` for `[B, H, S, D]`."""
+    """Swap the axes of heads and tokens: return `[B, S, H, D]` for an input `[B, H, S, D]`."""
     return x.transpose(1, 2)
 
 
@@ -250,7 +250,7 @@ class Mode:
     Attributes:
       names: Names of the implementations.
       beside: The implementation that is the baseline of the parity rule.
-      results: Names of the results of `checked`.
+      results: Names of the results of the method `checked`.
       elsewhere: Names of implementations that select or read other blocks, and are not compared.
       lists_apart: The largest allowed share of our lists, or of their blocks, that differ from the
         expected lists or blocks.
@@ -522,7 +522,7 @@ class QsaDecode(Decode):
 
 
 class Qsa(Listed):
-    """The selection of blocks and the attention of QSA's layer, for whole rows."""
+    """The selection of blocks and the attention of QSA's layer, for whole sequences."""
 
     names, elsewhere = ("nsa_torch", "sdpa"), ("sdpa",)
 

@@ -10,8 +10,8 @@ Each of several lengths has its own process. All processes compile and compare w
 parallel. After the compilation, the processes are timed one after the other. The last example
 measures the first chart of the report (docs/benchmarks.md).
 
-Parity is checked first, and a wrong path is not timed. If a path that is named on the command
-line cannot run, the exit status is 3 (not measured).
+Parity is checked first, and an implementation with wrong results is not timed. If an implementation
+that is named on the command line cannot run, the exit status is 3 (not measured).
 """
 
 import dataclasses

@@ -16,10 +16,10 @@ token means draft tokens that are verified. Columns:
 - `ms_total`: `cached_attention`, which appends the tokens and attends.
 - `ms_paged`: `append` and `paged_attention` on a paged cache with pages in random order. With
   `--cache_dtype=fp8` the paged cache is in fp8, and its reference reads the rounded tokens.
-- `ms_cmp`: only compressed attention, on the contiguous cache.
+- `ms_cmp`: only the compressed branch, on the contiguous cache.
 - `ms_sel`: only the scores, the selection and the attention to the selected blocks. `ms_scores`
   excludes the attention.
-- `ms_win`: only the sliding window.
+- `ms_win`: only the sliding branch.
 - `ms_dense_*`: dense attention to the whole cache.
 - `graph`: whether a CUDA graph replayed the step (torch on CUDA, if the step can be captured).
 - `ms_host`: host time of consecutive eager steps without the graph. `ms_paged_host` is the host

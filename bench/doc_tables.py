@@ -335,8 +335,8 @@ def _quality_groups() -> list[quality.Group]:
 
 
 def quality_table(part: str, steps: str = "") -> str:
-    """Return a table that compares NSA with dense attention. `part` is "summary" (the kinds
-    with the most pairs), "bounds", "distances" or "found". `steps` is the number of training
+    """Return a table that compares NSA with dense attention. `part` is "summary" (the kinds with
+    the most pairs of runs), "bounds", "distances" or "found". `steps` is the number of training
     steps of the runs, by default any.
     """
     found = (cells for group in _quality_groups() for cells in quality.rows(part, group))
@@ -472,7 +472,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
 
 
 def filled(text: str, name: str) -> str:
-    """Return `text` with every table generated from records. Errors name the document `name`.
+    """Return `text` with every table generated from records. `name` is the name of the document in
+    error messages.
 
     Raises:
       ValueError: A marker names an unknown table, or an option that the table does not have.

@@ -43,7 +43,7 @@ FLAGS = cli.define(
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
     """Return the implementation of the scores in each framework that has this implementation. The
-    flag for the step `selected` names the implementation, since that step includes the scores.
+    flags name the implementation of the selected branch, and the same name applies to the scores.
 
     Raises:
       ValueError: No framework has an implementation with this name.

@@ -11,7 +11,7 @@ The values of the table are results of the kernels for the last query, not a map
   weight is the output of a call in which only the values of the needle are 1, and all others 0.
 - `cos`: cosine of the whole output and the value at `pos`, as a mean over the heads.
 - `mae`: mean absolute error against the float64 reference.
-- `time_ms`: time of the whole attention over all `S` tokens.
+- `time_ms`: time of attention of all branches over all `S` tokens.
 
 The result is wrong if the needle's block is not selected, or if the needle's weight is at most
 0.5.
@@ -70,8 +70,8 @@ def forced(block: int, length: int, config) -> bool:
 
 
 def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, Any]:
-    """Judge how the whole attention of `job` treats the needle. Return the fields of the record,
-    and the function that times the call.
+    """Judge how `job`, which computes attention of all branches, treats the needle. Return the
+    fields of the record, and the function that times the call.
     """
     config, block = settings.nsa, position // settings.nsa.select_block
     arguments = runner.load(inputs.arguments("all"))

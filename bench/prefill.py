@@ -1,4 +1,4 @@
-"""Measures whole attention over prompts of several lengths. The results are milliseconds,
+"""Measures attention of all branches over prompts of several lengths. The results are milliseconds,
 tokens/s, and the growth of the time with the length.
 
     python -m bench.prefill
@@ -46,7 +46,8 @@ def scaling(now: Record, before: Record | None) -> Values:
 
 
 def job(runner, settings) -> Job:
-    """Return whole attention on the implementations of the flags, or on the automatic choice."""
+    """Return a job of attention of all branches, on the implementations that the flags name or on
+    the automatic choice."""
     named, on_unsupported = kernel_flags.named(), kernel_flags.on_unsupported()
     found = jobs(runner, asked(settings, runner), named, on_unsupported, ["all"], chosen=True)
     (what,) = found

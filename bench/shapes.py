@@ -1,5 +1,5 @@
-"""Measures whole attention for every shape that has a target. The measurements are parity, times
-and memory.
+"""Measures attention of all branches for every shape that has a target. The measurements are
+parity, times and memory.
 
     python -m bench.shapes
     python -m bench.shapes --only 64k --only 8k --input random

@@ -80,8 +80,9 @@ def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
-    """Return the worst pair at the longest length below the threshold `found`, and the worst pair
-    at the threshold. A pair is missing if its length does not exist.
+    """Return the pair of times with the lowest speed-up at the longest length below the threshold
+    `found`, and the pair with the lowest speed-up at the threshold. A pair is missing if its length
+    does not exist.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]

@@ -49,8 +49,8 @@ def kernels_of(
     with and without packed rows.
 
     Args:
-      decode: Whether to include the kernels for paged caches, including those that append
-        tokens.
+      decode: Whether to include the kernels for paged caches, including the kernels that append
+          tokens.
       lengths: Lengths of sequences whose kernels are returned. Defaults to all lengths.
     """
     layer = layer_of(preset)

@@ -89,7 +89,7 @@ def attention(
       The output, `[B, T, H, Dv]` in the dtype of `query`.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument has a value that no implementation supports.
       NotImplementedError: The named implementation cannot run this call. `NotImplementedError` is
         also raised if no implementation supports `config.compute_dtype` on this device, in context
         parallelism or for a gradient.
@@ -262,10 +262,10 @@ def select_blocks(
 ) -> Int[Array, "B T Hkv n"]:
     """Select the blocks that each query reads (Eqs. 8-12), without gradient.
 
-    If scores are equal, the block with the lower index is chosen. A score underflows in float32
-    if its logit is 87 or more below the log-sum-exp. Most implementations treat scores that
-    underflow as 0. Only `reference`, and `xla` on a CPU, still order scores that underflow
-    (docs/kernels/numerics.md).
+    If scores are equal, the block with the lower index is chosen. A score underflows in float32 if
+    its logit is at least 87 below the log-sum-exp. Most implementations treat scores that underflow
+    as 0. Scores that underflow are still ordered by `reference` on every device, and by `xla` on a
+    CPU (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
@@ -281,7 +281,7 @@ def select_blocks(
       The selected blocks, int32 `[B, T, Hkv, n]`, ascending, with -1 in the empty slots at the end.
 
     Raises:
-      ValueError: No implementation supports an argument.
+      ValueError: An argument has a value that no implementation supports.
       NotImplementedError: The named implementation cannot run this call.
     """
     arrays = query, compressed_key
@@ -329,8 +329,8 @@ def selected_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Compute attention over the keys of the selected blocks at or before the query. Return
-    `(out, lse)`.
+    """Compute attention of each query to the keys of its selected blocks, up to its own position.
+    Return `(out, lse)`.
 
     Args:
       query: `[B, T, H, D]`.
@@ -362,8 +362,8 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Compute attention over the last `window` keys, including the query's own key. Return
-    `(out, lse)`.
+    """Compute attention of each query to the last `window` keys up to its own key. Return `(out,
+    lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 

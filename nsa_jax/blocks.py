@@ -65,9 +65,9 @@ def block_attention(
         to 64 parts. Longer lists run on `triton` for any block size, unless rows are packed or
         `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected` uses only the lists. `tail` also adds the query's own block, unless
-        the query is the last token of that block. The lists must not contain a block that
-        `tail` adds.
+      include: `include="selected"` means that a query attends only to the blocks in its list.
+        `include="tail"` means that a query also attends to its own block, unless the query is the
+        last token of that block. The lists must not contain a block that `include="tail"` adds.
       query_seq_lengths: int32 `[B]`, number of valid queries, which are the first queries of a row.
         `query_seq_lengths=None` means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`.

@@ -89,8 +89,8 @@ def selected_attention(
     segment_ids=None,
     scale=None,
 ):
-    """Compute attention over the keys of the selected blocks at or before the query, with one
-    softmax.
+    """Compute attention of each query to the keys of its selected blocks, up to its own position.
+    One softmax covers all these keys.
     """
     batch, _, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
@@ -136,7 +136,7 @@ def selected_attention(
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
-    """Compute attention to the last `window` keys up to the query, including its own key."""
+    """Compute attention of each query to the last `window` keys up to its own key."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)

@@ -203,8 +203,8 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """Return `out` with NaN in the rows that are `wrong`. `_unless` is one compiled program, so
-    that `jax_debug_nans` checks only its result.
+    """Return `out` with NaN in the rows for which `wrong` is true. `_unless` is one compiled
+    program, so that `jax_debug_nans` checks only its result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 

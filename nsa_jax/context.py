@@ -118,8 +118,8 @@ class _Shards(layouts.Shards):
 
 
 def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
-    """Return the shards for `local_length` tokens per device. Error messages call the argument
-    `name`."""
+    """Return the shards for `local_length` tokens per device. `name` is the name of the argument in
+    error messages."""
     chunk = layouts.chunk_length(name, local_length, layout)
     try:
         size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)

@@ -127,7 +127,7 @@ def _program(
 
 
 def forget() -> None:
-    """Clear the compiled programs. Tests that change the state of a step call `forget`."""
+    """Clear the compiled programs. Tests that change the state of a step call this function."""
     _program.cache_clear()
 
 

@@ -168,7 +168,7 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """Select blocks as `branches.select_blocks` does. A separate pass computes the
+        """Select blocks as the function `branches.select_blocks` does. A separate pass computes the
         log-sum-exp of the compressed branch.
         """
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))

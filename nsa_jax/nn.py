@@ -326,8 +326,8 @@ class NSAAttention(nnx.Module):
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
-        """Return the parameters of the compressor `phi`: those for keys, then those for
-        values."""
+        """Return the parameters of the compressor `phi`: first the parameters for keys, then the
+        parameters for values."""
         turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
         return self.spec.compress_params(self, lambda key: rates(*turns))
 
@@ -416,7 +416,7 @@ class NSAAttention(nnx.Module):
         attention_mask: None = None,
     ):
         """Apply the layer to `x`. Return `(y, kv)` with the output `y` [B, T, dim]. The returned
-        `kv` is a new cache that includes the tokens, or None.
+        `kv` is a new cache that includes the tokens, or None if no cache was given.
 
         Args:
           x: `[B, T, dim]`.

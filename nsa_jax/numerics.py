@@ -35,11 +35,12 @@ def product(subscripts: str, x, y):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted(subscripts: str, probs, values):
-    """Round probabilities to the dtype of the values, and compute their `product` with the values.
+    """Round probabilities to the dtype of the value tensor, and return their product with the value
+    tensor.
 
-    The gradient of the probabilities is not rounded, since a loss scale may make it larger than
-    float16 can represent. The gradient of the result is rounded to the dtype of the values, since
-    both operands of a product have one dtype.
+    The gradient of the probabilities is not rounded, since a loss scale may make this gradient
+    larger than float16 can represent. The gradient of the result is rounded to the dtype of the
+    value tensor, since both operands of a product have one dtype.
     """
     return product(subscripts, probs.astype(values.dtype), values)
 
@@ -69,9 +70,9 @@ def rotated(x, cos, sin):
 
 
 def put(x, index, values):
-    """Return `x` with `values` at `index`, an array or a tuple of arrays. Writes beyond the end
-    are dropped. XLA for GPUs (as of JAX 0.11) would clamp a constant index to the last position. An
-    optimization barrier hides a constant index from XLA.
+    """Return `x` with `values` at `index`, which is an array or a tuple of arrays. Writes beyond
+    the end are dropped. XLA for GPUs (as of JAX 0.11) would clamp a constant index to the last
+    position. An optimization barrier hides a constant index from XLA.
     """
     return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
 

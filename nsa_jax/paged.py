@@ -1,10 +1,11 @@
-"""A paged cache for decoding and serving in JAX. `append` writes tokens to the cache, and
-`paged_attention` reads them. The counterpart in torch is `nsa_torch.paged`. `append` returns a
-new cache and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so
-that XLA reuses the memory of the cache. All sizes are static, so one compilation serves growing
-lengths. If each row has few queries, as in decoding with or without draft tokens, kernels read the
-pages directly. For rows with more queries, the keys and values of each row are gathered from the
-pages, and the steps of `attention` run on the gathered rows.
+"""A paged cache for decoding and serving in JAX. The function `append` writes tokens to the cache,
+and the function `paged_attention` reads the tokens. The counterpart in torch is `nsa_torch.paged`.
+The function `append` returns a new cache and writes nothing in place. Donate the cache
+(`jax.jit(.., donate_argnums=..)`), so that XLA reuses the memory of the cache. All sizes are
+static, so one compilation serves growing lengths. If each row has few queries, as in decoding with
+or without draft tokens, kernels read the pages directly. For rows with more queries, the keys and
+values of each row are gathered from the pages, and the steps of `attention` run on the gathered
+rows.
 """
 
 import dataclasses
@@ -141,8 +142,8 @@ def append(
     made_with: Facts = (),
     slots=None,
 ) -> PagedCache:
-    """Write new tokens, and the compressed tokens that they complete, to their pages. Return the
-    new cache.
+    """Write new tokens to their pages, together with the compressed tokens that they complete.
+    Return the new cache.
 
     A token beyond the end of the row's page table is not written, and neither is a token whose
     entry of the page table is negative. Rows of length 0 write nothing. If a token's entry of the
@@ -208,13 +209,13 @@ def paged_attention(
     """Compute attention of each row's last tokens to all tokens of the row in the cache. The
     result is `[N, H, Dv]`.
 
-    Query `j` of a row with `q` queries has position `lengths - q + j`. Call `append` first, since
-    the cache must already have the tokens of the queries. The output of a row is independent of
-    the other rows. The output is 0 for rows of length 0 and for tokens that belong to no row. If
-    the page table names a page that does not exist, the call raises an error on a CPU outside
-    traced code. On other devices and in traced code, the nearest existing page is used. A length
-    beyond the page table is clamped to the table's capacity. Under `jax.vmap` the kernels run once
-    per index of the mapped axis, one after the other.
+    Query `j` of a row with `q` queries has position `lengths - q + j`. Call the function `append`
+    first, since the cache must already have the tokens of the queries. The output of a row is
+    independent of the other rows. The output is 0 for rows of length 0 and for tokens that belong
+    to no row. If the page table names a page that does not exist, the call raises an error on a CPU
+    outside traced code. On other devices and in traced code, the nearest existing page is used. A
+    length beyond the page table is clamped to the table's capacity. Under `jax.vmap` the kernels
+    run once per index of the mapped axis, one after the other.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.

@@ -250,8 +250,8 @@ def selected_attention(
     scale=None,
     with_lse=True,
 ):
-    """Compute attention over the keys of the selected blocks at or before the query, with one
-    softmax.
+    """Compute attention of each query to the keys of its selected blocks, up to its own position.
+    One softmax covers all these keys.
     """
 
     def positions():

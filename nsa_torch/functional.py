@@ -357,8 +357,8 @@ def selected_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over the keys of the selected blocks at or before the query. Return
-    `(out, lse)`.
+    """Compute attention of each query to the keys of its selected blocks, up to its own position.
+    Return `(out, lse)`.
 
     Args:
       query: `[B, T, H, D]`.

@@ -87,8 +87,8 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
 def selected_attention(
     query, key, value, block_indices, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
-    """Compute attention over the keys of the selected blocks at or before the query, with one
-    softmax.
+    """Compute attention of each query to the keys of its selected blocks, up to its own position.
+    One softmax covers all these keys.
     """
     batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]

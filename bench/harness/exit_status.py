@@ -28,7 +28,8 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
 
 
 def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
-    """Compute the status as `of` does, but from the statuses of rows instead of their records."""
+    """Compute the status as the function `of` does, but from the statuses of rows instead of their
+    records."""
     asked_for = list(asked_for)
     if {"wrong", "error"} & {*asked_for, *beside}:
         return WRONG

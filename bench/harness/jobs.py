@@ -90,9 +90,9 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    """Yield the rows of whole attention. There is one row per implementation, on which all steps
-    run, and one row for the automatic choice. If implementations are named or `chosen` is given,
-    there is only one row.
+    """Yield the rows of the table for attention of all branches. There is one row per
+    implementation, on which all steps run, and one row for the automatic choice. If implementations
+    are named or `chosen` is given, there is only one row.
     """
     if any(wanted) or chosen:
         try:
@@ -126,7 +126,8 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
 
 
 def in_form(form: str, runner, job: Job, settings) -> Job:
-    """Make a job that computes all branches as `job` does, with `recompute` or as one packed row.
+    """Make a job that computes all branches like the job `job`, but with `recompute` or as one
+    packed row.
 
     `recompute` stores no branch outputs for the backward pass. `packed` uses one packed row with
     metadata that is made before the call."""

@@ -181,7 +181,8 @@ def timed(timing, work: cost.Cost, device: str, itemsize: int) -> Values:
 
 
 def selection(runner, config, job: Job, arguments: Values) -> tuple:
-    """Return the compressed keys and the blocks that the whole attention of `job` computes."""
+    """Return the compressed keys and the blocks that `job` computes in attention of all
+    branches."""
     name = job.named("selected")
     if isinstance(name, str) and name not in runner.registry.names("scores"):
         name = None

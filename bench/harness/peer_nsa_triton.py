@@ -13,7 +13,7 @@ tokens are one axis, and `cu_seqlens` has the starts of the sequences.
 | all | `avgpool_compress`, and the functions above | |
 
 The functions of the package compute the same results as this library, so that the oracle judges
-every branch and whole attention:
+every branch and attention of all branches:
 
 - Compressed tokens are means of `l` tokens every `d` tokens, visible from their last token on.
 - Block scores follow Eq. 9, and are summed over the heads of a group.
@@ -173,7 +173,8 @@ def _compress(config: NSAConfig, x):
 
 
 def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute a branch. `own` computes the compressed keys and the blocks of whole attention."""
+    """Compute a branch. `own` computes the compressed keys and the blocks of attention of all
+    branches."""
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]

@@ -15,8 +15,8 @@ The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs 
 are means of whole selection blocks without overlap. With blocks of 64 tokens and a stride of 16
 tokens, `fla.ops.nsa` has four times fewer compressed tokens than this library. All branches of
 `fla.ops.nsa` share one array of keys. Attention to given blocks and the sliding window are the same
-functions as in this library, so that the oracle judges these steps. Whole attention of `fla` is not
-judged, and has no speed-up.
+functions as in this library, so that the oracle judges these steps. Attention of all branches by
+`fla` is not judged, and has no speed-up.
 """
 
 import functools

@@ -134,7 +134,7 @@ class Record:
 
 
 def times_of(row: Any) -> tuple[float, float, float] | None:
-    """Return the same as `Record.times_ms`, for any object with times and a status."""
+    """Return the same values as `Record.times_ms`, for any object with times and a status."""
     times = row.time_ms, row.p20_ms, row.p80_ms
     return None if row.status != "ok" or None in times else times
 

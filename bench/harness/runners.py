@@ -70,8 +70,8 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """Return `problem(settings, ..)` for the device of `runner`. The policy of that device applies
-    to the problem.
+    """Return the result of the function `problem(settings, ..)` for the device of `runner`. The
+    policy of that device applies to the problem.
     """
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)

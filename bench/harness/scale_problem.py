@@ -24,7 +24,8 @@ class Problem:
       checked: longest sequence whose results are judged, since one device must hold the sequence.
       documents: number of tokens of each document of a packed row; empty for one sequence.
       recompute: argument of `nsa_torch.attention`.
-      by_rows: whether only a few rows are judged (`scale_rows`), of a sequence of any length.
+      by_rows: whether only a few rows of the output are judged (`scale_rows`), for a sequence of
+          any length.
     """
 
     framework: str

@@ -147,7 +147,8 @@ class Measured:
         return judged(problem, self.errors(self.call(own, place), expected), alone)
 
     def rows(self) -> Values:
-        """Judge a few rows of all ranks, and the gradients that follow from them (`scale_rows`)."""
+        """Judge a few rows of the output of all ranks, and the gradients that follow from these
+        rows (`scale_rows`)."""
         problem, device = self.problem, self.device
         rows = scale_rows.rows_of(problem)
         _, position = scale_rows.places(problem)

@@ -1,4 +1,5 @@
-"""Judges a long sequence by a few of its rows, for `bench.scale --check rows`.
+"""Judges attention to a long sequence by a few rows of the output, one row per token, for
+`bench.scale --check rows`.
 
 The gradient of the output is zero except in the judged rows. All gradients, also of the keys and
 values of other rows, follow only from the judged rows. A float32 oracle computes the gradients row

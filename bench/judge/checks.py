@@ -40,8 +40,8 @@ class Checker:
           backward: Whether steps return gradients.
           most_rows: The maximum number of checked query positions per sequence, by default as in
             `oracle.Slabs.of`.
-          pools: Whether whole attention computes its compressed tokens as means. If `pools` is
-            False, `inputs` has the compressed tokens.
+          pools: Whether attention of all branches computes its compressed tokens as means. If
+            `pools` is False, `inputs` has the compressed tokens.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
@@ -68,8 +68,8 @@ class Checker:
         return other
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
-        """Run `step` of one branch and compare all its results with the oracle. For whole attention
-        (`all`), the step must use the selection of the inputs.
+        """Run `step` of one branch and compare all its results with the oracle. For attention of
+        all branches (`all`), the step must use the selection of the inputs.
 
         `arguments` are the arguments of `step`, as arrays of the runner's framework.
         """
@@ -88,15 +88,15 @@ class Checker:
         return parity.merge(self._compare(runner, result, exact, low, branch))
 
     def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
-        """Run whole attention and compare its results with the oracle. With the path's own
-        selection as an argument (`frozen`), every row must agree. If the path selects blocks
+        """Run attention of all branches and compare its results with the oracle. With the path's
+        own selection as an argument (`frozen`), every row must agree. If the path selects blocks
         itself (`step`), every row with only one admissible selection must agree. The selection is
         judged too.
 
         Args:
           runner: The runner of the framework.
-          step: Whole attention that selects itself.
-          frozen: Whole attention with block indices as an argument.
+          step: Attention of all branches that selects its blocks itself.
+          frozen: Attention of all branches with block indices as an argument.
           arguments: The arguments of `step`.
           own: The path's compressed keys and block indices.
         """

@@ -149,8 +149,8 @@ def check(path: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Check a checkpoint as `check` does, but not its files of tensors. Return the contents of
-    `progress.json`.
+    """Check a checkpoint as the function `check` does, but not its files of tensors. Return the
+    contents of `progress.json`.
     """
     try:
         progress = json.loads((path / PROGRESS).read_text())

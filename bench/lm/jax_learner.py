@@ -381,7 +381,8 @@ class Learner:
                 weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
-        """Read weights and moments that `save` of any learner wrote after `step` steps."""
+        """Read weights and moments that the method `save` of any learner wrote after `step`
+        steps."""
         from . import shards  # importing this takes a second
 
         with shards.whole(folder) as whole:

@@ -8,9 +8,9 @@ is as good.
 Runs of one seed start from the same weights and read the same batches. A run of NSA and the run of
 dense attention with the same seed are therefore a pair. For dense attention the table has means. If
 there are several kinds of dense runs, the first kind is used. For every other kind the table has
-the mean difference of the pairs, and its standard error `s / sqrt(n)`. From three seeds on the
-table also has t, which is the mean difference divided by the standard error, with n - 1 degrees of
-freedom. Losses are in nats per token. The table has these columns:
+the mean difference over the pairs of runs, and its standard error `s / sqrt(n)`. From three seeds
+on the table also has t, which is the mean difference divided by the standard error, with n - 1
+degrees of freedom. Losses are in nats per token. The table has these columns:
 
 - `new`, `near`, `far`: the loss of held-out targets by kind (`bench.lm.measures`).
 - `end`: the loss of all held-out targets after the last step.
@@ -23,8 +23,8 @@ freedom. Losses are in nats per token. The table has these columns:
 - `seen`: how often a run sees its text. A run that sees its text several times can memorize the
   text.
 
-A verdict needs at least five pairs. Differences must be within these limits. For `new` and `end`
-the upper bound of 95 % must be within the limit, and for other measures the mean:
+A verdict needs at least five pairs of runs. Differences must be within these limits. For `new` and
+`end` the upper bound of 95 % must be within the limit, and for other measures the mean:
 
 - `new` and `end` may exceed the losses of dense attention by at most 0.3 %.
 - `far` may exceed the loss of dense attention by at most 1 %.
@@ -32,8 +32,8 @@ the upper bound of 95 % must be within the limit, and for other measures the mea
 - If chance is below a quarter, the best head must select blocks with the copied passage more often
   than with another text, by three standard errors.
 
-The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs or lacks a
-measure.
+The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs of runs or lacks
+a measure.
 """
 
 import dataclasses
@@ -348,7 +348,7 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
     """Return for each of `BOUNDS`, in order, whether a kind of NSA is within the bound.
 
     Raises:
-      NotImplementedError: There are too few pairs for a verdict, or a measure is missing.
+      NotImplementedError: There are too few pairs of runs for a verdict, or a measure is missing.
     """
     if len(kind.runs) < LEAST_PAIRS:
         raise NotImplementedError(
@@ -496,7 +496,7 @@ def line(group: Group, kind: Kind) -> dict[str, Any]:
 
 
 def _with_distances(group: Group) -> Group:
-    """Return the pairs for which copied passages were measured by distance."""
+    """Return the pairs of runs for which copied passages were measured by distance."""
 
     def measured(kind: Kind, seeds: Container[int]) -> Kind:
         runs = {k: x for k, x in kind.runs.items() if k in seeds and DISTANCE in x.values}

@@ -2,15 +2,15 @@
 the distance between the two parts of a task.
 
 A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs, whose
-distance is log-uniform. Most pairs contain the same record in both slots, at a random position in
-each slot:
+distance is log-uniform. Most pairs of slots contain the same record in both slots, at a random
+position in each slot:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
 Since keys and values are random, a model can predict the value in the copy only by finding the
 source among all records of the row. The task is multi-query associative recall (arXiv 2312.04927).
-Every fifth pair has no record. In a pair without a record, the second slot repeats the text of the
-first slot.
+Every fifth pair of slots has no record. In a pair without a record, the second slot repeats the
+text of the first slot.
 """
 
 from typing import Any
@@ -41,8 +41,8 @@ def records(random: np.random.Generator, count: int, vocabulary: int) -> np.ndar
 
 
 def place(row: np.ndarray, random: np.random.Generator, vocabulary: int) -> np.ndarray:
-    """Replace parts of `row` by tasks, in place. The number of pairs is a third of the number of
-    slots.
+    """Replace parts of `row` by tasks, in place. The number of pairs of slots is a third of the
+    number of slots.
 
     Returns:
       `[records, 2]`: the positions of the value of each record, in the source and in the copy.

@@ -205,8 +205,8 @@ class Learner:
             shards.write(folder, copy.deepcopy(self.master), shards.tensors_of(self))
 
     def load(self, folder: Path, step: int) -> None:
-        """Read weights and moments that `save` of any learner, with any number of processes,
-        wrote after `step` steps."""
+        """Read weights and moments that the method `save` of any learner, with any number of
+        processes, wrote after `step` steps."""
         from . import shards
 
         shards.put(self, shards.whole_tensors(folder), step)

@@ -60,7 +60,8 @@ class Run:
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
-    """Yield the runs of whole attention and of dense attention from records and training logs."""
+    """Yield the runs of attention of all branches and of dense attention from records and training
+    logs."""
     for r in records:
         compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
